@@ -128,21 +128,22 @@ def _try(words: Words, folder: Path, answer: Path, judge: Callable[[list[str], A
     try:
         overrides = [*pairwise.complete(words, folder), f"output_dir={place}"]
         job = prepare(overrides)
-        before_ranks = job.run.batch.chooses_size or job.run.checkpointing.memory_gb is not None  # measured by our own launcher
-        ranks = 1 if before_ranks else job.run.parallel.ranks()
+        ranks = job.run.parallel.ranks()
+        # What is measured before the ranks start is refused where somebody else starts them.
+        measured = job.run.batch.chooses_size or job.run.checkpointing.memory_gb is not None
     except UserError as error:
         ended = Ended(words, REFUSED, str(error))
     except BaseException as error:
         ended = Ended(words, OPEN, f"{type(error).__name__}: {error}")
     else:
-        ended = _trained(words, folder, ranks)
+        ended = _trained(words, folder, 1 if measured else ranks)
         if judge is not None and ended.outcome == TRAINED and ranks == 1:
             ended.certified = judge(overrides, job.run)
     answer.write_text(json.dumps(asdict(ended)))
 
 
 def _trained(words: Words, folder: Path, ranks: int) -> Ended:
-    """Train, as rank 0 of so many."""
+    """Train, as rank 0 of so many; with 1, drivetrain starts the ranks of a run that has several."""
     others = []
     if ranks > 1:
         with socket.socket() as s:

@@ -299,6 +299,9 @@ def test_more_samples_in_a_batch_than_there_are_is_refused(make):
     with pytest.raises(UserError, match=r"batch\.global_batch=\d+ is more than the 48 training samples"):
         make("batch.global_batch=60")
     assert make("batch.global_batch=60", "data.drop_last=false").max_updates == 2
+    grows = r"batch.global_batch=24 grows to 96 by batch.grow_every=1, which is more than the 48 .* set batch.grow_until=48"
+    with pytest.raises(UserError, match=grows):
+        make("batch.global_batch=24", "batch.grow_every=1", "epochs=5", "updates=null")
 
 
 def test_synthetic_tokens_have_the_next_one_as_their_target(train, make, problems):

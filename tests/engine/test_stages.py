@@ -221,6 +221,8 @@ def test_names_that_the_model_does_not_have_are_told_before_the_start_for_all_st
         "stages[4]: optimizer.no_weight_decay: 'head' matches no trainable parameter",
     ]
     assert [problem.startswith(begin) for problem, begin in zip(refused.value.problems, begins, strict=True)] == [True] * 4
+    with pytest.raises(UserError, match=r"stages\[1\]: optimizer.adamw: 'gone' matches no trainable parameter"):
+        staged(*SCHEDULED, "optimizer=muon", "stages=[{until: 1}, {optimizer.adamw: [gone]}]")
 
 
 def test_a_model_that_would_have_other_shapes_is_refused_before_the_start(staged: Callable[..., StagedRun]) -> None:

@@ -217,12 +217,13 @@ def test_an_own_metric_that_is_none_is_refused(make, own, target, says):
 
 
 def test_a_function_does_not_get_texts_of_several_lengths(make, own, tmp_path):
-    lines = [json.dumps({"text": "word " * n}) for n in range(2, 60)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": "word " * n}) for n in range(2, 60)))
     words = ["task=language_modelling", "data=jsonl", f"data.path={tmp_path}/texts.jsonl", "model=gpt"]
     words += ["model.width=16", "model.depth=1", "model.heads=2", "loss=next_token"]
     with pytest.raises(UserError, match=r"texts of data=jsonl differ in length: name a torchmetrics.Metric class"):
         make(*words, *own("worst"), run_dir=tmp_path)
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": f"word {n:02}"}) for n in range(60)))  # of one length
+    make(*words, *own("words"), run_dir=tmp_path)
 
 
 def test_ranks_whose_outputs_differ_in_shape_are_told(monkeypatch):

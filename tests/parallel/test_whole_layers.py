@@ -162,6 +162,12 @@ def test_norms_of_layers_and_whole_weights(ranks, make, float64):
     equal_on_two_ranks(ranks, make, "fsdp", cases, 1e-10)
 
 
+def test_names_of_weights_on_another_rank(ranks, make, float64):
+    """A stage of a pipeline has some of the blocks alone, and settings name all of them."""
+    words = ["optimizer=adamw", "optimizer.no_weight_decay=[layers.2]", "optimizer.lr_multipliers={layers.0: 0.1}"]
+    equal_on_two_ranks(ranks, make, "pipeline", {"names": [*words, "optimizer.weight_decay=0.5"]}, 1e-10)
+
+
 BF16 = {
     "masters": ["precision=bf16_pure", "optimizer=sgd", "optimizer.lr=0.5", "clip=norm", "clip.max_norm=0.5"],
     "masters, by norms": ["precision=bf16_pure", "optimizer=lars", "optimizer.lr=1", "optimizer.trust=0.02"],

@@ -44,7 +44,8 @@ _ATTENTION = tuple(
 )
 _FACTORS = {_aten.mm: (0, 1), _aten.bmm: (0, 1), _aten.addmm: (1, 2), _aten.baddbmm: (1, 2), _aten._scaled_mm: (0, 1)}
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution)
-# FSDP names what its hooks do, and gathers a part of a block that was kept from the forward, or was not.
+# FSDP's hooks mark in a profile what they do. Within a block that has shards of its own they run another number of times in the
+# recomputation than in the forward, which torch's selective contexts take for an error.
 SAC_IGNORED_OPS.update(
     {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
 )

@@ -60,3 +60,8 @@ class BuildContext:
     train_data: Any = field(init=False)  # loader.Pipeline, as are the next two
     judging_data: Any = field(init=False)  # what evaluations see while training: the validation set, or the test set without one
     test_data: Any = field(init=False)
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether this process writes the files of the run that not each rank has its own of."""
+        return self.world.rank == 0 and self.run_dir != NO_RUN_DIR

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Lt
 
-from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.ema.base import BELOW, NARROWEST, Kept
@@ -53,7 +52,7 @@ class PostHoc(Kept):
         super().setup(context)
         self._powers = [profiles.power(width) for width in (self.width, self.wider)]
         self._second = [mean.clone() for mean in self._mean]
-        self._run_dir = context.run_dir if context.world.rank == 0 and context.run_dir != NO_RUN_DIR else None
+        self._run_dir = context.run_dir if context.writes_files else None
         self._stored: dict[str, str] = {}  # updates of what was stored so far → SHA-256 of its file
         if self._run_dir is not None:
             profiles.refuse_link(self._run_dir)

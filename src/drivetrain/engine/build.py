@@ -15,7 +15,7 @@ from drivetrain.batch.base import Batch
 from drivetrain.core import files, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
-from drivetrain.core.context import NO_RUN_DIR, BuildContext
+from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.limits import check_batch
@@ -205,7 +205,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
     judging = test if data.validation is None else test._replace(source=data.validation)
     context.train_data, context.judging_data, context.test_data = debug.choose_data(train, judging, test)
-    if context.world.rank == 0 and context.run_dir != NO_RUN_DIR:
+    if context.writes_files:
         for name, text in data.files.items():
             files.write_text(context.run_dir / name, text)
     return batch
@@ -305,7 +305,7 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
         raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")
     horizon = horizons.run_horizon(run, samples, batch)
     if horizon is None:
-        raise UserError(facts.too_few_samples(batch, batch.size(run.values["epochs"] - 1), samples))
+        raise UserError(facts.too_few_samples(batch, run.values["epochs"], samples))
     if not known_before and run.debug.updates is None:
         if problems := [*stages.boundary_problems(run, horizon), *run.scheduler.horizon_problems(horizon)]:
             raise UserError(problems)

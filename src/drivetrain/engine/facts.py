@@ -94,8 +94,9 @@ def advice(trainer: Trainer) -> Iterator[str]:
         )
 
 
-def too_few_samples(batch: Batch, size: int, samples: int) -> str:
-    """Why an epoch has no update of this size, and what to set."""
+def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
+    """Why one of the epochs has no update, and what to set."""
+    size = next(batch.size(each.start) for each in batch.stretches(epochs) if batch.size(each.start) > samples)
     set_smaller = f"set batch.global_batch={min(samples, smaller_batch(samples))}"
     given = f"batch.global_batch={size} is"
     if batch.grow_every and batch.global_batch <= samples:

@@ -22,7 +22,6 @@ from drivetrain.core.stages import Boundary, Stage
 from drivetrain.engine import build
 from drivetrain.engine.out_of_memory import free_memory
 from drivetrain.engine.trainer import Trainer
-from drivetrain.optimizer.groups import check_names
 from drivetrain.saving import checkpoint_io
 from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.writer import Writer
@@ -190,7 +189,7 @@ class StagedRun:
             context.run = stage.run
             try:
                 with _named(number):
-                    check_names(stage.run.model.trained(model, context), stage.run.optimizer)
+                    stage.run.optimizer.check_names(stage.run.model.trained(model, context))
             except UserError as error:
                 problems += error.problems
         if problems:

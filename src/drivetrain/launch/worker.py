@@ -95,7 +95,7 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
     """Train to the end, evaluate what is kept, and fill in the result."""
     trainer.callbacks.start()
     if result.resumed_at is not None:
-        trainer.log.write("resume")  # the time since the record before it is none of the run's
+        trainer.log.write("resume")  # so that a reader leaves out the pause before it
     used_before = energy.used(trainer.device)
     staged.fit(stop)
     result.energy_joules = _energy(trainer, used_before)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, RunSpec
-from drivetrain.core.patterns import flatten
-from drivetrain.optimizer.groups import GroupSettings, parameter_groups
+from drivetrain.core.patterns import check_patterns, flatten
+from drivetrain.optimizer.groups import GroupSettings, parameter_groups, trained_names
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class Optimizer(Hyperparameters):
 
     def create(self, model: torch.nn.Module, lr_factor: float = 1.0, decay_factor: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer over the model's trainable parameters, with `lr` × `lr_factor` and `weight_decay` × `decay_factor`."""
+        self.check_names(trained_names(model))
         groups = parameter_groups(model, self, self.lr * lr_factor, self.group_settings(model))
         for group in groups:
             group["weight_decay"] *= decay_factor
@@ -104,6 +105,13 @@ class Optimizer(Hyperparameters):
             group["param_names"] = [names[id(p)] for p in group["params"]]
         remove_step_wrappers(optimizer)
         return optimizer
+
+    def check_names(self, trained: Collection[str]) -> None:
+        """Raise UserError for every pattern in the settings that matches none of the parameters that train, by their names."""
+        multipliers = flatten(self.lr_multipliers)
+        check_patterns(
+            trained, {"optimizer.no_weight_decay": self.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)}
+        )
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         """The optimizer over these parameter groups, each of which has its own lr and weight_decay."""

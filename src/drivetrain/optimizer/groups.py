@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.patterns import check_patterns, flatten, matches
+from drivetrain.core.patterns import flatten, matches
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 
 GroupSettings = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → further settings of its group
@@ -21,13 +21,12 @@ def parameter_groups(
     """The trainable parameters, those with equal settings in one group. The group with the plain `lr` comes first.
 
     No weight decay applies to vectors and scalars (norms and biases) and to what the model's own `no_weight_decay()` names,
-    unless `decay_norm_and_bias` is set, and to what the option's `no_weight_decay` matches. Raises UserError for a pattern
-    that matches nothing, and for `layer_decay` on a model without layers.
+    unless `decay_norm_and_bias` is set, and to what the option's `no_weight_decay` matches. Raises UserError for `layer_decay`
+    on a model without layers.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not named:
         raise UserError("the model has no trainable parameter: there is nothing to optimize")
-    check_names(named, option)
     multipliers = flatten(option.lr_multipliers)
     layer_factors = layer_decay_factors(model, option.layer_decay) if option.layer_decay is not None else {}
     models_own: set[str] = getattr(model, "no_weight_decay", set)()
@@ -43,10 +42,9 @@ def parameter_groups(
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 
 
-def check_names(names: Collection[str], option: Hyperparameters) -> None:
-    """Raise UserError for every pattern of an optimizer's settings that matches none of the parameters that train."""
-    multipliers = flatten(option.lr_multipliers)
-    check_patterns(names, {"optimizer.no_weight_decay": option.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)})
+def trained_names(model: torch.nn.Module) -> set[str]:
+    """The names of the parameters that train, here or on another rank: those have no memory here (the device "meta")."""
+    return {name for name, p in model.named_parameters() if p.requires_grad or p.is_meta}
 
 
 def layer_decay_factors(model: torch.nn.Module, decay: float) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Few, Momentum, NonNegative, Positive
 from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.optimizer.base import Implementation, Optimizer, remove_step_wrappers
-from drivetrain.optimizer.groups import GroupSettings
+from drivetrain.optimizer.groups import GroupSettings, trained_names
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -59,9 +59,12 @@ class Muon(Optimizer):
         self._heads = context.run.model.output_layers(context.model)
         return super().build(context)
 
+    def check_names(self, trained: Collection[str]) -> None:
+        super().check_names(trained)
+        check_patterns(trained, {"optimizer.adamw": self.adamw})
+
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
-        names = {name for name, p in model.named_parameters() if p.requires_grad or p.is_meta}  # other ranks train the latter
-        check_patterns(names, {"optimizer.adamw": self.adamw})
+        names = trained_names(model)
         rates = self._own_rates(model, names)
         hidden = {n for n in hidden_matrices(model) & names - rates.keys() if not any(matches(n, p) for p in self.adamw)}
         if not hidden:

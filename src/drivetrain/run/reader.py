@@ -107,7 +107,7 @@ class RunFiles:
         return None
 
 
-def on_one_clock(runs: Sequence[RunFiles], target: Reach) -> bool:
+def put_on_one_clock(runs: Sequence[RunFiles], target: Reach) -> bool:
     """Let all runs count the seconds to a target from their first records, if some that reached it have noted it and some not.
 
     Returns whether they counted in one way already.

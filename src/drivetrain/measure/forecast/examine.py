@@ -50,7 +50,7 @@ class Forecast:
     network: Figure  # seconds that it waits for other ranks
     shares: dict[str, float]  # of the time of an update, by what limits it
     updates: int
-    first_updates: float  # as many updates like the first take as long as all, of which later ones may be larger
+    first_updates: float  # the updates, those that are larger than the first counted as many times as they are larger
     evaluation: Figure  # seconds of all evaluations
     samples: int  # of an update, over all ranks
     sample_bytes: float
@@ -179,7 +179,7 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
 
 
 def _first_updates(trainer: Any) -> float:
-    """As how many updates of the first size a run's updates count, whose batch may grow."""
+    """The number of a run's updates. Where its batch grows, one that is four times as large as the first counts as four."""
     batch, left, found = trainer.batch, trainer.max_updates, 0.0
     if not batch.grow_every:
         return float(left)

@@ -19,7 +19,7 @@ from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
-SPLITS = 3  # with gradients that wait for the next micro-batch, the largest one is smaller than it was without
+SPLITS = 3  # that are tried for batch=auto
 LOOK_SHARE = 0.25  # of the time, for timing operations of the run itself
 
 
@@ -116,6 +116,22 @@ def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     return run_isolated(lambda trainer: answer(planned, trainer, settings, until), planned.look())
 
 
+def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[Any, Any]:
+    """The run and its forecast with as many micro-batches as it takes to fit; as they are where no micro-batch does.
+
+    Gradients that wait for the next micro-batch take memory too, so that the largest one becomes smaller with the first split.
+    """
+    from drivetrain.measure.forecast import examine
+
+    for _ in range(SPLITS):
+        if found.fits or found.largest is None:
+            break
+        subject = replace(subject, plan=subject.plan.split(found.largest.value))
+        found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
+        found.largest = examine.largest(subject, record, at_most, until)
+    return subject, found
+
+
 def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None = None) -> Answer:
     """Forecast a plan whose trainer is built, in this process; by `until` of time.perf_counter() it should be done."""
     from drivetrain.measure.forecast import examine, what_if
@@ -123,15 +139,10 @@ def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None 
     until = until or time.perf_counter() + settings.seconds
     subject = examine.Subject.build(planned, trainer)
     found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
-    batch = planned.run.batch
-    if not batch.buckets_lengths:
+    if not planned.run.batch.buckets_lengths:
         found.largest = examine.largest(subject, record, at_most, until)
-    for _ in range(SPLITS if batch.is_tried and not batch.chooses_size else 0):  # batch=auto splits an update as it must
-        if found.fits or found.largest is None:
-            break
-        subject = replace(subject, plan=planned.split(found.largest.value))
-        found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
-        found.largest = examine.largest(subject, record, at_most, until)
+    if planned.finds_split:
+        subject, found = _split(subject, found, settings, until)
     rows = what_if.table(found, subject, until) if settings.what_if else []
     chosen = [f"checkpointing.memory_gb: {subject.recomputed} of {len(subject.blocks)} blocks are recomputed"]
     return Answer(found, rows, [*planned.notes, *(chosen if subject.blocks else [])])

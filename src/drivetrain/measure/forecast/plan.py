@@ -48,6 +48,11 @@ class Plan:
         """Samples of one rank's forward."""
         return math.ceil(self.run.batch.size(0) / (self.micro_batches() * self.run.parallel.data_ranks()))
 
+    @property
+    def finds_split(self) -> bool:
+        """Whether the run finds its micro-batches by trials before it starts, as batch=auto does."""
+        return self.run.batch.is_tried and not self.run.batch.chooses_size
+
     def split(self, largest: float) -> Plan:
         """The plan of batch=auto, whose micro-batches have at most so many samples."""
         samples = math.ceil(self.run.batch.size(0) / self.run.parallel.data_ranks())
@@ -147,6 +152,6 @@ def _notes(run: RunSpec, device: str) -> Iterator[str]:
             "samples: the figures are those of the smallest"
         )
     elif batch.is_tried and device == HERE and run.runtime.device_type() == "cpu":
-        yield f"{run.named('batch')} counts the whole process on a CPU, and the forecast its tensors: fewer samples will fit"
+        yield f"{run.named('batch')}: on a CPU its limit is for the process, of which the tensors are forecast: fewer samples fit"
     if batch.grow_every:
-        yield "batch.grow_every: an update is the first one, of the smallest batch; the time of the whole run has the growth"
+        yield "batch.grow_every: an update is forecast as the first one, the smallest; the time of the run counts the growth"

@@ -20,7 +20,7 @@ from drivetrain.measure import arguments
 from drivetrain.measure.cells import figure, setting
 from drivetrain.measure.report.over_seeds import Target, seconds_to, summarize_seeds
 from drivetrain.run import directory
-from drivetrain.run.reader import RunFiles, differing, find, on_one_clock
+from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
@@ -62,7 +62,7 @@ def command(argv: Sequence[str]) -> int:
         if target is not None:
             echo(sentence(f"{runs[0].path.name} {alone_at(runs[0], target)}"))
         return _of_one(runs[0], table(runs, common_target(runs) if target is None else target), settings)
-    if isinstance(target, Reach) and not on_one_clock(runs, target):
+    if isinstance(target, Reach) and not put_on_one_clock(runs, target):
         echo("The seconds to the target count from each run's first record: not all that reached it have noted it (target=).")
     return _of_several(runs, target, settings)
 
