@@ -6,9 +6,11 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := --no-build-isolation --require-hashes -r requirements
 # uv installs in a third of pip's time. Where it finds no packages, as behind an index that only pip is told of, pip does.
 UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
+MUTANTS := build/mutants
+TESTS  ?= $(sort $(foreach module,$(MODULES),tests/$(firstword $(subst /, ,$(module)))))
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
 
-.PHONY: train test test-slow check docs bench wheel lock clean
+.PHONY: train test test-slow mutants check docs bench wheel lock clean
 
 train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
@@ -18,6 +20,13 @@ test: $(VENV)/.tested check        ## lint, types and the test suite
 
 test-slow: $(VENV)/.tested         ## the long campaigns
 	$(BIN)/python -m pytest -m slow -rs $(ARGS)
+
+mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their code, one place at a time; which changes do their tests not see?
+	$(PIP) -c constraints.txt -e '.[mutants]'
+	rm -rf $(MUTANTS) && mkdir -p $(MUTANTS) && git ls-files | xargs cp -P --parents -t $(MUTANTS)
+	echo 'only_mutate = [$(MODULES:%="src/drivetrain/%*",)]' >> $(MUTANTS)/pyproject.toml
+	echo 'pytest_add_cli_args_test_selection = [$(TESTS:%="%",)]' >> $(MUTANTS)/pyproject.toml
+	cd $(MUTANTS) && $(abspath $(BIN))/mutmut run --max-children 2 && $(abspath $(BIN))/mutmut results
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check src tests bench examples docs/site

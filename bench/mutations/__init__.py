@@ -1,1 +1,0 @@
-"""Plants faults in the source, one at a time, and tells which of them the tests see."""
