@@ -103,8 +103,8 @@ def doctors() -> str:
     return doctor_page(found, ["drivetrain train precision=bf16"], ABOUT, ["data=digits"])
 
 
-def bisections() -> str:
-    """The page of a bisection that found one cause."""
+def bisected() -> bisect.Report:
+    """A bisection that found one cause."""
     changes = [SimpleNamespace(key="precision", good="fp32", bad=HOSTILE), SimpleNamespace(key="lr", good="1", bad="2")]
     effect = Interval(-0.2, -0.3, -0.1)
     measurer: Any = SimpleNamespace(unit="samples/s", shown=lambda found: (f"{found.middle:+.0%}", f"{found.low:+.0%}"))
@@ -115,10 +115,8 @@ def bisections() -> str:
     }
     search: Any = SimpleNamespace(tried=tried, comparisons=3)
     answer = Answer(NAMED, Measured(effect, 6), [Cause((0,), effect)], Measured(effect, 6))
-    subsets: Any = SimpleNamespace(numbered=changes)
-    return bisect._page(
-        bisect.Report("naive", "mine.yaml", subsets, search, answer, measurer, [HOSTILE], 9.0), ["naive", "mine.yaml"]
-    )
+    subsets: Any = SimpleNamespace(numbered=changes, changes=SimpleNamespace(overrides=lambda chosen: []))
+    return bisect.Report("naive", "mine.yaml", subsets, search, answer, measurer, [HOSTILE], 9.0)
 
 
 def every(folder: Path) -> dict[str, str]:
@@ -139,5 +137,5 @@ def every(folder: Path) -> dict[str, str]:
         "ablate": ablation_page("fast", HOSTILE, both, ["recipe=fast"]),
         "tune": tune.tuning_page("precision=bf16 makes it faster", ["drivetrain train"], both, tested, [HOSTILE], ["what=all"]),
         "doctor": doctors(),
-        "bisect": bisections(),
+        "bisect": bisect._page(bisected(), ["naive", "mine.yaml"]),
     }

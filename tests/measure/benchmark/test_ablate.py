@@ -1,9 +1,12 @@
 """`drivetrain ablate`: that its arms are the baseline with, and the recipe without, exactly what they are named for."""
 
+from pathlib import Path
+
 import pytest
 
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.ablate import overrides_of, techniques
+from tests.support import json_keys, pages
 
 PAIRS = [
     ("naive", "fast", []),
@@ -47,3 +50,18 @@ def test_a_stage_that_is_left_out_has_the_runs_own_config_as_long_as_it_lasts():
     assert overrides_of(recipe, [first, last], False) == ["stages=null"]
     (whole,) = techniques(prepare(["epochs=10", "stages=[{until: 1ep, clip: norm}]"]), recipe)
     assert whole.enable == ("stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{model.freeze:['head.*']}]",)
+
+
+def test_a_recipe_with_one_technique_more_leaves_its_tables_and_a_page(command, tiny):
+    for name, more in (("plain", ""), ("better", "clip: {max_norm: 0.5}\n")):
+        text = "# @package _global_\ndefaults:\n  - override /clip: norm\n  - _self_\n"
+        Path(f"{name}.yaml").write_text(text + more)
+    words = ["recipe=better.yaml", "baseline=plain.yaml", "rounds=1", "block_s=0.02", "tables=[alone,steps]"]
+    done, found = command("ablate", *words, *tiny())
+    assert done.returncode == 0, done.stderr
+    assert list(found) == ["From plain.yaml to better.yaml, step by step", "plain.yaml and one technique more"]
+    for each in found.values():
+        json_keys.check_compare(each, " recipe baseline tables")
+        assert [row["label"] for row in each["rows"]] == ["plain.yaml", "+ clip.max_norm=0.5"]
+    assert "+ clip.max_norm=0.5" in done.stdout
+    pages.check(next(Path("outputs/ablate").rglob("ablate.html")).read_text())

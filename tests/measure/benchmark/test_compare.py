@@ -17,6 +17,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.comparison import _unequal_work
 from drivetrain.measure.benchmark.interleave import Arm, run_rounds
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST
+from tests.support import json_keys
 
 
 def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
@@ -29,6 +30,7 @@ def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
         assert row["step_ms_p50"] <= row["step_ms_p95"]
         assert row["global_batch"] == 12
         assert row["peak_memory_bytes"] > 2**20
+    json_keys.check_compare(found)
     assert "optimizer=adamw" in done.stdout
     page = next(Path("outputs/compare").rglob("compare.html")).read_text()
     assert "optimizer=adamw" in page
@@ -215,6 +217,7 @@ def test_a_planted_break_fails(command, tiny):
     base, broken = (row["verdict"] for row in found["rows"])
     assert broken["outcome"] == FAIL, done.stdout
     assert base["outcome"] == FIRST
+    json_keys.check_compare(found)
     assert broken["effect"] == "changes"
     assert broken["claims"] == ["optimizer.lr"]
     assert "FAIL" in done.stdout

@@ -9,9 +9,10 @@ from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.bisect import bisect, report
 from drivetrain.measure.bisect.changes import Change, in_order
-from drivetrain.measure.bisect.measurers import Speed
+from drivetrain.measure.bisect.measurers import Settings, Speed
 from drivetrain.measure.bisect.search import NAMED, Answer, Measured
 from drivetrain.measure.intervals import Interval
+from tests.support import json_keys, made_pages
 
 
 def prepared(good, bad, *common, quality=False):
@@ -161,3 +162,9 @@ def test_two_changes_that_need_each_other_take_no_third_with_them():
 
     order = in_order([Change(key, "0", "1", (f"{key}=1",)) for key in "abcd"], can_run)
     assert [change.key for change in order] == ["c", "a and b", "d"]
+
+
+def test_the_keys_of_the_file():
+    found = made_pages.bisected().as_dict(Settings(), {})
+    tried = "changes effect pairs problem diverged"
+    json_keys.check(found, top=json_keys.BISECT, causes="changes effect overrides", changes="key good bad", tried=tried)

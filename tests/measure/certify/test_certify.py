@@ -21,6 +21,7 @@ from drivetrain.measure.certify import explain, judge, shadow
 from drivetrain.measure.certify.judge import Floors
 from drivetrain.measure.certify.trace import Entry, Trace, of_tensor
 from drivetrain.precision import cpu_half
+from tests.support import json_keys
 from tests.support.certified import SMALL, Break, certified, traced
 from tests.support.slow import but
 
@@ -66,8 +67,17 @@ def test_what_differs_in_float32_alone_is_a_flip(monkeypatch: pytest.MonkeyPatch
     assert "in float64 the two runs are the same" in lines[0]
     rows = [explain._row(*each, flipped=True) for each in explain.phases(done.verdict)]
     assert {"flipped", "equal"} <= {row[-1] for row in rows}
+    assert_json_keys(done)
     done, lines = certified(MLP, MLP, larger(torch.float32, torch.float64))
     assert done.verdict.answer == "differs", lines
+    assert_json_keys(done)
+
+
+def assert_json_keys(done: Any) -> None:
+    found = explain.as_dict(done.verdict, done.tested, done.reference, done.roundoff, [("model", "mlp", "own")])
+    json_keys.check(found, top=json_keys.CERTIFY, model="this against", forward=f"compared {json_keys.FINDING}")
+    if found["first"] is not None:
+        json_keys.check(found, first=json_keys.FINDING)
 
 
 def test_a_format_that_this_cpu_does_not_compute_in_is_not_certified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Energy, Memory, Quality, Speed, Target
 from drivetrain.run import environment
+from tests.support import json_keys
 
 DATA = {"hash": "deadbeef0123", "of": "content", "samples": 1150}
 CLAIM = Claim(
@@ -313,6 +314,9 @@ def test_on_another_machine_with_other_data_nothing_can_be_told(made_up):
     assert found.code == 4
     assert found.answers[0].measured == "1.00 × (0.90 to 1.10)", "it is shown all the same"
     assert found.as_dict()["answers"][0]["outcome"] == UNTOLD
+    json_keys.check(
+        found.as_dict(), top="recipe code answers runs", answers="kind claimed measured outcome because", runs=json_keys.FACTS
+    )
 
 
 def test_quick_measures_the_speed_alone(made_up, capsys):

@@ -23,6 +23,7 @@ from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import plan
+from tests.support import json_keys
 
 built: list[examine.Subject] = []
 SMALL = [
@@ -194,6 +195,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
     assert "stage 2 of 2, 86 % of the updates: to the end: model.freeze" in shown
     assert values["stages"][0]["memory"] == first.memory.parts
+    json_keys.check(values, top="fits run_s stages", stages=f"stage share {json_keys.FORECAST}")
 
 
 def test_an_answer_as_text_and_as_json():
@@ -203,6 +205,7 @@ def test_an_answer_as_text_and_as_json():
     shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
     for words in ("peak memory", "largest micro-batch", "limited by launch", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
+    json_keys.check(values, top=json_keys.FORECAST, what_if="override speed memory step_s peak_bytes fits why_not")
     assert values["fits"]
     assert values["peak_bytes"][1] < values["peak_bytes"][0] < values["peak_bytes"][2]
     assert {row["override"] for row in values["what_if"]} >= {

@@ -24,6 +24,7 @@ from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import candidates, range_test, tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.recipe import reader as recipe
+from tests.support import json_keys
 
 OWN = [
     "data=own",
@@ -145,7 +146,9 @@ def test_lr_is_advice_and_leaves_a_plot(command):
     done, _ = command("tune", "data=digits", "model=mlp", "runtime.device=cpu", "what=lr", "lr_updates=60")
     assert done.returncode == 0, done.stderr
     folder = next(Path("outputs/tune").glob("*/*"))
-    told = json.loads((folder / "tune.json").read_text())["range test"]
+    told = json.loads((folder / "tune.json").read_text())
+    json_keys.check(told, **{"top": "range test", "range test": "rates losses steepest bound"})
+    told = told["range test"]
     assert told["rates"][0] == range_test.LOW
     assert 1e-4 < told["steepest"] < 5
     assert "range" in (folder / "tune.html").read_text()
@@ -166,6 +169,7 @@ def test_workers_are_found_for_data_that_sleeps(command, slow_set):
     assert found.claim is not None
     assert found.claim.speed.ratio > 1
     told = json.loads((folder / "tune.json").read_text())
+    json_keys.check_compare(told[tune.PROOF])
     assert told[tune.PROOF]["rows"][1]["ratio"][1] > 1
 
 
