@@ -10,7 +10,8 @@ from drivetrain.batch import Batch
 from drivetrain.core.errors import UserError
 from drivetrain.engine import facts
 from drivetrain.launch import launcher
-from drivetrain.measure.benchmark import arms, quality
+from drivetrain.measure import training
+from drivetrain.measure.benchmark import arms
 
 
 def small(samples: int, size: int, epochs: int = 10, drop_last: bool = True, ranks: int = 1) -> SimpleNamespace:
@@ -77,18 +78,19 @@ def test_the_rows_of_a_resumed_run():
     assert facts._parameters(trainer) == "8 parameters"
 
 
-def test_seeds_after_the_first_do_not_repeat_the_advice(tiny, tmp_path, monkeypatch, caplog):
+def test_seeds_after_the_first_do_not_repeat_the_advice(tiny, monkeypatch, caplog):
     """Runs of several seeds, as of `recipe verify`: what the user should know of them is said once."""
     spec = arms.compose("it", tiny("data.samples=64", "batch.global_batch=48", "epochs=3", "updates=3"), ())
 
     def run_here(job, folder, signals, quiet):
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         job.job.notices.append("a notice of composing")
         return 0, launcher.launch(job.job, folder, quiet).result
 
-    monkeypatch.setattr(quality, "run_one", run_here)
-    for number in range(2):
-        caplog.clear()
-        quality.run_seed(spec, spec.job, number, tmp_path / str(number), None, told=number > 0)
-        said = " ".join(record.getMessage() for record in caplog.records)
-        assert ("set batch.global_batch=8 for more updates" in said, "a notice of composing" in said) == (not number,) * 2
+    monkeypatch.setattr(training, "run_one", run_here)
+    with training.trainings("compare", spec.job) as train:
+        for number in range(2):
+            caplog.clear()
+            train(spec, number)
+            said = " ".join(record.getMessage() for record in caplog.records)
+            assert ("set batch.global_batch=8 for more updates" in said, "a notice of composing" in said) == (not number,) * 2

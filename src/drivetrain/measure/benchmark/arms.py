@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,18 @@ class ArmSpec:
     overrides: list[str]
     job: Job | None
     problems: list[str] = field(default_factory=list)
+    composes: Callable[[Sequence[str]], Job] | None = None  # makes its job of overrides, where it is not `prepare_job`
+
+    def again(self, words: Sequence[str]) -> Job:
+        """The arm's job with these overrides in place of its own of the same keys. Raises UserError."""
+        job, replaced = baseline_job([self]), {key_of(word) for word in words}
+        given = [*(word for word in self.overrides if key_of(word) not in replaced), *words]
+        try:
+            if self.composes is not None:
+                return self.composes(given)
+            return prepare_job(given, job.composed.config_dirs, job.composed.recipe)
+        except UserError as error:
+            raise UserError([f"{self.label}: {problem}" for problem in error.problems]) from None
 
 
 def without_saving(overrides: Sequence[str]) -> list[str]:

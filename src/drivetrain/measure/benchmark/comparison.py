@@ -116,8 +116,7 @@ def measure(
     first = baseline_job(specs)
     accelerators.find()  # this, and the import of torch, once here, because the arms are forked
     began = time.perf_counter()
-    root = Path(first.run.values["output_dir"])
-    folder = directory.create(root, "compare", "arms")
+    folder = directory.create(Path(first.run.values["output_dir"]), "compare", "arms")
     with Steps() as steps, ended_by_signals() as raise_if_interrupted:
 
         def progress(text: str, seconds_left: float | None = None) -> None:
@@ -132,7 +131,7 @@ def measure(
             directory.remove(folder)
         rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
         if settings.quality and rows[0].error is None:
-            add_verdicts(rows, specs, settings, root, progress, trained)
+            add_verdicts(rows, specs, settings, progress, trained)
     reach = quality.reach_of(settings, first.run) if settings.quality else None
     target = str(reach) if reach is not None else None
     for row, arm in zip(rows, arms, strict=True):
@@ -172,12 +171,11 @@ def add_verdicts(
     rows: Sequence[Row],
     specs: Sequence[ArmSpec],
     plan: quality.Plan,
-    root: Path,
     progress: Callable[..., None],
     trained: quality.Trained | None = None,
 ) -> None:
     """Train the arms with several seeds, and set each row's verdict on quality."""
-    for row, verdict in zip(rows, quality.judge(specs, plan, root, progress, trained), strict=True):
+    for row, verdict in zip(rows, quality.judge(specs, plan, progress, trained), strict=True):
         row.verdict = verdict
 
 

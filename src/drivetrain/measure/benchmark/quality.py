@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
-from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count, Positive, RunSpec
-from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Selection, evaluated, problems, selected
 from drivetrain.core.target import Reach
 from drivetrain.core.target import problems_of as target_problems
 from drivetrain.launch.job import Job
-from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import effects
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.facts import Facts, final_figures
 from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRun, Trial, Verdict
-from drivetrain.run import directory
-from drivetrain.run.reader import RunFiles, read
+from drivetrain.measure.training import trainings
+from drivetrain.run.reader import RunFiles
 from drivetrain.run.result import Result
-from drivetrain.sweeps import SignalForwarder, SweepJob, run_one
 
 # Trains an arm with the seed of this number, counted from 0.
 Train = Callable[[int, int], TrainedRun]
@@ -51,7 +47,7 @@ Trained = dict[tuple[str, int], TrainedRun]  # by the arm's config, and the numb
 
 
 def judge(
-    specs: Sequence[ArmSpec], plan: Plan, root: Path, progress: Callable[..., None], trained: Trained | None = None
+    specs: Sequence[ArmSpec], plan: Plan, progress: Callable[..., None], trained: Trained | None = None
 ) -> list[Verdict | None]:
     """Train every arm that can run with the same seeds; return each arm's verdict, None for an arm that cannot run.
 
@@ -66,23 +62,18 @@ def judge(
     target = seconds_to(reach) if reach is not None else None
     figures = {n: noninferiority.figures_for(effect, metric, named, target) for n, (effect, _) in claims.items()}
     trial = Trial.of(metric.name, claims, figures)
-    folder = directory.create(root, "compare", "quality")
-    try:
-        with SignalForwarder() as signals:
+    with trainings("compare", first, reach, progress) as run:
 
-            def train(arm: int, number: int) -> TrainedRun:
-                if signals.raised:
-                    raise Interrupted("stopped by a signal while the arms were trained")
-                spec = specs[arm]
-                key = (_config(spec), number)
-                if key not in known:
-                    progress(f"quality of {spec.label or 'the first arm'}: seed {number + 1}")
-                    known[key] = _train(spec, first, number, folder / str(arm) / str(number), signals, reach)
-                return known[key]
+        def train(arm: int, number: int) -> TrainedRun:
+            key = (_config(specs[arm]), number)
+            if key not in known:
+                seed = first.run.runtime.seed + number
+                known[key] = trained_run(run(specs[arm], seed), seed, reach)
+                if (facts := known[key].facts) is not None and facts.kind == "cpu":
+                    facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
+            return known[key]
 
-            base = sequentially(trial, plan, train)
-    finally:
-        directory.remove(folder)
+        base = sequentially(trial, plan, train)
     own = noninferiority.first(base, next(iter(figures.values()), []), metric.name)
     return [own if not n else trial.verdicts.get(n) for n in range(len(specs))]
 
@@ -133,46 +124,6 @@ def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
 def seconds_to(reach: Reach | str) -> str:
     """The name of the figure that says how long a run took to its target."""
     return f"seconds to {reach}"
-
-
-def _train(spec: ArmSpec, first: Job, number: int, folder: Path, signals: SignalForwarder, reach: Reach | None) -> TrainedRun:
-    """Train the arm to its end with the seed of this number, counted from that of the first arm's own job."""
-    seed = first.run.runtime.seed + number
-    trained = trained_run(run_seed(spec, first, seed, folder, signals, reach, told=number > 0), seed, reach)
-    if trained.facts is not None and trained.facts.kind == "cpu":
-        trained.facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
-    return trained
-
-
-def run_seed(
-    spec: ArmSpec,
-    first: Job,
-    seed: int,
-    folder: Path,
-    signals: SignalForwarder,
-    reach: Reach | None = None,
-    told: bool = False,
-) -> RunFiles:
-    """Train an arm to its end with a seed, with the recipe of the first arm's job; its files, which lie in `folder`.
-
-    `told`: its advice has been given with another seed.
-    """
-    overrides = seeded(spec, seed, folder)
-    if reach is not None:
-        overrides = [*(word for word in overrides if key_of(word) != "target"), f"target={format_value(str(reach))}"]
-    try:
-        job = prepare_job(overrides, first.composed.config_dirs, first.composed.recipe)
-    except UserError as error:
-        raise UserError([f"{spec.label}: {problem}" for problem in error.problems]) from None
-    job.told = told
-    _, result = run_one(SweepJob(spec.label, overrides, job, []), folder, signals, quiet=True)
-    return replace(read(folder), result=result, status=result.status)
-
-
-def seeded(spec: ArmSpec, seed: int, folder: Path) -> list[str]:
-    """The overrides of an arm with a seed, whose run lies in `folder`."""
-    given = [word for word in spec.overrides if key_of(word) not in ("runtime.seed", "output_dir")]
-    return [*given, f"runtime.seed={seed}", f"output_dir={format_value(str(folder.parent))}"]
 
 
 def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> TrainedRun:

@@ -9,10 +9,9 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job
@@ -23,9 +22,7 @@ from drivetrain.measure.bisect.changes import Change, Changes
 from drivetrain.measure.bisect.search import Measured, Subset
 from drivetrain.measure.bisect.sides import Side
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
-from drivetrain.run import directory
-from drivetrain.run.reader import read
-from drivetrain.sweeps import SignalForwarder, SweepJob, run_one
+from drivetrain.measure.training import trainings
 from drivetrain.ui.progress import Steps
 
 LEAST_ROUNDS, LEAST_SEEDS = 6, 4  # before an interval is trusted
@@ -67,13 +64,13 @@ class Subsets:
         given = self.overrides(changes)
         label = " ".join(change.key for change in changes) or self.good.name
         try:
-            return ArmSpec(label, self.good.changed(given), self.good.job(given))
+            return ArmSpec(label, self.good.changed(given), self.good.job(given), composes=self.good.job)
         except UserError as error:
             return ArmSpec(label, self.good.changed(given), None, error.problems)
 
-    def job(self, chosen: Subset, *more: str) -> Job:
-        """The job of GOOD with these changes and further overrides. Raises UserError."""
-        return self.good.job([*self.overrides([self.numbered[number] for number in sorted(chosen)]), *more])
+    def job(self, chosen: Subset) -> Job:
+        """The job of GOOD with these changes. Raises UserError."""
+        return self.good.job(self.overrides([self.numbered[number] for number in sorted(chosen)]))
 
     def overrides(self, changes: Sequence[Change]) -> list[str]:
         """The overrides that make these changes, and those of every arm."""
@@ -164,7 +161,6 @@ class Quality:
         assert good is not None  # composed before
         self.unit, self._good = selected(good.run).name, good
         self._trained: dict[tuple[Subset, int], Trained] = {}
-        self._seconds: list[float] = []  # of each training
 
     @property
     def margin(self) -> float:
@@ -203,29 +199,14 @@ class Quality:
     def _train(self, chosen: Subset, number: int) -> Trained:
         """Train with a seed, once."""
         if (chosen, number) not in self._trained:
-            began = time.monotonic()
-            with Steps() as steps, SignalForwarder() as signals:
-                pace = f"{statistics.fmean(self._seconds):.1f} s each" if self._seconds else "the first"
-                steps(f"training {len(self._trained) + 1} ({pace}): seed {number + 1} of at most {self.settings.seeds}")
-                self._trained[chosen, number] = self._run(chosen, number, signals)
-                if signals.raised:
-                    raise Interrupted("stopped by a signal while the changes were tried")
-            self._seconds.append(time.monotonic() - began)
-        return self._trained[chosen, number]
-
-    def _run(self, chosen: Subset, number: int, signals: SignalForwarder) -> Trained:
-        folder = directory.create(Path(self._good.run.values["output_dir"]), "bisect", "training")
-        seed = self._good.run.runtime.seed + number
-        try:
-            job = self.subsets.job(chosen, f"runtime.seed={seed}", f"output_dir={folder}")
-            _, result = run_one(SweepJob("", job.composed.overrides, job, []), folder / "run", signals, quiet=True)
-            run = replace(read(folder / "run"), result=result, status=result.status)
+            seed = self._good.run.runtime.seed + number
+            with Steps() as progress, trainings("bisect", self._good, progress=progress) as train:
+                run = train(self.subsets.arm(chosen), seed)
             found = quality.trained_run(run, seed)
-        finally:
-            directory.remove(folder)
-        value = found.figures.get(self.unit)
-        error = found.error or ("" if value is not None else f"failed: it evaluates no {self.unit}")
-        return Trained(value, error, result.status == "diverged")
+            value = found.figures.get(self.unit)
+            error = found.error or ("" if value is not None else f"failed: it evaluates no {self.unit}")
+            self._trained[chosen, number] = Trained(value, error, run.status == "diverged")
+        return self._trained[chosen, number]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from drivetrain.core.errors import DONE, Interrupted, UserError
+from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import format_value
 from drivetrain.launch import batch_look
@@ -15,9 +15,9 @@ from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import arms, quality
 from drivetrain.measure.benchmark.times_to_target import HEADER, TimesToTarget, proven, ranked
 from drivetrain.measure.overrides import apply
+from drivetrain.measure.training import trainings
 from drivetrain.measure.tune import times_to_target
 from drivetrain.run import directory
-from drivetrain.sweeps import SignalForwarder
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -39,23 +39,14 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
     tried = [arms.compose(w or "as it is", [*apply(overrides, w.split(), config_dirs), *ends], config_dirs) for w in words]
     specs = [spec for spec in tried if spec.job is not None]
     found = [TimesToTarget(spec.label) for spec in specs]
-    folder = directory.create(Path(job.run.values["output_dir"]), "tune")
-    try:
-        with SignalForwarder() as signals, Steps() as progress:
+    with Steps() as progress, trainings("tune", job, reach, progress) as run:
 
-            def train(arm: int, number: int) -> tuple[float, int] | None:
-                if signals.raised:
-                    raise Interrupted("stopped by a signal while the candidates were trained")
-                progress(f"{found[arm].label}: seed {number + 1}")
-                place = folder / "runs" / str(arm) / str(number)
-                seed = job.run.runtime.seed + number
-                run = quality.run_seed(specs[arm], job, seed, place, signals, reach, told=True)
-                when = (run.result.target or {}) if run.result is not None else {}
-                return (when["seconds"], when["update"]) if when.get("update") is not None else None
+        def train(arm: int, number: int) -> tuple[float, int] | None:
+            result = run(specs[arm], job.run.runtime.seed + number).result
+            when = (result.target or {}) if result is not None else {}
+            return (when["seconds"], when["update"]) if when.get("update") is not None else None
 
-            times_to_target.train_all(found, train, seeds, budget_s)
-    finally:
-        directory.remove(folder / "runs")
+        times_to_target.train_all(found, train, seeds, budget_s)
     terminal.table(HEADER, [arm.cells(found[0]) for arm in ranked(found)])
     best = proven(found)
     if best is None:
@@ -64,6 +55,7 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
         changed = apply(overrides, best.label.split(), config_dirs)
         echo(f"sooner at {reach}:\n  drivetrain train {shlex.join(changed)}")
     content = {"target": str(reach), "look": look, "arms": [asdict(arm) for arm in found], "kept": best and best.label}
+    folder = directory.create(Path(job.run.values["output_dir"]), "tune")
     write_json(folder / "tune.json", content)
     echo(f"written to {folder}/tune.json")
     return DONE

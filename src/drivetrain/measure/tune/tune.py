@@ -239,9 +239,8 @@ class Tuning:
             )
             return
         done.settings.quality, done.settings.seeds, done.settings.max_seeds = True, seeds, seeds
-        root = Path(arms.baseline_job(specs).run.values["output_dir"])
         with Steps() as progress:
-            comparison.add_verdicts(done.rows[:2], specs, done.settings, root, progress)
+            comparison.add_verdicts(done.rows[:2], specs, done.settings, progress)
         verdict = done.rows[1].verdict
         if verdict is not None:
             self.notes.append(f"quality: {verdict.outcome} with {seeds} seeds ({verdict.reason})")
