@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := --no-build-isolation --require-hashes -r requirements
 # uv installs in a third of pip's time. Where it finds no packages, as behind an index that only pip is told of, pip does.
-UV     := $(BIN)/uv pip install --quiet --python $(BIN)/python
+UV     := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python
 MUTANTS := build/mutants
 TESTS  ?= $(sort $(foreach module,$(MODULES),tests/$(firstword $(subst /, ,$(module)))))
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+# Bytecode is kept, whatever the machine prefers: each interpreter of a test would compile torch's thousand files again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of xdist and the ranks share the cores already
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
 
 from tests.support import composed, fork_server
 
+sys.dont_write_bytecode = False
 fork_server.install()
 composed.install()
 fork_server.do_not_wait_for_the_disk()
