@@ -2,12 +2,11 @@
 
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("PYTHONSAFEPATH", "1")  # neither do the interpreters that libraries start from this one
-if sys.path[0] in ("", str(Path.cwd())):  # Python puts it there; nothing is imported from it without trust
+if sys.path[0] in ("", os.getcwd()):  # Python puts it there; nothing is imported from it without trust
     del sys.path[0]
-sys.path.insert(0, str(Path(__file__).parent))  # works uninstalled, too
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # works uninstalled, too
 
 from drivetrain.cli.main import main
 

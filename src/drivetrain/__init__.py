@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+# `python -m drivetrain…` puts the working directory first on the import path, where a stranger's typing.py may lie. It goes before
+# anything else is imported. While Python looks for the module, sys.argv[0] is "-m"; the module's word is the last before the arguments.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "drivetrain" in sys.orig_argv[-len(sys.argv)].partition(".")[0]:
+    if sys.path and sys.path[0] in ("", os.getcwd()):
+        del sys.path[0]
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

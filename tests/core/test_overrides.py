@@ -119,3 +119,18 @@ def test_a_number_of_thousands_of_digits_is_a_problem_and_no_error():
 def test_the_value_of_a_secret_is_not_written(key):
     assert redact(f"{key}=hunter2") == f"{key}=<redacted>"
     assert redact("data.tokens=true") == "data.tokens=true"
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 2000 + "]" * 2000, "{a: " * 300 + "1" + "}" * 300, "[1,[[[[[[[[2]]]]]]]]]", "'[]'," + "f(" * 9]
+)
+def test_a_deep_value_is_refused_before_it_is_parsed(value):
+    problems: list[str] = []
+    assert list(parse_each([f"key={value}"], "key=value", problems)) == []
+    assert "more than 8 deep" in problems[0]
+
+
+def test_brackets_in_quotes_are_text():
+    problems: list[str] = []
+    ((_, parsed),) = parse_each([r"""key=["[[[[[[[[[[[","a\"[[[[[[[[[", '((((((((((']"""], "key=value", problems)
+    assert parsed.value() == ["[[[[[[[[[[[", 'a"[[[[[[[[[', "(((((((((("]

@@ -93,3 +93,83 @@ def test_a_run_of_recipe_verify_ends_with_its_starter(tiny, tmp_path, monkeypatc
         assert run.wait(command.TIMEOUT_S) == -signal.SIGKILL
     finally:
         run.kill()
+
+
+PROGRAM = """
+import signal, sys
+import drivetrain
+
+def note(number, frame):
+    print("handler", flush=True)
+
+if __name__ == "__main__":
+    handler, words = sys.argv[1], sys.argv[2:]
+    if handler == "own":
+        signal.signal(signal.SIGTERM, note)
+    for number in (1, 2):
+        print("ended", drivetrain.train([*words, f"runtime.seed={number}"]).status, flush=True)
+        words = [word for word in words if not word.startswith("model")] + ["model=mlp", "updates=1"]
+"""
+
+
+def a_program_at_the_gate(tmp_path, handler, *words):
+    """A program that trains twice, whose first run waits at the gate; (process, the processes at the gate, the file that lets go)."""
+    place = command.with_own_nets(tmp_path / "place")
+    (place / "program.py").write_text(PROGRAM)
+    gate = command.empty(tmp_path / "gate")
+    own = ("model=own", "model.target=my_nets.Gated", "trust=[my_nets]", "runtime.device=cpu", "epochs=20000", "updates=null")
+    process = command.start(handler, *words, *own, cwd=place, how=["program.py"], env={"GATE": str(gate), "GATE_AT": "2"})
+    ranks = 2 if "parallel=ddp" in words else 1
+    while len(arrived := list(gate.glob("arrived-*"))) < ranks:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return process, [int(file.name.rpartition("-")[2]) for file in arrived], gate / "go"
+
+
+DDP = ("parallel=ddp", "parallel.nproc=2")
+
+
+@pytest.mark.parametrize("strategy", [(), DDP], ids=["one", "ddp"])
+@pytest.mark.parametrize("handler", ["none", "own"])
+def test_a_signal_in_a_users_program_does_what_it_would_have_done_after_the_run(tiny, tmp_path, strategy, handler):
+    process, ranks, go = a_program_at_the_gate(tmp_path, handler, *tiny(*strategy))
+    process.send_signal(signal.SIGTERM)
+    go.touch()
+    done = command.finish(process)
+    first = command.result(command.runs(tmp_path / "place")[0])
+    assert first["status"] == "interrupted", done
+    said = [line for line in done.out.splitlines() if line.startswith(("handler", "ended"))]
+    if handler == "none":
+        assert (done.code, said) == (-signal.SIGTERM, []), done
+    else:
+        assert (done.code, said) == (0, ["handler", "ended interrupted", "ended completed"]), done
+    assert all(gone(rank) for rank in ranks)
+
+
+@pytest.mark.parametrize("strategy", [(), DDP], ids=["one", "ddp"])
+def test_nothing_outlives_a_users_program_that_is_killed(tiny, tmp_path, strategy):
+    process, ranks, go = a_program_at_the_gate(tmp_path, "none", *tiny(*strategy))
+    process.kill()
+    go.touch()
+    process.communicate()
+    assert all(gone(rank) for rank in ranks)
+
+
+SWEEP = ("optimizer=sgd,adamw", *DDP)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_sweep_whose_jobs_have_ranks(tiny, tmp_path, number):
+    """A job of a sweep is forked, and starts its ranks itself."""
+    place, gate = command.with_own_nets(tmp_path / "place"), command.empty(tmp_path / "gate")
+    own = ("model=own", "model.target=my_nets.Gated", "trust=[my_nets]", "runtime.device=cpu", "epochs=20000", "updates=null")
+    words = [word for word in tiny(*own) if not word.startswith("optimizer=")]
+    sweep = command.start("train", "-m", *words, *SWEEP, cwd=place, env={"GATE": str(gate), "GATE_AT": "2"})
+    while len(arrived := list(gate.glob("arrived-*"))) < 2:
+        assert sweep.poll() is None, sweep.communicate()
+        time.sleep(0.02)
+    sweep.send_signal(number)
+    (gate / "go").touch()
+    command.finish(sweep)
+    assert all(gone(int(file.name.rpartition("-")[2])) for file in arrived)
+    assert command.result(command.runs(place)[0])["status"] == "interrupted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 def _train(given: argparse.Namespace) -> int:
     from drivetrain import sweeps
     from drivetrain.config import hydra_settings
+    from drivetrain.core.forking import end_with_parent
     from drivetrain.launch import launcher
     from drivetrain.launch.job import prepare_run
     from drivetrain.parallel import launched
@@ -96,6 +98,8 @@ def _train(given: argparse.Namespace) -> int:
     mode = hydra_settings.split(given.overrides)[0].given.get("mode")
     if given.multirun or mode == "MULTIRUN" or sweeps.is_sweep_recipe(given.overrides):
         return sweeps.run(given.overrides, given.config_dir, given.quiet)
+    if launcher.started_from_python():
+        end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
     if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(ended.result)

@@ -15,6 +15,7 @@ _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hy
 # Quoted texts, and what stands between the signs of lists and calls; in a mapping also between keys and values.
 _PART = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}'"]+""")
 _PART_OF_MAPPING = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}:'"]+""")
+MAX_DEPTH = 8  # levels of lists and mappings in a value, on the command line as in a recipe
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
 
@@ -71,6 +72,9 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
     from hydra.errors import HydraException
 
     for text in overrides:
+        if _depth(text.partition("=")[2]) > MAX_DEPTH:
+            problems.append(f"{text[:40]}… has lists or mappings more than {MAX_DEPTH} deep: no value may be that deep")
+            continue
         try:
             parsed = parse(text)
         except ValueError:
@@ -90,6 +94,15 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
             problems.append(f"{text!r} is not of the form {form}{quotes}")
             continue
         yield text, parsed
+
+
+def _depth(value: str) -> int:
+    """How deep the brackets of a value stand within each other; those in quotes are text."""
+    depth = deepest = 0
+    for part in re.findall(r"""\\.|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\[{(]|[\])}]""", value):
+        depth += (part in "[{(") - (part in "])}")
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def single_values(overrides: Iterable[str], owner: str, problems: list[str]) -> dict[str, Any]:

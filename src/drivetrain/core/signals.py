@@ -9,6 +9,7 @@ from __future__ import annotations
 import _thread
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,20 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
     finally:
         for number, former in before.items():
             signal.signal(number, former)
+
+
+@contextmanager
+def signals_sent_to(child: subprocess.Popen[str]) -> Iterator[list[int]]:
+    """Within the context a signal that stops a run goes on to this child. Yields the list of those that came."""
+    came: list[int] = []
+
+    def send(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        child.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
+    with handled_by(send) if is_main else nullcontext():
+        yield came
 
 
 class Overdue(KeyboardInterrupt):
@@ -198,8 +213,16 @@ def _raise_again(number: int, wanted: Callable[[], bool]) -> None:
 
 
 def _drops_exceptions(frame: FrameType | None) -> bool:
+    """Whether an exception that is raised in this frame is dropped by it or by one that called it, in this process.
+
+    A process of multiprocessing begins with `_bootstrap`. What stands before it in a forked one is the parent's, the fork itself
+    for one, and stays there until the process ends.
+    """
     while frame is not None:
-        if frame.f_code.co_name == "__del__" or frame.f_globals.get("__name__") in DROPPING:
+        module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if (module, function) == ("multiprocessing.process", "_bootstrap"):
+            return False
+        if function == "__del__" or module in DROPPING:
             return True
         frame = frame.f_back
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.signals import StopFlag, signals_sent_to
 from drivetrain.core.world import World
 from drivetrain.launch import batch_forecast, batch_look, batch_probe, elastic, recompute_forecast
 from drivetrain.launch.job import Job, prepare_run, recorded_environment
@@ -48,12 +49,16 @@ class Ended:
 
     result: Result
     code: int
+    signal: int = 0  # that told this process to stop the run
 
 
 def train(
     config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = (), keywords: Mapping[str, Any] | None = None
 ) -> Result:
-    """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks."""
+    """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks.
+
+    A signal that stopped the run does afterwards what it would have done: it ends the caller's program, unless that handles it.
+    """
     process.restart_clock()
     if config_dirs:
         add_import_paths(config_dirs)
@@ -63,19 +68,26 @@ def train(
     cache.on_fetch[:] = [fetched.show]
     job = prepare_run(overrides, config_dirs)
     if not job.run.parallel.distributed or launched() is not None:
-        return launch(job).result
+        ended = launch(job)
+        if ended.signal:
+            signal.raise_signal(ended.signal)
+        return ended.result
     # Ranks are forked, and only from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder:
         run_dir_file = Path(folder) / "run_dir"
         folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
         command = [*process.command("drivetrain"), "train", *folders, *overrides]
         env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": process.import_path()}
-        done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True, check=False)
-        sys.stderr.write(done.stderr)
+        child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        with signals_sent_to(child) as came:
+            stderr = child.communicate()[1]
+        sys.stderr.write(stderr)
         result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None
+    if came:
+        signal.raise_signal(came[0])
     if result is None:
-        errors = [line.removeprefix("error: ") for line in done.stderr.splitlines() if line.startswith("error: ")]
-        raise UserError(errors or [f"the run ended with code {done.returncode}"])
+        errors = [line.removeprefix("error: ") for line in stderr.splitlines() if line.startswith("error: ")]
+        raise UserError(errors or [f"the run ended with code {child.returncode}"])
     return result
 
 
@@ -166,6 +178,7 @@ def _share_of_a_rank(job: Job) -> recompute_forecast.Share:
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
     """Run a job on this machine, in a directory that this process has locked."""
+    raised = 0
     held = Held(run_dir)
     with space.reserved(run_dir):
         job.write_files(run_dir)
@@ -178,10 +191,11 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
         else:
             with StopFlag() as stop:  # from now on a signal is an interruption, with a result
                 result, code = run_rank(job, world, run_dir, stop, quiet)
+            raised = stop.raised
             if world.size > 1:
                 result, code = elastic.result_under_other_launcher(result, code, run_dir)
     _write_end(result, job, held)
-    return Ended(result, code)
+    return Ended(result, code, raised)
 
 
 def _write_end(result: Result, job: Job, held: Held) -> None:

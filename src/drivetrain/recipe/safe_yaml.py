@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import MAX_DEPTH
 
-MAX_BYTES, MAX_NODES, MAX_DEPTH = 64 * 1024, 2000, 8
+MAX_BYTES, MAX_NODES = 64 * 1024, 2000
 MAX_KEY, MAX_TEXT = 200, 2000  # characters
 MAX_WHOLE = 2**63 - 1  # a whole number
 OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was shared
