@@ -1,15 +1,17 @@
 """drivetrain: every training technique is one config override, and measured."""
 
-from __future__ import annotations
-
 import os
 import sys
 
-# `python -m drivetrain…` puts the working directory first on the import path, where a stranger's typing.py may lie. It goes before
-# anything else is imported. While Python looks for the module, sys.argv[0] is "-m"; the module's word is the last before the arguments.
-if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "drivetrain" in sys.orig_argv[-len(sys.argv)].partition(".")[0]:
-    if sys.path and sys.path[0] in ("", os.getcwd()):
-        del sys.path[0]
+# `python -m drivetrain` puts the working directory first on the import path, where a stranger's typing.py may lie. It goes before
+# anything is imported, `annotations` of `__future__` too.
+if (
+    sys.argv[:1] == ["-m"]  # Python looks for the module, whose word stands before the arguments
+    and "drivetrain" in sys.orig_argv[-len(sys.argv)].partition(".")[0]
+    and not sys.flags.safe_path
+    and sys.path[0] in ("", os.getcwd())
+):
+    del sys.path[0]
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.run.result import Result
 
 
-def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> Result:
+def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Result":
     """Run `python -m src.train <overrides>` and return its result.
 
     `config` is a list of overrides, or a config that your own program composed, such as the DictConfig of a function with
@@ -42,7 +44,7 @@ def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[
     return launch_train(config, config_dirs, keywords)
 
 
-def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> pandas.DataFrame:
+def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "pandas.DataFrame":
     """Run `python -m src.train -m <overrides>`, such as ["optimizer=sgd,adamw"], and return its runs, as `runs` does.
 
     Keywords are overrides too: sweep(optimizer="sgd,adamw"). It needs pandas (pip install 'drivetrain[pandas]'). Raises
@@ -57,7 +59,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     return as_frame(run_all(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
 
 
-def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> Compared:
+def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Compared":
     """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
 
     Keywords are overrides too: compare(precision="fp32,bf16", quality=True).
@@ -71,7 +73,7 @@ def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **ke
     return run(words_of("drivetrain.compare", overrides, keywords), config_dirs)[0]
 
 
-def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> Diagnosis:
+def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Diagnosis":
     """Run `drivetrain doctor <overrides>` and return what it found: `profile`, `problems` and `gains`.
 
     Keywords are overrides too: doctor(recipe="naive").
@@ -91,7 +93,7 @@ def load(
     update: int | str | None = None,
     average: bool | float = False,
     config_dirs: Sequence[str] = (),
-) -> LoadedRun:
+) -> "LoadedRun":
     """Load a finished run: its `model` in evaluation mode, its `transforms`, its `classes`, and `predict(x)`.
 
     It is the best checkpoint where the run kept it (saving=best), else the newest one; `update` chooses another one, and
@@ -104,7 +106,7 @@ def load(
     return loaded.load(run_dir, overrides, config_dirs, Choice(None if update is None else str(update), average))
 
 
-def runs(folder: Path | str = "outputs") -> pandas.DataFrame:
+def runs(folder: Path | str = "outputs") -> "pandas.DataFrame":
     """Return the runs in a folder and below, the oldest first: a row for each, with its settings, metrics and times.
 
     It needs pandas (pip install 'drivetrain[pandas]').

@@ -113,7 +113,7 @@ if __name__ == "__main__":
 
 
 def a_program_at_the_gate(tmp_path, handler, *words):
-    """A program that trains twice, whose first run waits at the gate; (process, the processes at the gate, the file that lets go)."""
+    """A program that trains twice, its first run at the gate; (process, the processes at the gate, the file that lets go)."""
     place = command.with_own_nets(tmp_path / "place")
     (place / "program.py").write_text(PROGRAM)
     gate = command.empty(tmp_path / "gate")
