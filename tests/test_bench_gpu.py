@@ -21,10 +21,19 @@ from drivetrain.config.catalog import LISTS, options
 ROOT = Path(__file__).resolve().parent.parent
 
 
+INSTALLED = [folder for folder in sys.path if Path(folder).name == "site-packages"]
+BARE = [sys.executable, "-S", "-m"]  # without the .pth file by which the checkout is installed: drivetrain is not found
+
+
+def uninstalled() -> dict[str, str]:
+    """The environment of a bare interpreter: the packages are there, but not the checkout."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(INSTALLED)}
+
+
 def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
-    """Run rows of a stage as the command does; its JSON."""
-    command = [sys.executable, "-m", "bench.gpu", name, "--cpu", "--rows", rows, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    """Run rows of a stage as the command does, in a checkout that is not installed; its JSON."""
+    command = [*BARE, "bench.gpu", name, "--cpu", "--rows", rows, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=uninstalled(), capture_output=True, text=True, check=False)
     (file,) = out.glob("*.json")
     text = file.read_text()
     content = json.loads(text)
@@ -36,6 +45,16 @@ def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
     assert f"{tempfile.gettempdir()}/tmp" not in text
     assert set(content["rows"]) == set(rows.split(","))
     return content
+
+
+def test_the_benchmarks_need_no_installation(tmp_path: Path) -> None:
+    missing = subprocess.run(
+        [*BARE[:2], "-c", "import drivetrain"], cwd=tmp_path, env=uninstalled(), capture_output=True, check=False
+    )
+    assert b"No module named 'drivetrain'" in missing.stderr
+    for name in ("bench.gpu", "bench.overhead"):
+        done = subprocess.run([*BARE, name, "--help"], cwd=ROOT, env=uninstalled(), capture_output=True, text=True, check=False)
+        assert done.stdout.startswith("usage: "), done.stderr
 
 
 def test_smoke(tmp_path: Path) -> None:
