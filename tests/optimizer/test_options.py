@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import subprocess
@@ -20,7 +21,7 @@ from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
-from drivetrain.optimizer import apex
+from drivetrain.optimizer import apex, fused_kernels
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 from tests.support import stand_ins
 
@@ -257,3 +258,20 @@ def test_a_fused_kernel_is_looked_up_where_it_would_run():
     assert options.AdamW().has_fused("cuda")
     assert not options.RmsProp().has_fused("cuda"), "torch has none"
     assert not options.AdamW().has_fused("lazy"), "a device without such kernels"
+
+
+@pytest.mark.parametrize("option", [options.Adagrad(), options.Muon(), options.Timm(name="adamw"), options.Timm(name="adagrad")])
+def test_a_kernel_is_not_used_where_the_class_refuses_it(monkeypatch, option):
+    """As torch 2.11's Adagrad refuses the one for CUDA, which is there, in its first update."""
+    name = option.fused_class
+    module = inspect.getmodule(getattr(torch.optim, name)._init_group)
+    genuine = functools.partial(module._device_dtype_check_for_fused, cuda_unsupported=True)
+    monkeypatch.setattr(module, "_device_dtype_check_for_fused", lambda p, **_: genuine(p))
+    fused_kernels.has_fused.cache_clear()
+    try:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{name.lower()}_", "CUDA")
+        assert not option.has_fused("cuda")
+        assert option.implementation("cuda", 100) == "foreach"
+        assert option.has_fused("cpu")
+    finally:
+        fused_kernels.has_fused.cache_clear()

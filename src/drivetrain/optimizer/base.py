@@ -121,9 +121,18 @@ class Optimizer(Hyperparameters):
         """A function from a parameter's name, and whether it decays, to the further settings of its group."""
         return lambda name, decayed: {}
 
+    @property
+    def fused_class(self) -> str | None:
+        """The class of torch.optim whose fused implementation it uses; None: it has its own, or none."""
+        return None
+
     def has_fused(self, device: str) -> bool:
         """Whether there is a fused implementation on this device type."""
-        return device in self.fused_on
+        if device not in self.fused_on or self.fused_class is None:
+            return device in self.fused_on
+        from drivetrain.optimizer import fused_kernels
+
+        return fused_kernels.has_fused(self.fused_class, device)
 
     def implementation(self, device: str, elements: int) -> Implementation:
         """The implementation for a model with so many elements on this device type."""

@@ -55,6 +55,10 @@ class Muon(Optimizer):
     adamw: list[NamePattern] = field(default_factory=list)
     _heads: Sequence[str] = field(default=(), init=False)  # names of the layers that give the outputs
 
+    @property
+    def fused_class(self) -> str | None:
+        return "AdamW"
+
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
         self._heads = context.run.model.output_layers(context.model)
         return super().build(context)

@@ -29,17 +29,22 @@ class Timm(Optimizer):
     name: Name = "nadamw"
     kwargs: Annotated[dict[str, Any], Entries(PLAIN_NAME)] = field(default_factory=dict)
 
+    @property
+    def fused_class(self) -> str | None:
+        of_torch = self._info().opt_class
+        return of_torch.__name__ if of_torch.__module__.startswith("torch.") else None
+
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if missing := list(needs_extra("timm", "timm", "optimizer=timm")):
             yield from missing
             return
         from timm.optim import list_optimizers
 
-        yield from super().validate_device(run)
         known = [str(name) for name in list_optimizers(exclude_filters=["fused*", "bnb*"])]
         if self.name.removeprefix("lookahead_") not in known:
             yield f"optimizer.name={self.name} is no optimizer of timm that runs here: {self._alternative(known)}"
             return
+        yield from super().validate_device(run)
         parameters = self._parameters()
         if self._info().second_order:
             yield (

@@ -21,11 +21,9 @@ class TorchOptimizer(Optimizer):
         flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
         return getattr(torch.optim, self.torch_name)(groups, **flags, **self.arguments())
 
-    def has_fused(self, device: str) -> bool:
-        """Whether this build of torch has the kernel for this device type: releases and devices differ."""
-        key = torch._C._dispatch_key_for_device(device)
-        kernel = f"aten::_fused_{self.torch_name.lower()}_"
-        return bool(self.fused_on) and bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key))
+    @property
+    def fused_class(self) -> str | None:
+        return self.torch_name
 
 
 @dataclass(kw_only=True, eq=False)

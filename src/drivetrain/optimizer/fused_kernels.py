@@ -1,0 +1,53 @@
+"""Whether a class of torch.optim has a fused implementation on a type of device: both the kernel, and the class's leave."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from drivetrain.optimizer.base import avoid_compiler_import, remove_step_wrappers
+
+
+@functools.cache
+def has_fused(name: str, device: str) -> bool:
+    """Whether torch.optim's class `name` makes fused updates on this type of device. No device is started: a CPU answers.
+
+    Releases differ in both: torch 2.11 has a kernel of Adagrad for CUDA, which its class refuses in the first update.
+    """
+    kernel, key = f"aten::_fused_{name.lower()}_", torch._C._dispatch_key_for_device(device)
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(kernel, key)) and _is_accepted(name, device)
+
+
+def _is_accepted(name: str, device: str) -> bool:
+    """Whether the class makes a fused update of a number that says that it is on such a device."""
+    number = _Placed(torch.zeros(1))
+    avoid_compiler_import()
+    optimizer = getattr(torch.optim, name)([number], fused=True)
+    remove_step_wrappers(optimizer)
+    number.grad, number.place = torch.zeros(1), torch.device(device)
+    try:
+        with _OnCpu():
+            optimizer.step()
+    except RuntimeError:  # "`fused=True` requires all the params to be … of supported devices"
+        return False
+    return True
+
+
+class _Placed(torch.nn.Parameter):
+    """A parameter in the CPU's memory whose `device` is what it is told to be."""
+
+    place = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+
+class _OnCpu(TorchFunctionMode):
+    """Lets whatever is made for a device be made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), **({"device": "cpu"} if kwargs and "device" in kwargs else {})})
