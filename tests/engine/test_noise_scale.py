@@ -117,6 +117,12 @@ def test_it_is_in_the_log_where_updates_have_several_micro_batches(train):
     assert [r["loss"] for r in logged["fixed"]] == pytest.approx([r["loss"] for r in logged["accumulate"]], rel=1e-4)
 
 
+@pytest.mark.parametrize("words", [("batch=accumulate",), ("batch.grow_every=1", "batch.grow_until=24")])
+def test_it_is_off_where_the_whole_step_is_one_graph_that_clears_the_gradients_it_would_read(make, words):
+    assert make(*words).log.noise is not None
+    assert make(*words, "compile=step").log.noise is None
+
+
 def test_it_changes_nothing(make, monkeypatch):
     """With the measurement taken away the weights are the same, bit for bit."""
     words = ("batch=accumulate", "updates=3")

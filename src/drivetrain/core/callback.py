@@ -38,7 +38,9 @@ class Callback:
     ends the run after it was saved, with exit code 1.
     """
 
-    every_update = False  # `update` comes after every update, before its gradients are cleared: this costs time in each of them
+    # `update` comes after every update, before its gradients are cleared, which costs time in each. With compile=step there
+    # are no gradients then: its graph clears them.
+    every_update = False
     needs_model = False  # events have the model
 
     def start(self, event: Event) -> None:

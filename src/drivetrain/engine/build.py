@@ -148,11 +148,11 @@ def _with_noise_scale(
     step: Step, batch: Batch, parameters: Sequence[torch.nn.Parameter], context: BuildContext
 ) -> tuple[NoiseScale | None, Step]:
     """Measure the gradient noise scale where updates have several micro-batches whose gradients are independent estimates."""
-    parallel = context.parallel
-    of_ranks = parallel.data_world.size > 1 and not context.run.compile.captures_step  # a graph calls no hooks
-    several = batch.accumulation_steps > 1 or batch.grow_every is not None or of_ranks
-    # Within a compiled forward nothing can watch the weights that are gathered for it.
-    watched = parallel.keeps_own_gradients or not context.run.compile.active
+    parallel, compiler = context.parallel, context.run.compile
+    several = batch.accumulation_steps > 1 or batch.grow_every is not None or parallel.data_world.size > 1
+    # A graph of the whole step has used and cleared the gradients when it returns, and calls no hooks. Within a compiled
+    # forward nothing can watch the weights that are gathered for it.
+    watched = not compiler.captures_step and (parallel.keeps_own_gradients or not compiler.active)
     if not several or not parallel.own_gradients or not watched or isinstance(context.loss, ComparingLoss):
         return None, step
     noise = NoiseScale(context.device, batch.size)
