@@ -9,9 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from drivetrain.compile import CudaGraph
 from drivetrain.compile.captured_graph import CapturedGraph
+from drivetrain.compile.whole_step import WholeStep
 from tests.support import slow
 
 RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
@@ -222,6 +224,31 @@ class Reads(nn.Module):
     def forward(self, x):
         out = self.head(x.flatten(1))
         return out if float(out.sum()) > 1e9 else out * 1.0
+
+
+def test_a_step_without_its_graph_keeps_counters_where_torchs_foreach_reads_them():
+    """On the CPU: read from a device, they would hold up the host once for each parameter of each update."""
+    with FakeTensorMode():
+        model = torch.nn.Linear(4, 4, device="cuda:0")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        def devices():
+            return {state["step"].device.type for state in optimizer.state.values()}
+
+        step = WholeStep(Eager(), model, optimizer, lambda: model, cudagraph=False)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert devices() == {"cpu"}
+        step._start_graphs(list(model.parameters()))
+        assert devices() == {"cuda"}
+        step._give_up("as a test wants")
+        assert devices() == {"cpu"}
+
+
+class Eager:
+    def with_forward(self, forward):
+        return self
 
 
 def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, eager_backend):

@@ -70,6 +70,7 @@ class WholeStep:
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
+        self._counters: list[tuple[dict[str, Any], str, torch.device]] = []  # states, the names of their counters, and where
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run forward and backward of one micro-batch; after an update's last one, also the update."""
@@ -142,10 +143,19 @@ class WholeStep:
         self._lrs = [float(group["lr"]) for group in self._param_groups]
         self._lr_tensors = [torch.tensor(lr, device=device) for lr in self._lrs]
         self._recorded_constants = self._constants()
-        for state in self._optimizer.state.values():  # a graph cannot update step counters that torch keeps on the CPU
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device != device:
-                    state[name] = value.to(device)
+        # A graph cannot update step counters that torch keeps on the CPU.
+        self._counters = [
+            (state, name, value.device)
+            for state in self._optimizer.state.values()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and value.device != device
+        ]
+        self._move_counters(device)
+
+    def _move_counters(self, device: torch.device | None) -> None:
+        """Move the step counters to a device; None: to where torch keeps them, and reads them in each eager update."""
+        for state, name, before in self._counters:
+            state[name] = state[name].to(device or before)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -280,6 +290,7 @@ class WholeStep:
 
     def _give_up(self, reason: str) -> None:
         self._eager = True
+        self._move_counters(None)
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
         logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)
