@@ -31,8 +31,8 @@ class Timm(Optimizer):
 
     @property
     def fused_class(self) -> str | None:
-        of_torch = self._info().opt_class
-        return of_torch.__name__ if of_torch.__module__.startswith("torch.") else None
+        of_timm: Any = self._info().opt_class
+        return of_timm.__name__ if of_timm.__module__.startswith("torch.") else None
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         if missing := list(needs_extra("timm", "timm", "optimizer=timm")):
