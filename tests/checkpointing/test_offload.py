@@ -72,6 +72,18 @@ def test_all_but_weights_and_small_tensors_go(net, monkeypatch):
     assert not moves.out
 
 
+def test_autocasts_copies_of_weights_stay(net, monkeypatch):
+    """As many and as large tensors go as without autocast, in half the bytes: no weight is among them."""
+    moves, x = Moves(monkeypatch), torch.randn(3, 3, 16, 16)
+    offload_forward(net, 0)
+    shapes = {tuple(p.shape) for p in net.parameters() if p.ndim == 2}
+    with torch.autocast("cpu", torch.bfloat16):
+        net(x)
+    gone = {tuple(t.shape) for t in moves.out if t.dtype is torch.bfloat16}
+    assert gone
+    assert not gone & {*shapes, *(shape[::-1] for shape in shapes)}
+
+
 def test_strides_are_kept(net):
     x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
     conv, seen = torch.nn.Conv2d(3, 4, 3), []

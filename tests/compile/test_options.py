@@ -1,5 +1,6 @@
 """Compiling parts, steps and scripts: in effect, equal to the plain run, and refused where it cannot be."""
 
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from drivetrain.compile import CudaGraph
+from drivetrain.compile import CudaGraph, Inductor
 from drivetrain.compile.captured_graph import CapturedGraph
 from drivetrain.compile.whole_step import WholeStep
 from tests.support import slow
@@ -224,6 +225,18 @@ class Reads(nn.Module):
     def forward(self, x):
         out = self.head(x.flatten(1))
         return out if float(out.sum()) > 1e9 else out * 1.0
+
+
+def test_the_compiler_does_not_advise_to_round_what_the_precision_keeps():
+    """As torch 2.11 warns on a device that has TensorFloat-32, whatever precision was asked for."""
+    advice = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled."
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warnings.warn(advice, stacklevel=1)
+        Inductor().prepare(1.0)
+        warnings.warn(advice, stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(each.message) for each in said] == [advice, "another"]
 
 
 def test_a_step_without_its_graph_keeps_counters_where_torchs_foreach_reads_them():

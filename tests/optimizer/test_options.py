@@ -21,7 +21,7 @@ from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
-from drivetrain.optimizer import apex, fused_kernels
+from drivetrain.optimizer import apex, torch_wrappers
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 from tests.support import stand_ins
 
@@ -267,11 +267,11 @@ def test_a_kernel_is_not_used_where_the_class_refuses_it(monkeypatch, option):
     module = inspect.getmodule(getattr(torch.optim, name)._init_group)
     genuine = functools.partial(module._device_dtype_check_for_fused, cuda_unsupported=True)
     monkeypatch.setattr(module, "_device_dtype_check_for_fused", lambda p, **_: genuine(p))
-    fused_kernels.has_fused.cache_clear()
+    torch_wrappers.has_fused.cache_clear()
     try:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::_fused_{name.lower()}_", "CUDA")
         assert not option.has_fused("cuda")
         assert option.implementation("cuda", 100) == "foreach"
         assert option.has_fused("cpu")
     finally:
-        fused_kernels.has_fused.cache_clear()
+        torch_wrappers.has_fused.cache_clear()

@@ -201,6 +201,7 @@ def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
 def test_backend_flags_are_set_and_unset(make):
     make("runtime.deterministic=true", "runtime.cudnn_benchmark=false")
     assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
     assert not torch.backends.cudnn.benchmark
     make()
     assert not torch.are_deterministic_algorithms_enabled()

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,6 +61,8 @@ class Dynamo(Compiled):
         os.environ[CACHE_VARIABLE] = self.cache_dir or _USERS_CACHE or str(user_cache() / "inductor")
         kernel_cache.drop_broken(Path(os.environ[CACHE_VARIABLE]))
         torch.compiler.reset()
+        # Whether float32 products may be rounded is said by `precision`, and was decided there.
+        warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
         torch._functorch.config.activation_memory_budget = budget
         self._seconds_before = dynamo_seconds()
 

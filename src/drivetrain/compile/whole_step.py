@@ -143,19 +143,11 @@ class WholeStep:
         self._lrs = [float(group["lr"]) for group in self._param_groups]
         self._lr_tensors = [torch.tensor(lr, device=device) for lr in self._lrs]
         self._recorded_constants = self._constants()
-        # A graph cannot update step counters that torch keeps on the CPU.
-        self._counters = [
-            (state, name, value.device)
-            for state in self._optimizer.state.values()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor) and value.device != device
-        ]
-        self._move_counters(device)
-
-    def _move_counters(self, device: torch.device | None) -> None:
-        """Move the step counters to a device; None: to where torch keeps them, and reads them in each eager update."""
-        for state, name, before in self._counters:
-            state[name] = state[name].to(device or before)
+        for state in self._optimizer.state.values():  # a graph cannot update step counters that torch keeps on the CPU
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device != device:
+                    self._counters.append((state, name, value.device))
+                    state[name] = value.to(device)
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -290,7 +282,8 @@ class WholeStep:
 
     def _give_up(self, reason: str) -> None:
         self._eager = True
-        self._move_counters(None)
+        for state, name, device in self._counters:  # an eager update reads them there
+            state[name] = state[name].to(device)
         self._set_gradients(self._gradient_sums or [None] * len(self._trained))
         self.inner = self.inner.with_forward(self._fallback())
         logger.warning("compile=step: this step cannot be one graph: %s. Going on with compile=inductor", reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -91,19 +90,21 @@ class Optimizer(Hyperparameters):
 
     def create(self, model: torch.nn.Module, lr_factor: float = 1.0, decay_factor: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer over the model's trainable parameters, with `lr` × `lr_factor` and `weight_decay` × `decay_factor`."""
+        from drivetrain.optimizer import torch_wrappers
+
         self.check_names(trained_names(model))
         groups = parameter_groups(model, self, self.lr * lr_factor, self.group_settings(model))
         for group in groups:
             group["weight_decay"] *= decay_factor
         parameters = [p for g in groups for p in g["params"]]
-        avoid_compiler_import()
+        torch_wrappers.avoid_compiler_import()
         here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
         implementation = self.implementation(here.device.type, sum(p.numel() for p in parameters))
         optimizer = self.make(groups, implementation)
         names = {id(p): name for name, p in model.named_parameters()}
         for group in optimizer.param_groups:  # saved with the state, so that it can be matched to parameters
             group["param_names"] = [names[id(p)] for p in group["params"]]
-        remove_step_wrappers(optimizer)
+        torch_wrappers.remove_step_wrappers(optimizer)
         return optimizer
 
     def check_names(self, trained: Collection[str]) -> None:
@@ -130,9 +131,9 @@ class Optimizer(Hyperparameters):
         """Whether there is a fused implementation on this device type."""
         if device not in self.fused_on or self.fused_class is None:
             return device in self.fused_on
-        from drivetrain.optimizer import fused_kernels
+        from drivetrain.optimizer import torch_wrappers
 
-        return fused_kernels.has_fused(self.fused_class, device)
+        return torch_wrappers.has_fused(self.fused_class, device)
 
     def implementation(self, device: str, elements: int) -> Implementation:
         """The implementation for a model with so many elements on this device type."""
@@ -157,29 +158,3 @@ class Optimizer(Hyperparameters):
     def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         """A context in which the model has the weights to evaluate and to save: here those that are trained."""
         return nullcontext()
-
-
-def avoid_compiler_import() -> None:
-    """Keep torch.optim from importing the compiler, which takes 1.4 s.
-
-    At their first call, methods of torch.optim.Optimizer import torch._dynamo to mark themselves as not to be compiled.
-    They are never compiled here, so each is marked with itself. If torch changes this mechanism, the import takes place.
-    """
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
-        if method is not None:
-            setattr(method, "__dynamo_disable", getattr(method, "__dynamo_disable", method))
-
-
-def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
-    """Make `optimizer.step()` run the optimizer's arithmetic only.
-
-    torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import.
-    """
-    arithmetic = inspect.unwrap(type(optimizer).step)
-
-    def step() -> None:
-        with torch.no_grad():
-            arithmetic(optimizer)
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -11,7 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Few, Momentum, NonNegative, Positive
 from drivetrain.core.patterns import check_patterns, matches
-from drivetrain.optimizer.base import Implementation, Optimizer, remove_step_wrappers
+from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings, trained_names
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Muon(Optimizer):
         return {name: rate for kind, rate in given.items() for name in kinds[kind]}
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+        from drivetrain.optimizer import torch_wrappers
         from drivetrain.optimizer.algorithms import chained, muon
 
         matrices, others = ([g for g in groups if g["matrix"] == matrix] for matrix in (True, False))
@@ -117,7 +118,7 @@ class Muon(Optimizer):
             flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
             optimizers.append(torch.optim.AdamW(others, betas=betas, eps=self.eps, **flags))
         for optimizer in optimizers:
-            remove_step_wrappers(optimizer)
+            torch_wrappers.remove_step_wrappers(optimizer)
         return chained.ChainedOptimizer(*optimizers)
 
 
