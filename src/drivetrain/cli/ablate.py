@@ -29,6 +29,6 @@ def command(argv: Sequence[str]) -> int:
     if (given := arguments.parse("ablate", argv, HELP, "--recipe")) is None:
         return DONE
     from drivetrain.measure.benchmark import ablate
-    from drivetrain.measure.claims import handed
+    from drivetrain.measure.claims import write
 
-    return ablate.command(given.overrides, given.config_dir, handed.writer("ablate", given.recipe, last=True))
+    return ablate.command(given.overrides, given.config_dir, write.writer("ablate", given.recipe, last=True))

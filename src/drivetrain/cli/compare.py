@@ -38,6 +38,6 @@ def command(argv: Sequence[str]) -> int:
     if (given := arguments.parse("compare", argv, HELP, "--recipe")) is None:
         return DONE
     from drivetrain.measure.benchmark import compare
-    from drivetrain.measure.claims import handed
+    from drivetrain.measure.claims import write
 
-    return compare.command(given.overrides, given.config_dir, handed.writer("compare", given.recipe))
+    return compare.command(given.overrides, given.config_dir, write.writer("compare", given.recipe))

@@ -22,7 +22,7 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
   drivetrain recipe export RUN [RUN …] [FILE]          the recipe of a run, or of several seeds' runs, and what they claim
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
-  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ, and which is faster
+  drivetrain recipe diff A B [key=value] …             where two recipes or runs differ
   drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
 
   drivetrain recipe bundle FILE --with my_pkg [OUT]    a recipe and the package that it needs, as one archive
@@ -32,10 +32,8 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
   --quick               of verify: the speed alone, without whole trainings
   seeds=5               of verify: trainings, with seeds that the claim did not have
-  rounds=20, block_s=0.4  of verify, and of diff measure=true: as for `drivetrain compare`
-  quality=true          also train the baseline, or both sides of diff, to their ends
-  measure=true          of diff: measure both now, in turns
-  --recipe FILE         of diff measure=true: hand B on as a recipe with its claim, if it is faster beyond doubt
+  rounds=20, block_s=0.4  of verify: as for `drivetrain compare`
+  quality=true          of verify: also train the baseline to its end
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes of verify: 0 something holds and nothing is refuted · 1 something does not hold · 2 no claim, or a bad command line ·
@@ -99,14 +97,13 @@ def _elsewhere(target: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
-def _measured(module: str, *paths: str) -> Callable[[Sequence[str]], int]:
-    """A verb of measured claims, in a module of its own; `paths` are the names of options that take a path."""
+def _measured(module: str) -> Callable[[Sequence[str]], int]:
+    """A verb of measured claims, in a module of its own."""
 
     def run(argv: Sequence[str]) -> int:
-        given = arguments.parse("recipe", ["quick=true" if word == "--quick" else word for word in argv], HELP, *paths)
+        given = arguments.parse("recipe", ["quick=true" if word == "--quick" else word for word in argv], HELP)
         assert given is not None  # --help was answered before
-        files = {name: getattr(given, name) for path in paths if (name := path.lstrip("-"))}
-        return int(import_module(module).command(given.overrides, given.config_dir, **files))
+        return int(import_module(module).command(given.overrides, given.config_dir))
 
     return run
 
@@ -115,5 +112,5 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"), "schema": recipe_schema.command,
     "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
     "bundle": _elsewhere("drivetrain.cli.recipe_bundle:make"), "inspect": _elsewhere("drivetrain.cli.recipe_bundle:inspect"),
-    "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff", "--recipe"),
+    "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

@@ -12,4 +12,6 @@ def figure(value: float | None, form: str) -> str:
 
 def setting(value: Any) -> str:
     """A config value as it would be written in an override; a dash where there is none."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

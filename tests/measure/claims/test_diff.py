@@ -44,7 +44,7 @@ def test_two_recipes(diff):
     assert "optimizer.nesterov" not in found, "an option's knobs stand there only where both have them"
     assert not {"epochs", "saving", "logger", "recipe"} & set(found)
     assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32; on a chip" in said
-    assert "drivetrain recipe diff a.yaml naive epochs=3 measure=true" in said
+    assert "to measure the difference: drivetrain compare recipe=a.yaml,naive epochs=3" in said
     assert not Path("outputs").exists()
 
 
@@ -82,17 +82,7 @@ def test_a_run_that_left_little_is_shown_as_far_as_it_goes(diff, train):
     assert cells(diff(run_dir, "naive"))["optimizer.lr"] == ["0.05", "0.02"]
 
 
-def test_measured(command, tiny):
-    words = tiny("measure=true", "rounds=1", "block_s=0.02", "optimizer=sgd")
-    done, found = command("recipe", "diff", "default", "naive", *words, "--recipe", "mine.yaml")
-    assert done.returncode == 0, done.stderr
-    assert [row["label"] for row in found["rows"]] == ["default", "naive"]
-    assert "drivetrain recipe diff default naive" in next(Path("outputs/compare").rglob("compare.html")).read_text()
-    assert "to measure the difference" not in done.stdout
-    assert "mine.yaml is not written" in done.stdout, "one round has no interval"
-
-
-def test_a_runs_own_code_is_not_started_from_its_files(tmp_path, capsys, train, tiny, slow_set):
-    run_dir = train("data=own", "data.target=slow_set.Slow", "trust=[slow_set]").run_dir
-    assert main.main(["recipe", "diff", str(run_dir), "naive", "measure=true"]) == 2
-    assert "give data=own data.target=… and trust=[…] too" in capsys.readouterr().err
+def test_a_runs_recipe_is_what_is_measured(diff, train):
+    """Its own code is not started from its files: `drivetrain compare` wants it on the command line."""
+    run_dir = train().run_dir
+    assert f"drivetrain compare recipe={run_dir}/recipe.yaml,naive" in diff(run_dir, "naive")

@@ -19,7 +19,7 @@ from drivetrain.measure.benchmark.agent import TimedBlock
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.interleave import Arm
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims.recommend import recommend
+from drivetrain.measure.claims.write import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import candidates, range_test, tune
 from drivetrain.measure.tune.range_test import RangeTest

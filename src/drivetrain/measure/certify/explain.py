@@ -41,11 +41,7 @@ def different_keys(tested: Job, reference: Job) -> Keys:
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
     groups = [k for k in keys if k in tested.composed.choices]
     shown = [k for k in keys if k in groups or k.partition(".")[0] not in groups]
-    return [(k, _setting(ours.get(k)), _setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
-
-
-def _setting(value: Any) -> str:
-    return f"[{','.join(map(str, value))}]" if isinstance(value, list) else cells.setting(value)
+    return [(k, cells.setting(ours.get(k)), cells.setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
 
 
 def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> None:

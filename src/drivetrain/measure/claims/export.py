@@ -14,9 +14,8 @@ from drivetrain.core.target import Reach
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import facts
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.claims import provenance
 from drivetrain.measure.claims.kinds import Wanted
-from drivetrain.measure.claims.write import SOFTWARE, assembled, check_file
+from drivetrain.measure.claims.write import SOFTWARE, as_comments, assembled, check_file
 from drivetrain.recipe import own_code, sections
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import write as recipe_text
@@ -78,7 +77,39 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
     more = _brought(runs[0]) + (claim.text() if claim is not None else "")
     text = recipe_text.with_section(recipes.raw_of_run(runs[0].path).decode(), more)
-    return provenance.of([run.path for run in runs]) + text
+    return _origin(runs) + text
+
+
+def _origin(runs: Sequence[RunFiles]) -> str:
+    """Comment lines with the first run's name, device, versions, commit and result, and with the names of the others."""
+    (run, *others), facts = runs, runs[0].environment
+    device = (run.result and run.result.device_name) or facts.get("processor")
+    versions = [f"{name} {version}" for name, version in facts.get("versions", {}).items() if version]
+    lines = [
+        f"of the run {_name(run)}, drivetrain {facts.get('drivetrain', '–')}",
+        f"on {device}, python {facts.get('python', '–')}" if device else "",
+        ", ".join(versions),
+        f"commit {commit}" if (commit := facts.get("git_commit")) else "",
+        f"result: {', '.join(_figures(run))}",
+        f"and of the same with other seeds: {', '.join(map(_name, others))}" if others else "",
+    ]
+    return as_comments([line for line in lines if line])
+
+
+def _name(run: RunFiles) -> str:
+    return "/".join(run.path.resolve().parts[-2:])
+
+
+def _figures(run: RunFiles) -> list[str]:
+    """The run's results, each figure with its name."""
+    figures, final, best = [run.status], run.final(), run.best()
+    if run.metric is not None and final is not None:
+        figures.append(f"{run.metric[0]} {final:.4f}" + (f" (best {best:.4f})" if best is not None else ""))
+    if run.result is not None:
+        rate = run.result.samples_per_second
+        figures += [f"{rate:,.0f} samples/s"] if rate else []
+        figures.append(f"{run.result.updates:,} updates in {run.result.wall_s:.1f} s")
+    return figures
 
 
 def _next(file: Path, run: RunFiles) -> str:
@@ -164,21 +195,17 @@ def _each(values: Iterable[Any]) -> str:
 
 def _wanted(run: RunFiles, settings: Settings) -> Wanted:
     """What is to be claimed of runs like this one. Raises UserError for a target that is none."""
-    name, more = run.metric or (None, True)
-    reach = None
-    if settings.target is not None:
-        given = facts.number(_as_number(settings.target))
-        reach = Reach(name, more, given) if name is not None and given is not None else Reach.parse(str(settings.target))
-        if reach is None:
-            raise UserError(f"target={sections.shown(settings.target)}: give a metric and a value, as 'target=accuracy>=0.98'")
-    return Wanted(settings.metric or name, settings.set, reach)
-
-
-def _as_number(given: str | float) -> Any:
+    (name, more), given = run.metric or (None, True), settings.target
+    if given is None:
+        return Wanted(settings.metric or name, settings.set)
     try:
-        return float(given)
+        value = facts.number(float(given))
     except ValueError:
-        return None
+        value = None
+    reach = Reach(name, more, value) if name is not None and value is not None else Reach.parse(str(given))
+    if reach is None:
+        raise UserError(f"target={sections.shown(given)}: give a metric and a value, as 'target=accuracy>=0.98'")
+    return Wanted(settings.metric or name, settings.set, reach)
 
 
 def _check_figures(found: Sequence[Facts], wanted: Wanted, settings: Settings) -> None:
@@ -186,11 +213,12 @@ def _check_figures(found: Sequence[Facts], wanted: Wanted, settings: Settings) -
     figures = found[0].figures.get(wanted.set or found[0].set, {})
     if settings.set is not None and settings.set not in found[0].figures:
         raise UserError(f"set={settings.set}: these runs have not evaluated it: {did_you_mean(settings.set, found[0].figures)}")
-    if settings.metric is not None and settings.metric not in figures:
-        raise UserError(f"metric={settings.metric}: these runs do not evaluate it: {did_you_mean(settings.metric, figures)}")
     every = {name for each in found for names in each.figures.values() for name in names}
-    if wanted.reach is not None and wanted.reach.metric not in every:
-        raise UserError(f"target={wanted.reach}: these runs do not evaluate it: {did_you_mean(wanted.reach.metric, every)}")
+    reached = wanted.reach and wanted.reach.metric
+    for word, name, known in (("metric", settings.metric, figures), ("target", reached, every)):
+        if name is not None and name not in known:
+            given = wanted.reach if word == "target" else name
+            raise UserError(f"{word}={given}: these runs do not evaluate it: {did_you_mean(name, known)}")
 
 
 def _check_alike(runs: Sequence[RunFiles], found: Sequence[Facts]) -> None:
@@ -209,16 +237,13 @@ def _check_alike(runs: Sequence[RunFiles], found: Sequence[Facts]) -> None:
 
 def _versions(run: RunFiles) -> dict[str, str]:
     """The software that a run's files name."""
-    recorded = run.environment if isinstance(run.environment, dict) else {}
-    versions = recorded.get("versions")
-    known = {**(versions if isinstance(versions, dict) else {}), "drivetrain": recorded.get("drivetrain")}
+    known = {**run.environment.get("versions", {}), "drivetrain": run.environment.get("drivetrain")}
     return {name: version for name in SOFTWARE if (version := facts.text(known.get(name)))}
 
 
 def _date(runs: Sequence[RunFiles]) -> str | None:
     """The date of the newest run."""
-    times = [facts.number(run.environment.get("time")) for run in runs if isinstance(run.environment, dict)]
     try:
-        return time.strftime("%Y-%m-%d", time.localtime(max(t for t in times if t is not None)))
-    except (ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d", time.localtime(max(run.environment["time"] for run in runs)))
+    except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or no time
         return None

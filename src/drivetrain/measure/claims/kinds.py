@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -232,35 +232,31 @@ class TimeToTarget(OfRuns):
         return HOLDS, f"as many seeds reach it, in as many updates, within {SLOWER:g} times the seconds"
 
 
-class PeakMemory(OfRuns):
-    """The peak of memory, the largest of all runs."""
+class Used(OfRuns):
+    """What a run used of its device: the largest peak of memory, or the mean of the joules, of all runs."""
 
-    key, needs_device = "memory", True
+    needs_device = True
 
-    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Memory | None:
-        peaks = [run.peak_mib for run in runs if run.peak_mib]
-        return Memory(rounded(max(peaks)), len(peaks)) if peaks else None
+    def __init__(
+        self, key: str, kind: type[Memory | Energy], of: Callable[[Any], float | None], joined: Any, more: float
+    ) -> None:
+        self.key, self._kind, self._of, self._joined, self._more = key, kind, of, joined, more
 
-    def judge(self, claimed: Memory, again: Memory, seen: Seen) -> tuple[str, str]:
-        share = again.peak_mib / claimed.peak_mib
-        return HOLDS if share <= 1 + MORE_MEMORY else REFUTED, f"{share:.2f} times the claim, {1 + MORE_MEMORY:g} allowed"
+    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Kind | None:
+        found = [value for run in runs if (value := self._of(run))]
+        return self._kind(rounded(self._joined(found)), len(found)) if found else None
 
-
-class UsedEnergy(OfRuns):
-    """The joules of a training, the mean of all runs."""
-
-    key, needs_device = "energy", True
-
-    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Energy | None:
-        joules = [run.joules for run in runs if run.joules]
-        return Energy(rounded(sum(joules) / len(joules)), len(joules)) if joules else None
-
-    def judge(self, claimed: Energy, again: Energy, seen: Seen) -> tuple[str, str]:
-        share = again.joules / claimed.joules
-        return HOLDS if share <= 1 + MORE_ENERGY else REFUTED, f"{share:.2f} times the claim, {1 + MORE_ENERGY:g} allowed"
+    def judge(self, claimed: Any, again: Any, seen: Seen) -> tuple[str, str]:
+        share = (self._of(again) or 0.0) / (self._of(claimed) or 1.0)
+        return HOLDS if share <= 1 + self._more else REFUTED, f"{share:.2f} times the claim, {1 + self._more:g} allowed"
 
 
-ALL: tuple[OfRuns, ...] = (FinalMetric(), TimeToTarget(), PeakMemory(), UsedEnergy())
+ALL: tuple[OfRuns, ...] = (
+    FinalMetric(),
+    TimeToTarget(),
+    Used("memory", Memory, lambda run: run.peak_mib, max, MORE_MEMORY),
+    Used("energy", Energy, lambda run: run.joules, statistics.fmean, MORE_ENERGY),
+)
 
 
 def made_of(runs: Sequence[Facts], wanted: Wanted) -> dict[str, Kind]:

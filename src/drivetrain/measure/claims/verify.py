@@ -15,6 +15,7 @@ from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import evaluated
+from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
@@ -22,14 +23,16 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims import kinds, training
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, Seen
+from drivetrain.measure.claims import kinds
+from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, OfRuns, Seen
 from drivetrain.measure.intervals import MIN_PAIRS
+from drivetrain.measure.training import trainings
 from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
+from drivetrain.ui.progress import Steps
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
 HEADER = ("claim", "claimed", "measured here", "answer", "because")
@@ -48,6 +51,7 @@ class Verified:
 
     recipe: Recipe
     answers: list[Answer]
+    job: Job
     comparison: Comparison | None  # with the baseline, where a speed is claimed
     runs: list[Facts]  # that were trained
 
@@ -73,7 +77,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     found = verify(recipe, given[1:], config_dirs, settings)
     if found.comparison is not None:
         compare.show(found.comparison)
-        compare.save(found.comparison, _job(recipe, given[1:], config_dirs), argv, "recipe verify")
+        compare.save(found.comparison, found.job, argv, "recipe verify")
         echo()
     terminal.table(HEADER, found.answers)
     return found.code
@@ -94,28 +98,28 @@ def verify(
         )
     if settings.quick and claim.speed is None:
         raise UserError(f"{recipe.path} claims no speed, and quick=true measures nothing else: leave it out")
-    _check(recipe, claim, overrides, settings)
-    job = _job(recipe, overrides, config_dirs)
+    _check(claim, overrides, settings)
+    *base, spec = variants(recipe, claim.speed, overrides, config_dirs)
+    job = arms.baseline_job([spec])
     asked = [kind for kind in kinds.ALL if getattr(claim, kind.key) is not None]
     answers, compared, runs = [], None, []
     if claim.speed is not None:
-        specs = baseline_and_recipe(recipe, claim.speed, overrides, config_dirs)
-        compared = comparison.measure(specs, settings, overrides)
+        compared = comparison.measure([*base, spec], settings, overrides)
         answers.append(judge(claim, compared.rows[0], compared.rows[1], job.run.runtime.device_type()))
         compared.notes.append(f"{answers[0].outcome}: {answers[0].because}")
     if settings.quick:
         answers += [Answer(kind.key, str(getattr(claim, kind.key)), "–", SKIPPED, "--quick") for kind in asked]
     elif asked:
-        spec = arms.compose(recipe.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)
         given = any(key_of(word) == "runtime.seed" for word in overrides)
-        runs = training.train(spec, claim, settings.seeds, asked, job.run.runtime.seed if given else None)
-        seen = Seen(runs, training.differences(claim, runs[0], job), evaluated(job.run))
+        first = job.run.runtime.seed if given else max(claim.seeds or (job.run.runtime.seed,)) + 1
+        runs = train(spec, claim, range(first, first + settings.seeds), asked)
+        seen = Seen(runs, differences(claim, runs[0], job), evaluated(job.run))
         answers += [kind.answer(getattr(claim, kind.key), seen) for kind in asked]
-    return Verified(recipe, answers, compared, runs)
+    return Verified(recipe, answers, job, compared, runs)
 
 
-def _check(recipe: Recipe, claim: Claim, overrides: Sequence[str], settings: Settings) -> None:
-    """Raise UserError for what cannot be given beside this recipe."""
+def _check(claim: Claim, overrides: Sequence[str], settings: Settings) -> None:
+    """Raise UserError for what cannot be given beside a recipe with this claim."""
     if claim.speed is not None and settings.rounds < MIN_PAIRS:
         raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval to judge by")
     against = claim.speed.against if claim.speed is not None else {}
@@ -125,27 +129,44 @@ def _check(recipe: Recipe, claim: Claim, overrides: Sequence[str], settings: Set
         raise UserError(f"'{o}': one recipe is verified at a time, and what follows it has the form key=value" for o in wrong)
 
 
-def _job(recipe: Recipe, overrides: Sequence[str], config_dirs: Sequence[str]) -> Job:
-    """The recipe as a job that saves nothing. Raises UserError."""
-    spec = arms.compose(recipe.name, [f"recipe={recipe.word}", *overrides], config_dirs, recipe)
-    if spec.job is None:
-        raise UserError(dict.fromkeys(spec.problems))
-    return spec.job
-
-
-def baseline_and_recipe(recipe: Recipe, speed: Speed, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
-    """Two arms: the claim's baseline, and the recipe as it is. Raises UserError with every problem of either."""
-    own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
-    base = recipe.baseline(options(config_dirs))
-    given = [f"recipe={recipe.word}", *overrides]
-    specs = [
-        arms.compose(as_overrides(speed.against), given, config_dirs, base, own_saving),
-        arms.compose(recipe.name, given, config_dirs, recipe, own_saving),
-    ]
+def variants(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
+    """The baseline of a claim of speed, where there is one, and the recipe as it is. Raises UserError with every problem."""
+    given, specs, own_saving = [f"recipe={recipe.word}", *overrides], [], False
+    if speed is not None:
+        own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
+        base = arms.compose(as_overrides(speed.against), given, config_dirs, recipe.baseline(options(config_dirs)), own_saving)
+        base.overrides[1:1] = [f"{key}={format_value(value)}" for key, value in speed.against.items()]  # for compare.json
+        specs.append(base)
+    specs.append(arms.compose(recipe.name, given, config_dirs, recipe, own_saving))
     if problems := [problem for spec in specs for problem in spec.problems]:
         raise UserError(dict.fromkeys(problems))
-    specs[0].overrides[1:1] = [f"{key}={format_value(value)}" for key, value in speed.against.items()]  # recorded in compare.json
     return specs
+
+
+def train(spec: ArmSpec, claim: Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> list[Facts]:
+    """Train with these seeds; with the first alone where it fails, or shows that nothing of what is asked can be told here.
+
+    Raises UserError where the run cannot be built.
+    """
+    job = arms.baseline_job([spec])
+    reach = Reach.parse(claim.target.reach) if claim.target is not None else None
+    memory = claim.memory is not None and job.run.runtime.device_type() == "cpu"
+    runs: list[Facts] = []
+    with Steps() as progress, trainings("verify", job, progress=progress) as run:
+        for seed in seeds:
+            runs.append(Facts.of(run(spec, seed, alone=memory and not runs), seed, reach))
+            here = differences(claim, runs[0], job)
+            if runs[-1].error is not None or all(kind.cannot_tell(here) for kind in asked):
+                break
+    return runs
+
+
+def differences(claim: Claim, run: Facts, job: Job) -> Differences:
+    """Where the machine and the data of a run are not the claim's. Raises UserError for a run that could not be built."""
+    here = Differences.of(claim, run.kind or job.run.runtime.device_type(), run.device, run.data)
+    if run.kind is None and run.error is not None and not here.kind:
+        raise UserError(run.error.removeprefix("failed: "))
+    return here
 
 
 def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:

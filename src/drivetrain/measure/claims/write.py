@@ -1,24 +1,33 @@
-"""Writes a measurement into a recipe: evidence as comments, and a claim as data that `recipe verify` measures again."""
+"""Writes what was measured into recipes: evidence as comments, and a claim as data that `recipe verify` measures again."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import key_of
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
+from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure.benchmark import noninferiority
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
+from drivetrain.measure.benchmark.compare import HandOn
+from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
+from drivetrain.measure.overrides import apply
 from drivetrain.recipe import own_code
-from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
+from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed, times
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment, recipe_file
 from drivetrain.run.identity import flatten
+from drivetrain.ui.output import echo
 
 SOFTWARE = ("torch", "drivetrain")  # whose versions a claim names
 _ABSENT = object()
@@ -40,7 +49,7 @@ def against(job: Job, base: Job) -> dict[str, Any]:
 
 
 def claim_of(row: Row, against: dict[str, Any]) -> Claim | None:
-    """The claim of an arm that was compared to its baseline, and of the runs that were trained for its verdict.
+    """The claim of a variant that was compared to its baseline, and of the runs that were trained for its verdict.
 
     None where the ratio has no interval.
     """
@@ -80,25 +89,25 @@ def data_of(runs: Sequence[Facts]) -> Data | None:
     return None if any(data.problems("data")) else data
 
 
-def own_groups(job: Job) -> set[str]:
-    """The groups whose option is the user's own class, which no recipe may choose."""
-    return {group for group, option in job.composed.choices.items() if own_code.is_own(group, option)}
+def _not_in_a_recipe(job: Job) -> set[str]:
+    """The keys of a job that no recipe may hold, and the groups whose option is the user's own code."""
+    return job.machine_local_keys | {group for group, option in job.composed.choices.items() if own_code.is_own(group, option)}
 
 
-def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | None = None, comments: Sequence[str] = ()) -> str:
+def recipe_text(job: Job, against: dict[str, Any], row: Row, base: Row, comments: Sequence[str] = ()) -> str:
     """A recipe file of `job`, which `row` measured: comments, the recipe, and its claim.
 
     The recipe leaves out the user's own code and paths, and saving=none, which measuring sets. Where the baseline differs in
     those there can be no claim: a comment says so instead.
     """
-    left_out = job.machine_local_keys | own_groups(job)
+    left_out = _not_in_a_recipe(job)
     if not job.run.saving.active and "saving" not in against:
         left_out = left_out | {"saving"}
     unclaimable = [key for key in against if key in left_out or key.split(".")[0] in left_out]
     claim = None if unclaimable else claim_of(row, against)
     lines = [*comments]
-    if base_row is not None and row.samples_per_second and base_row.samples_per_second:
-        lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base_row.samples_per_second:,.0f}")
+    if row.samples_per_second and base.samples_per_second:
+        lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base.samples_per_second:,.0f}")
     if unclaimable:
         lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
     section = claim.text() if claim is not None else ""
@@ -106,7 +115,7 @@ def recipe_text(job: Job, against: dict[str, Any], row: Row, base_row: Row | Non
 
 
 def of_the_run(row: Row, base: Row) -> list[str]:
-    """What an arm is worth for the run as it is, in a line, and in another where kernels must be compiled first."""
+    """What a variant is worth for the run as it is, in a line, and in another where kernels must be compiled first."""
     if row.run_s is None or base.run_s is None or row.run_updates is None:
         return []
     lines = [
@@ -132,3 +141,83 @@ def check_file(file: Path | None) -> None:
 def as_comments(lines: Sequence[str]) -> str:
     """The lines as YAML comments, with control characters and line breaks removed."""
     return "".join(f"# {printable(line)}\n" for line in lines)
+
+
+def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
+    """What writes FILE of `--recipe FILE` when a verb has measured; None without one. Raises UserError where it cannot.
+
+    It holds the fastest variant that is faster than the first beyond doubt and did not FAIL; with `last` it is the last one.
+    """
+    if file is None:
+        return None
+    check_file(file)
+
+    def hand_on(done: Comparison, specs: Sequence[ArmSpec]) -> None:
+        numbers = [len(specs) - 1] if last else range(1, len(specs))
+        good = [n for n in numbers if _is_proven(done.rows[n]) and specs[n].job is not None]
+        if not good:
+            echo(
+                f"{file} is not written: no variant is faster than the first beyond doubt, with a result as good. A better "
+                "result alone is not handed on: `drivetrain recipe export` claims it from runs"
+            )
+            return
+        number = max(good, key=lambda n: done.rows[n].gain or (0.0,))
+        row, base = done.rows[number], done.rows[0]
+        _write(file, verb, row.label or "it", base.label, baseline_job(specs[number:]), baseline_job(specs), row, base)
+        echo(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
+
+    return hand_on
+
+
+def _is_proven(row: Row) -> bool:
+    """Whether a variant makes the run as it is faster beyond doubt, start-up included, and no worse as far as was seen."""
+    return row.gain is not None and row.gain.low > 1 and (row.verdict is None or row.verdict.outcome != noninferiority.FAIL)
+
+
+def _write(
+    file: Path, verb: str, what: str, than: str, job: Job, before: Job, row: Row, base: Row, notes: Sequence[str] = ()
+) -> None:
+    """Write the recipe of a job that was measured to be faster than the one before."""
+    assert row.ratio is not None
+    evidence = f"drivetrain {verb}: {what} has {times(*row.ratio)} the samples a second of {than}, measured in interleaved rounds"
+    comments = [evidence, *of_the_run(row, base), *notes]
+    file.write_text(recipe_text(job, against(job, before), row, base, comments), encoding="utf-8")
+
+
+def recommend(
+    verb: str,
+    overrides: Sequence[str],
+    changes: Sequence[str],
+    config_dirs: Sequence[str],
+    base: Row,
+    row: Row,
+    folder: Path,
+    notes: Sequence[str] = (),
+    file: Path | None = None,
+) -> list[str]:
+    """Print the commands of a faster run, and write its recipe to `file`, or else to folder/recipe.yaml. Return the commands.
+
+    `row` measured the run with `changes`, `base` the run without. The user's own code and paths, which no recipe may hold,
+    stay overrides in the printed commands.
+    """
+    assert row.ratio is not None
+    dirs = [argument for folder_ in config_dirs for argument in ("-cd", str(folder_))]
+    changed = apply(overrides, changes, config_dirs)
+    command = f"drivetrain train {shlex.join([*dirs, *changed])}"
+    echo(f"\n{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f}):\n  {command}")
+    for line in of_the_run(row, base):
+        echo(f"  {line}")
+    if base.global_batch != row.global_batch:
+        echo(
+            f"  an update is the mean over {row.global_batch} samples now, not {base.global_batch}: check the learning rate "
+            "(batch.lr_scaling, drivetrain tune what=lr) and the result (drivetrain compare … quality=true) again"
+        )
+    job, before = prepare_job(changed, config_dirs), prepare_job(overrides, config_dirs)
+    recipe = file or folder / "recipe.yaml"
+    _write(recipe, verb, " ".join(changes), "the run without", job, before, row, base, notes)
+    local = _not_in_a_recipe(job) - {"recipe"}
+    kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]
+    by_recipe = f"drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}"
+    verify = f"drivetrain recipe verify {shlex.join([*dirs, str(recipe), *kept])}"
+    echo(f"  {by_recipe}\nto check it on another machine:\n  {verify}")
+    return [command, by_recipe, f"{verify}  # checks it on another machine"]

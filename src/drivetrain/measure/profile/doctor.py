@@ -20,8 +20,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.benchmark.stopping import no_gain
-from drivetrain.measure.claims.recommend import recommend
-from drivetrain.measure.claims.write import check_file
+from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of
 from drivetrain.measure.profile import tables
 from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text

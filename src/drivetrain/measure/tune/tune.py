@@ -23,8 +23,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims.recommend import recommend
-from drivetrain.measure.claims.write import check_file
+from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of, unchanged
 from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.measure.tune import candidates, range_test
