@@ -10,7 +10,7 @@ MUTANTS := build/mutants
 TESTS  ?= $(sort $(foreach module,$(MODULES),tests/$(firstword $(subst /, ,$(module)))))
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
 
-.PHONY: train test test-slow mutants check docs bench wheel lock clean
+.PHONY: train test test-slow fuzz mutants check docs bench wheel lock clean
 
 train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
@@ -20,6 +20,9 @@ test: $(VENV)/.tested check        ## lint, types and the test suite
 
 test-slow: $(VENV)/.tested         ## the long campaigns
 	$(BIN)/python -m pytest -m slow -rs $(ARGS)
+
+fuzz: $(VENV)/.tested              ## 10,000 pieces of odd input of each kind, drawn anew: hours
+	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest -n 2 -m fuzz --timeout 0 $(ARGS)
 
 mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their code, one place at a time; which changes do their tests not see?
 	$(PIP) -c constraints.txt -e '.[mutants]'

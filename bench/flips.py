@@ -2,7 +2,7 @@
 
 `python -m bench.flips [--cases N] [--seed N] [--out FILE]`
 
-Small runs of each kind of `bench.small_runs` are trained once. Each case then flips one bit of one of their files, or cuts its
+Small runs of each kind of tests/support/small_runs.py are trained. Each case then flips one bit of one of their files, or cuts
 end off, and reads the run as `resume=`, `report`, `drivetrain.load` and `predict` do. There are four outcomes:
 
 - rejected: a UserError refuses it, or the checkpoint is passed over for the one before;
@@ -26,8 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import harness, small_runs
-from bench.small_runs import SmallRun
+from tests.support import small_runs
+from tests.support.small_runs import SmallRun
+
+from bench import harness
 
 CASES = 2_000
 REJECTED, SAME, FIGURES, EFFECT, UNTYPED = "rejected", "no effect", "figures", "effect", "untyped"

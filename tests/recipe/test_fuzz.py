@@ -7,46 +7,21 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.core import nvidia_driver
-from drivetrain.core.errors import UserError
 from drivetrain.core.paths import recipes_dir
 from drivetrain.launch import recipe_check
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipes
-from tests.support.effects import LIMIT_S, TooLong, limited, watched
+from tests.support import odd
 from tests.support.recipe_mutants import FILES, alike, mutants, written
 
-# --- what is asked of them ---
 
-TRIES = 3  # a busy machine slows one check down, a long one takes long each time
-
-
-def outcome(file: Path, text: str) -> str:
-    """Check a recipe as `drivetrain recipe check` does: "valid", or "refused". Anything else fails."""
+def outcome(file: Path, text: str, most_said: int = odd.MOST_SAID) -> str:
+    """Check a recipe as `drivetrain recipe check` does."""
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    for left in reversed(range(TRIES)):
-        try:
-            problems, effects = checked(file)
-            break
-        except (TooLong, MemoryError) as error:
-            if not left:
-                raise AssertionError(f"over its limit: {type(error).__name__} {error}") from None
-    assert effects == [], effects
-    assert [problem for problem in problems if not problem.isprintable() or problem == "nothing said"] == []
-    return "refused" if problems else "valid"
-
-
-def checked(file: Path) -> tuple[list[str], list[str]]:
-    """The problems of a recipe and the effects of checking it, which may take 2 s of processor time and 200 MB."""
-    with limited(LIMIT_S), watched(file, Path("recipes")) as effects:
-        try:
-            recipe_check.check(recipes.read(file))
-        except UserError as error:
-            return error.problems or ["nothing said"], effects
-    return [], effects
+    return odd.outcome(lambda: recipe_check.check(recipes.read(file)), file, Path("recipes"), most_said=most_said)
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +33,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tmp_path_factory.mktemp("fuzz")
 
 
-def fuzz(place: Path, examples: int) -> None:
-    """Check so many mutants, the same ones every time."""
-    counts = {"valid": 0, "refused": 0}
-
-    @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(mutants())
-    def check(text: str) -> None:
-        counts[outcome(place / "recipe.yaml", text)] += 1
-
-    check()
-    assert min(counts.values()) > examples // 20, f"some are good, so that the whole way is tried, and some are not: {counts}"
-
-
+@odd.fuzz
 def test_mutants_of_recipes(place: Path) -> None:
-    fuzz(place, 500)
-
-
-@pytest.mark.slow
-def test_ten_thousand_mutants_of_recipes(place: Path) -> None:
-    fuzz(place, 10_000)
+    odd.tried(mutants(), lambda text: outcome(place / "recipe.yaml", text))
 
 
 @pytest.mark.slow
@@ -126,4 +84,4 @@ BOMBS = {
 
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_small_file_is_little_work(case: str, place: Path) -> None:
-    outcome(place / "recipe.yaml", BOMBS[case])
+    outcome(place / "recipe.yaml", BOMBS[case], most_said=10**6)  # each of its lines may be refused

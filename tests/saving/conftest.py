@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bench import small_runs
-from bench.small_runs import SmallRun
+
+from tests.support import small_runs
+from tests.support.small_runs import SmallRun
 
 
 @pytest.fixture(scope="session")

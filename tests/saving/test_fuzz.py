@@ -1,34 +1,154 @@
-"""Odd run directories and checkpoints: a short form of `bench.fuzz`, on the run that flips damage too; and what it found."""
+"""Runs and sweeps whose files were changed, read by `resume=`, `report`, `recipe diff` and others; and what that found."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import os
+import random
 import shutil
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
-from bench.fuzz import checkpoints, runs
-from bench.fuzz.judged import DEFECT, judged
-from bench.small_runs import SmallRun
+from hypothesis import note
+from hypothesis import strategies as st
+from scipy import stats  # noqa: F401 - takes a second, which is not to count as the first example's
 
 import drivetrain
 from drivetrain.core import sealed
 from drivetrain.core.errors import UserError
+from drivetrain.core.files import write_json
+from drivetrain.inference import finished
 from drivetrain.launch import launcher
 from drivetrain.measure.claims import diff
 from drivetrain.run import records
 from drivetrain.saving import manifest
+from drivetrain.sweeps import driver, grid, store
+from tests.cli.test_fuzz import run as run_command
+from tests.saving import test_fuzz_checkpoints as checkpoints
+from tests.support import odd, small_runs
+from tests.support.small_runs import SmallRun
+
+Small = dict[str, SmallRun]
+CHECKPOINT = "checkpoints/4"
+MANIFEST = f"{CHECKPOINT}/manifest.json"
+KEPT = ("table.json", "tokenizer.json", "averages/2.safetensors")  # a checkpoint has their hashes
+FILES = (
+    "config.yaml", "recipe.yaml", "environment.json", "metrics.jsonl", "result.json", "jobs.json", "sweep.json",
+    "trackers.json", MANIFEST, *KEPT,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [runs, checkpoints])
-def test_odd_files_are_read_or_refused(kind: ModuleType, small: dict[str, SmallRun], tmp_path: Path) -> None:
-    (tmp_path / "place").mkdir()
-    ended = [judged(example) for example in kind.examples(tmp_path / "place", 25, seed=7, trained=small)]
-    assert [each for each in ended if each.outcome == DEFECT] == []
-    assert len({each.outcome for each in ended}) == 2
+def resume_sweep(run: SmallRun, _: Path) -> None:
+    """`drivetrain train -m resume=SWEEP`, until it would start."""
+    with mock.patch.object(driver, "_run_in"):
+        driver.run([f"resume={run.run_dir}"])
+
+
+# What reads a run, until it would train or read data.
+READERS: dict[str, Callable[[SmallRun, Path], object]] = {
+    "resume": lambda run, _: launcher.prepare([f"resume={run.run_dir}"]),
+    "auto": lambda run, _: launcher.prepare([*small_runs.RUN, f"output_dir={run.run_dir.parents[1]}", "resume=auto"]),
+    "report": lambda run, out: run_command(["report", str(run.run_dir), f"out={out}"]),
+    "diff": lambda run, _: run_command(["recipe", "diff", str(run.run_dir), "fast"]),
+    "export": lambda run, out: run_command(["recipe", "export", str(run.run_dir), str(out / "exported.yaml")]),
+    "evaluate": lambda run, _: finished.find("drivetrain evaluate", run.run_dir).weights(),
+    "load": lambda run, _: drivetrain.load(run.run_dir),
+    "predict": lambda run, _: run.predictions(),  # with an average that is made of files
+    "trackers": lambda run, _: run.trackers(),
+}
+
+
+@pytest.fixture
+def sweep(pictures: SmallRun, tmp_path: Path) -> SmallRun:
+    """The folder of a sweep of two jobs, of which one has run."""
+    path = tmp_path / "sweep"
+    words = [*small_runs.RUN, "runtime.seed=1,2", f"output_dir={tmp_path}"]
+    path.mkdir()
+    store.Sweep(path, words, []).add(grid.prepare(words, []))
+    shutil.copytree(pictures.run_dir, path / "0")
+    write_json(path / "sweep.json", {"finished": False})
+    return pictures.moved(path)
+
+
+@odd.fuzz
+def test_odd_runs_are_read_or_refused(small: Small, sweep: SmallRun, tmp_path: Path) -> None:
+    subjects = [(run, READERS) for run in small.values()] + [(sweep, {"sweep": resume_sweep, "report": READERS["report"]})]
+    for run, readers in subjects:  # imports, and reads that are no effect of the damage
+        for read in readers.values():
+            with contextlib.suppress(BaseException), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                read(run, tmp_path / "out")
+    given = [Path(str(run.input)).parent for run in small.values() if Path(str(run.input)).is_file()]
+    folder, out = tmp_path / "runs" / "case", tmp_path / "out"
+    of_subject = st.one_of([st.tuples(st.just(run), st.sampled_from(sorted(readers.items()))) for run, readers in subjects])
+
+    def judged(drawn: tuple[tuple[SmallRun, tuple[str, Callable[[SmallRun, Path], object]]], random.Random]) -> str:
+        (run, (reader, read)), draw = drawn
+        odd.remove(folder)
+        odd.remove(out)
+        shutil.copytree(run.run_dir, folder)
+        out.mkdir()
+        names = [name for name in FILES if (folder / name).is_file()]
+        note(reader)
+        for name in draw.sample(names, draw.choice([1, 1, 2, min(3, len(names))])):
+            note(f"{name} {change(draw, folder, name, small)}")
+        readable = (tmp_path, run.run_dir, *given, Path(os.environ["XDG_STATE_HOME"]))
+        return odd.outcome(lambda: read(run.moved(folder), out), *readable, writable=(out,))
+
+    odd.tried(st.tuples(of_subject, odd.dice), judged)
+
+
+def change(draw: random.Random, folder: Path, name: str, small: Small) -> str:
+    """Damage a file of a run; return how. Half of those that a checkpoint has the hash of have the right one afterwards."""
+    if name == MANIFEST and draw.randrange(10) < 8:
+        return describe_another(draw, folder / CHECKPOINT, small)
+    how = odd.damage(draw, folder / name)
+    if draw.randrange(2):
+        return how
+    if name == "trackers.json":
+        ids = odd.of_tree(draw, {"mlflow": "0a1b2c3d", "wandb": "5e6f7a8b"})
+        odd.remove(folder / name)
+        (folder / name).write_text(sealed.text(ids) if isinstance(ids, dict) else json.dumps(str(ids)))
+        return f"sealed {ids!r:.300}"
+    if name in KEPT and checkpoints.is_ordinary(folder / name):
+        keep_hash(folder, name)
+    return f"{how}, and its hash"
+
+
+def describe_another(draw: random.Random, checkpoint: Path, small: Small) -> str:
+    """Describe another model in a manifest: that of another kind of run, or one with a few changed values."""
+    if draw.randrange(10) < 3:
+        about = json.loads((small[draw.choice(sorted(small))].run_dir / MANIFEST).read_bytes())["about"]
+    else:
+        about = odd.of_tree(draw, json.loads((checkpoint / "manifest.json").read_bytes())["about"])
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        checkpoints.sign(checkpoint, json.loads(odd.as_json(about)))
+    return f"describes {about!r:.300}"
+
+
+def keep_hash(folder: Path, name: str) -> None:
+    """Write the hash of a changed file to where the newest checkpoint has it."""
+    found, checkpoint = hashlib.sha256((folder / name).read_bytes()).hexdigest(), folder / CHECKPOINT
+    try:
+        about = manifest.about(checkpoint)
+    except (OSError, ValueError, TypeError):  # it was damaged before
+        return
+    if name.startswith("averages/"):
+        state = torch.load(checkpoint / "state.pt", weights_only=True)
+        state["ema"]["stored"][Path(name).stem] = found
+        torch.save(state, checkpoint / "state.pt")
+    else:
+        about["files"] = {name: found}
+    checkpoints.sign(checkpoint, about)
+
+
+# --- what it found ---
 
 
 @pytest.fixture
