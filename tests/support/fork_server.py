@@ -6,6 +6,9 @@ Its exit code, its output and its process id are those of any other process. Eve
 does one whose interpreter would be another one: other PYTHON… variables, a sitecustomize.py, another copy of drivetrain.
 `Popen.forking = False` (the marker `own_process`) turns it off.
 
+One server forks for a whole session of tests: the workers of pytest-xdist are children of it too, which saves them the
+imports, and each of them asks it for its commands by a socket of its own.
+
 The server runs this file as a script. It has run nothing of torch and has started no thread, so that its children may fork.
 """
 
@@ -42,6 +45,8 @@ READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHI
 # What libraries set in the tests' own process when they are imported: no test means a command to have it.
 SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 HUGE_PAGE, MADV_COLLAPSE = 2**21, 25  # of Linux
+WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]  # as execnet starts a worker of xdist
+CHANNEL = "DRIVETRAIN_TEST_CHANNEL"  # the number of the file by which a worker asks the server for its commands
 LENGTH = 8  # bytes that hold the length of a request
 MODULES_TO = "DRIVETRAIN_TEST_MODULES_TO"  # the file that gets the names of all modules that a command had imported at its end
 TORCH = (
@@ -58,6 +63,11 @@ class Server:
     def __init__(self, package: Path, kind: str) -> None:
         """`kind` is "torch", or "command" for a server that has not imported torch."""
         self.lock = threading.Lock()
+        self.owner = os.getpid()
+        self.process = None
+        if kind == "torch" and (inherited := os.environ.pop(CHANNEL, None)):
+            self.channel = socket.socket(fileno=int(inherited))
+            return
         self.channel, theirs = socket.socketpair()
         with theirs:
             self.process = _Popen(
@@ -65,7 +75,6 @@ class Server:
                 env={k: v for k, v in AT_START.items() if k != "PYTHONPATH"},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             )  # fmt: skip
-        self.owner = os.getpid()
         atexit.register(self.close)
 
     def fork(self, request: dict[str, Any], files: list[int]) -> int:
@@ -83,7 +92,8 @@ class Server:
         """End the server; its children go on."""
         if os.getpid() == self.owner:
             self.channel.close()
-            self.process.wait()
+            if self.process is not None:
+                self.process.wait()
 
 
 _Popen = subprocess.Popen
@@ -103,20 +113,21 @@ class Popen(_Popen):  # type: ignore[type-arg]
         start_new_session = rest[-2]
         safe = not isinstance(args, (str, bytes, os.PathLike)) and list(args[1:2]) == ["-P"]
         words = [args[0], *args[2:]] if safe else args  # -P: the working directory is not on the import path
+        worker = words == WORKER
         plain = executable is None and preexec_fn is None and not pass_fds and not shell
         env = {str(k): str(v) for k, v in (os.environ if env is None else env).items()}
         for name in SET_BY_IMPORTS:
             if name not in AT_START and env.get(name) == os.environ.get(name):
                 env.pop(name, None)
         cwd = os.path.abspath(cwd or os.getcwd())
-        if not (plain and self.forking and self._may_fork(words, cwd, env, safe or bool(env.get("PYTHONSAFEPATH")))):
+        if not (plain and self.forking and (worker or self._may_fork(words, cwd, env, safe or bool(env.get("PYTHONSAFEPATH"))))):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
             return
         server = self._server("command" if MODULES_TO in env else "torch")
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
         self._status, told = os.pipe()
         request = {
-            "module": words[2],
+            "module": None if worker else words[2],
             "words": list(map(str, words[3:])),
             "safe": safe,
             "cwd": cwd,
@@ -193,29 +204,44 @@ def serve(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     status_of: dict[int, int] = {}
+    channels = [channel]  # the first one's end is the tests'; the others are the workers'
     while True:
-        ready = select.select([channel, woken], [], [])[0]
+        ready = select.select([*channels, woken], [], [])[0]
         if woken in ready:
             os.read(woken, 4096)
             _reap(status_of)
-        if channel not in ready:
-            continue
-        header, files, _, _ = socket.recv_fds(channel, LENGTH, 4)
-        if not header:
-            return None
-        text = _receive(channel, int.from_bytes(header, "big"))
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (woken, wake, files.pop(), *status_of.values()):
-                os.close(end)
-            channel.close()
-            return json.loads(text), files
-        status_of[pid] = files.pop()
-        for file in files:
-            os.close(file)
-        channel.sendall(pid.to_bytes(LENGTH, "big"))
+        for asking in [each for each in channels if each in ready]:
+            header, files, _, _ = socket.recv_fds(asking, LENGTH, 4)
+            if not header and asking is channel:
+                return None
+            if not header:
+                asking.close()
+                channels.remove(asking)
+                continue
+            request = json.loads(_receive(asking, int.from_bytes(header, "big")))
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (woken, wake, files.pop(), *status_of.values()):
+                    os.close(end)
+                for each in (*channels, ours):
+                    each.close()
+                if request["module"] is None:
+                    request["env"][CHANNEL] = str(theirs.detach())
+                else:
+                    theirs.close()
+                return request, files
+            theirs.close()
+            if request["module"] is None:
+                channels.append(ours)
+            else:
+                ours.close()
+            status_of[pid] = files.pop()
+            for file in files:
+                os.close(file)
+            asking.sendall(pid.to_bytes(LENGTH, "big"))
 
 
 def _receive(channel: socket.socket, length: int) -> bytes:
@@ -250,10 +276,14 @@ def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
     own = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
     safe = request["safe"] or bool(os.environ.get("PYTHONSAFEPATH"))
     sys.path[:] = [*([] if safe else [request["cwd"]]), *own, *path]
-    sys.argv = [request["module"], *request["words"]]
+    sys.argv = [request["module"] or "-c", *request["words"]]
     sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]
     _open_standard_files()
     process.restart_clock()
+    if request["module"] is None:
+        sys.modules["tests.support.composed"] = sys.modules["composed_of_tests"]  # which is in the place of Hydra's already
+        exec(WORKER[-1], {"__name__": "__main__"})
+        return
     if "." in request["module"]:
         sys.modules.pop(request["module"], None)  # it was imported as another's part; now it is the program
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
@@ -289,7 +319,7 @@ def preload(kind: str) -> None:
         for name in TORCH:
             import_module(name)
         for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
-            if not found.name.endswith("__main__"):
+            if not found.name.endswith(("__main__", "torchao_adamw")):  # torchao asks for devices, and then no fork can use any
                 import_if_installed(found.name)
         import_module("drivetrain.data.digits").read_table()
     threads = Path("/proc/self/task")
@@ -302,7 +332,7 @@ def preload(kind: str) -> None:
 
 
 def import_if_installed(name: str) -> None:
-    """Import a module, unless it is for a package of somebody else's that is not installed, as torchao may be."""
+    """Import a module, unless it is for a package of somebody else's that is not installed."""
     try:
         import_module(name)
     except ModuleNotFoundError as error:
@@ -327,7 +357,7 @@ def _beside(name: str) -> Any:
     spec = spec_from_file_location(f"{name}_of_tests", Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
-    module = module_from_spec(spec)
+    module = sys.modules[spec.name] = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
