@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
-from drivetrain.measure.benchmark.page import ablation_page, comparison_page
+from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import report as bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
@@ -133,7 +134,7 @@ def every(folder: Path) -> dict[str, str]:
         "run": run_page.run_page(runs[1]),
         "failed run": run_page.run_page(failed),
         "report": report_page(runs, found, report.verdict(runs, found.names), 0.2, []),
-        "compare": comparison_page(comparison(), ["precision=fp32,bf16"]),
+        "compare": compare.sheet(comparison()).page(),
         "ablate": ablation_page("fast", HOSTILE, both, ["recipe=fast"]),
         "tune": tune.tuning_page("precision=bf16 makes it faster", ["drivetrain train"], both, tested, [HOSTILE], ["what=all"]),
         "doctor": doctors(),

@@ -69,7 +69,7 @@ def test_keys_on_the_command_line(capsys):
 
 @pytest.mark.parametrize("live", [True, False])
 def test_tables(live, capsys, monkeypatch):
-    monkeypatch.setattr(terminal, "is_live", lambda: live)
+    monkeypatch.setattr(output, "can_redraw", lambda stream: live)
     terminal.table(("", f"column {EVIL}"), [("status", EVIL)])
     said = capsys.readouterr().out
     assert "\\x1b" in said

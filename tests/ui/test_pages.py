@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.core import files
 from drivetrain.run import reader
-from drivetrain.ui.pages import blocks, charts, run, style
+from drivetrain.ui.pages import charts, run, style
 from drivetrain.ui.pages.charts import Axis, Curve
 from tests.support import made_pages, pages
 
@@ -175,21 +175,6 @@ def test_ticks_are_round(low, high, log, expected):
 
 def test_the_script_can_read_an_axis():
     assert json.loads(Axis(0.5, 2.0, 0, 10, True).data().replace("&quot;", '"')) == [0.5, 2.0, 0, 10, 1]
-
-
-# --- tables and text ---
-
-
-def test_only_columns_that_differ_are_kept():
-    header, rows, same = blocks.differing_columns(["a", "b", "c", "d"], [["1", "x", "2", "–"], ["1", "x", "3", "–"]], always=1)
-    assert (header, rows, same) == (["a", "c"], [["1", "2"], ["1", "3"]], [("b", "x")])
-
-
-def test_a_sentence():
-    assert blocks.sentence("the run\nis  fast") == "the run is fast."
-    assert blocks.sentence("mlp on digits") == "mlp on digits."
-    assert blocks.sentence("lr=1 is fast.") == "lr=1 is fast."
-    assert blocks.sentence("")
 
 
 # --- colours ---

@@ -10,6 +10,7 @@ from drivetrain.cli import main
 from drivetrain.launch.job import prepare
 from drivetrain.measure.report import report
 from drivetrain.ui import output, recipe_tree, terminal
+from drivetrain.ui.sheet import Table
 
 RECORD = {
     "epoch": 3, "update": 1200, "loss": 0.123456, "lr": 3e-4, "samples_per_second": 12345.6, "mfu": 0.41, "data_wait": 0.02,
@@ -97,7 +98,7 @@ def test_a_live_line_says_how_long_the_run_still_takes(at_a_terminal, monkeypatc
 
 def test_a_table_leaves_out_what_matters_least(at_a_terminal):
     header, cells = ["run", "status", "memory", "samples/s"], ["0", "completed", "m" * 40, "r" * 40]
-    terminal.table_that_fits(header, [cells], ("memory", "samples/s"))
+    Table(header, [cells], spare=("memory", "samples/s")).show()
     said = at_a_terminal()
     assert "not shown here: memory" in said
     assert "r" * 40 in said

@@ -144,7 +144,12 @@ def _progress(verb: str) -> Iterator[packing.OnProgress]:
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
+    columns = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}", markup=False),
+    ]
     with Progress(*columns, TimeRemainingColumn(), console=output.console()) as bar:
         tasks: dict[str, tuple[Any, float, int]] = {}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+FIRST = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with; some spreadsheets take the wide signs too
+UNITS = "s|ms|min|h|GiB|MiB|KiB|%|×|J|updates|samples"  # that drivetrain's own tables write
+_FIGURE = re.compile(rf"[+-]?(\d[\d,]*\.?\d*(e[+-]?\d+)?|inf|nan)( ({UNITS}))?")
+
 
 def spreadsheet(text: str) -> str:
-    """A cell's text for a CSV file: a spreadsheet would run one that begins like a formula, so an apostrophe makes it text."""
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r", "\n") and not _is_figure(text) else text
+    """A cell's text for a CSV file: a spreadsheet would run one that begins like a formula, so an apostrophe makes it text.
 
-
-def _is_figure(text: str) -> bool:
-    try:
-        return bool(float(text.split(" ")[0]) or True) and len(text.split(" ")) < 3
-    except ValueError:
-        return False
+    One number, or one with a unit of drivetrain's own, is no formula.
+    """
+    return f"'{text}" if text.startswith(FIRST) and not _FIGURE.fullmatch(text) else text

@@ -16,7 +16,7 @@ from typing import Any
 from drivetrain.core import files
 from drivetrain.run import records
 from drivetrain.sweeps.store import LENGTH, Entry
-from drivetrain.ui import output, terminal
+from drivetrain.ui import output, sheet, terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import duration
 
@@ -143,10 +143,11 @@ class LiveTable(ProgressLines):
         header = ["job", "overrides", "status", "updates", "loss", "samples/s", "time"]
         shown = list(entries) if len(entries) <= max_rows else list(running)[:max_rows]
         rows = [row(entry, entry in running) for entry in shown]
-        terminal.fit(header, rows, ("samples/s", "time"))
-        for name in header:
+        room = output.console().width if terminal.is_live() else None
+        fitting, _ = sheet.Table(header, rows, spare=("samples/s", "time")).fitting(room)
+        for name in fitting.header:
             table.add_column(name, overflow="ellipsis", no_wrap=name != "overrides")  # which gives way first, in one line
-        for cells in rows:
+        for cells in fitting.texts():
             table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells))
         return table
 

@@ -94,8 +94,8 @@ def warn_plainly() -> None:
 
 
 def console(**settings: Any) -> Console:
-    """Return a rich console whose texts pass `plain`. Colours and movements are the program's own."""
-    return _console_class()(**settings)
+    """Return a rich console whose texts pass `plain`, and are no markup. Colours and movements are the program's own."""
+    return _console_class()(markup=False, emoji=False, **settings)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ class Rate:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         console = output.console(stderr=True)
-        columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
+        columns = (BarColumn(bar_width=20), TextColumn("{task.fields[text]}", markup=False), TimeRemainingColumn())
         hidden = not output.can_redraw(sys.stderr)
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=4)
         self._task = self._bar.add_task(self._what, total=self._total, text="")

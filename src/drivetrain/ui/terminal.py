@@ -16,12 +16,12 @@ from drivetrain.core import tables
 from drivetrain.run.result import Result
 from drivetrain.ui import logs, output
 from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Table
 
 if TYPE_CHECKING:
     import rich.progress
 
 SLOW_RANK = 0.1  # the progress line names the slowest rank where the others wait for it longer than this part of the time
-NAMED = 8  # columns without room that are named
 BAR = 12  # characters of the bar
 LINE_EVERY_S = 10.0  # of training without an evaluation, where there is no terminal
 
@@ -164,7 +164,7 @@ def _bar(total: int) -> tuple[rich.progress.Progress, rich.progress.TaskID]:
     """A live line, not yet drawn, and its one task."""
     from rich.progress import BarColumn, Progress, TextColumn
 
-    columns = BarColumn(bar_width=BAR), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[text]}")
+    columns = BarColumn(bar_width=BAR), *(TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in ("left", "text"))
     # Not rich's console for the whole process: it still knows whether its first output was a terminal, not whether this one is.
     bar = Progress(*columns, console=output.console(), refresh_per_second=4)
     return bar, bar.add_task("train", total=total, text="starting", left="")
@@ -256,47 +256,9 @@ def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None 
     if not any(row[-1] for row in rows):
         del header[-1]
         rows = [row[:-1] for row in rows]
-    table_that_fits(header, rows, spare)
-
-
-def table_that_fits(header: list[str], rows: list[list[str]], spare: Sequence[str], width: int | None = None) -> None:
-    """Print a table without the columns that there is no room for, and say which they are."""
-    left_out = fit(header, rows, spare, width)
-    table(header, rows)
-    if left_out:
-        more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-        echo(f"not shown here: {', '.join(left_out[:NAMED])}{more}")
-
-
-def fit(header: list[str], rows: list[list[str]], spare: Sequence[str], width: int | None = None) -> list[str]:
-    """Drop the columns named by `spare`, one after the other, until the table fits; return the dropped names.
-
-    It fits the terminal, and where there is none `width`.
-    """
-    dropped: list[str] = []
-    room = output.console().width if is_live() else width
-
-    def needed() -> int:
-        return sum(3 + max(len(cell) for cell in column) for column in zip(header, *rows, strict=True))
-
-    for name in spare:
-        if room is None or needed() < room or name not in header:
-            continue
-        at = header.index(name)
-        for cells in (header, *rows):
-            del cells[at]
-        dropped.append(name)
-    return dropped
+    Table(header, rows, spare=spare).show()
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: with a frame in a terminal, as plain columns elsewhere."""
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(*header, box=None if not is_live() else Table().box, show_edge=is_live())
-    for row in rows:
-        grid.add_row(*(Text(cell, overflow="fold") for cell in row))
-    # Where there is no terminal nothing is cut, folded or coloured, whatever the environment's variables ask for.
-    console = output.console() if is_live() else output.console(width=10_000, force_terminal=False, color_system=None)
-    console.print(grid)
+    """Print a table."""
+    Table(header, rows).show()

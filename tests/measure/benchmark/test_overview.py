@@ -9,9 +9,10 @@ import pytest
 
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, TrainedRun, Verdict, in_words
-from drivetrain.measure.benchmark.overview import headline, names, overview
+from drivetrain.measure.benchmark.overview import headline, names, sections, table
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.intervals import Interval
+from drivetrain.ui.sheet import joined
 
 BASE = Row("naive", [], None, ratio=Interval(1.0, 1.0, 1.0))
 FAST = Row("fast <b>", [], None, ratio=Interval(1.41, 1.3, 1.5))
@@ -21,7 +22,7 @@ FAILED = Row("failed", [], "out of memory")
 
 
 def comparison(*rows, quality=False):
-    return Comparison(list(rows), [], [], SimpleNamespace(quality=quality), {}, 1.0)
+    return Comparison(list(rows), [], [], SimpleNamespace(quality=quality, block_s=0.4), {}, 1.0)
 
 
 def judged(row, outcome, metric="accuracy", **more):
@@ -30,6 +31,8 @@ def judged(row, outcome, metric="accuracy", **more):
 
 def test_the_fastest_arm_that_is_certain_is_the_answer():
     assert headline(comparison(BASE, FAST, UNSURE, FEW, FAILED)) == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)."
+    few = "few was 1.80 × as fast as naive, and 0 rounds are too few to tell that from chance: 6 give an interval."
+    assert headline(comparison(BASE, FEW, FAILED)) == few
     assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == "No variant is measurably faster than naive."
     step = replace(FAST, label="+ precision=bf16")
     ladder = replace(comparison(BASE, step), subject="naive with all up to {}")
@@ -83,18 +86,15 @@ def test_with_a_target_arms_are_ranked_by_the_time_to_it():
         "unsure reaches accuracy>=0.9 sooner than naive, 2.00 × (1.99 to 2.01) as fast: 5.0 s (median)"
     )
     assert "by 8 of 8 seeds. No variant is measurably faster" in headline(found)
-    header, rows = found.table()
-    assert header[:5] == ["arm", "reached", "time to accuracy>=0.9", "updates to it", "sooner"]
-    assert [row[1:3] for row in rows] == [
-        ["8 of 8", "10.1 s"],
-        ["0 of 8", "not reached"],
-        ["8 of 8", "5.0 s"],
-        ["0 of 0", "not reached"],
+    shown = table(found)
+    assert shown.header[:4] == ["arm", "reached", "time to accuracy>=0.9", "sooner"]
+    assert [row[:3] for row in shown.texts()] == [
+        ["unsure", "8 of 8", "5.0 s"],
+        ["naive", "8 of 8", "10.1 s"],
+        ["fast <b>", "0 of 8", "not reached"],
+        ["failed", "0 of 0", "not reached"],
     ]
-    text = overview(found)
-    places = [text.index(f"<code>{name}") for name in ("unsure", "naive", "fast &lt;b&gt;", "failed")]
-    assert places == sorted(places)
-    assert text.index("class=winner") < places[0] < text.index("</tr>", places[0]) < places[1]
+    assert shown.winner == 0
 
 
 def test_what_is_not_certainly_sooner_is_no_winner():
@@ -114,7 +114,7 @@ def test_the_table_draws_intervals_and_says_what_differs():
     worse = judged(FAST, "FAIL", degradation={"accuracy": Interval(0.02, 0.01, 0.03)})
     better = judged(UNSURE, "PASS", degradation={"accuracy": Interval(-0.02, -0.03, -0.01)})
     same = judged(FEW, "PASS", degradation={"accuracy": Interval(0.0, 0.0, 0.0)})
-    text = overview(comparison(judged(BASE, FIRST), worse, better, same, FAILED, quality=True))
+    text = joined(sections(comparison(judged(BASE, FIRST), worse, better, same, FAILED, quality=True)))
     for expected in (
         "fast &lt;b&gt;", 'class="faster"', 'class="FAIL"', ">worse by 0.02 (0.01 to 0.03)", ">the same</td>",
         "accuracy of the validation set",
@@ -122,13 +122,13 @@ def test_the_table_draws_intervals_and_says_what_differs():
     ):  # fmt: skip
         assert expected in text
     assert "<b>" not in text
-    assert text.count("<tr>") == 6
+    assert text.count("<tr>") == 12  # the arms, and all of their figures
     assert not re.search(r'="[^"]*(inf|nan)', text)  # an arm without an interval does not spoil the others' scale
 
 
 def test_the_winner_is_marked_and_columns_come_in_one_order():
-    text = overview(comparison(judged(BASE, FIRST), judged(FAST, "PASS"), judged(UNSURE, "PASS"), quality=True))
-    assert re.findall(r"<tr class=winner>.*?</code>", text) == ['<tr class=winner><th scope="row"><code>fast &lt;b&gt;</code>']
+    text = table(comparison(judged(BASE, FIRST), judged(FAST, "PASS"), judged(UNSURE, "PASS"), quality=True)).html
+    assert re.findall(r"<tr class=winner>.*?</th>", text) == ['<tr class=winner><th scope="row">fast &lt;b&gt;</th>']
     heads = re.findall(r'<button type="button">(.*?)</button>', text)
     assert heads[:3] == ["arm", "accuracy of the validation set", "speed"]
 

@@ -56,7 +56,7 @@ def test_a_first_start_that_compiles_is_told_beside_those_with_filled_caches():
     assert (compiled.pays_after, compiled.first_pays_after) == (200, 10_000)
     assert compiled.run_s == pytest.approx(26.0)
     assert compiled.whole_run.middle == pytest.approx(31 / 26)
-    assert compiled.cells(first=False)[-3:] == ["11.0 s (uncompiled: 501.0)", "200 updates (uncompiled: 10,000)", "26.0 s"]
+    assert [*compiled.figures().values()][-3:] == ["11.0 s (uncompiled: 501.0)", "200 updates (uncompiled: 10,000)", "26.0 s"]
     cached = arm([12.0, *[11.0] * 6], 0.05)
     assert weighed(300, PLAIN, cached)[1].first_start_s is None
 

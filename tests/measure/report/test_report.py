@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.core.target import Reach
 from drivetrain.measure.report.over_seeds import summarize_seeds
 from drivetrain.measure.report.report import common_target, named, verdict
@@ -293,13 +292,6 @@ def test_one_bad_run_does_not_spoil_the_report():
     with (Path("page") / "report.csv").open() as file:
         header = next(csv.reader(file))
     assert len(header) == len(set(header)), header
-
-
-def test_a_cell_is_no_formula():
-    for text in ("=1+1", "+cmd|' /C calc'!A0", "-2+3+cmd|x", "@SUM(1)", "\t=1", "\r=1", "\n=1", "-x 1 2"):
-        assert spreadsheet(text) == f"'{text}"
-    for text in ("-1.5", "-3.2 ms", "+1e-3", "–", "", "a=b", "1,000", "-inf"):
-        assert spreadsheet(text) == text
 
 
 def test_the_cells_of_a_report_are_no_formulas():

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
-from pathlib import Path
 
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
-from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import page, quality
+from drivetrain.measure import arguments, leave
+from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure
-from drivetrain.measure.benchmark.overview import headline, overview
-from drivetrain.run import directory
-from drivetrain.ui import terminal
+from drivetrain.measure.benchmark.overview import headline, sections
 from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Sheet
 
 HandOn = Callable[[Comparison, Sequence[ArmSpec]], None]
 
@@ -26,7 +22,7 @@ class Compared(Comparison):
 
     def _repr_html_(self) -> str:
         """The answer and its table."""
-        return f"<p>{escape(headline(self))}</p>{overview(self)}"
+        return sheet(self)._repr_html_()
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | None = None) -> int:
@@ -55,22 +51,17 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared,
     return comparison, specs
 
 
+def sheet(comparison: Comparison, verb: str = "compare") -> Sheet:
+    """What a comparison found."""
+    return Sheet(f"Techniques compared – drivetrain {verb}", headline(comparison), sections(comparison))
+
+
 def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:
     """Write compare.json and compare.html to a new folder under the run's output_dir."""
-    folder = directory.create(Path(job.run.values["output_dir"]), "compare")
-    write_json(folder / "compare.json", comparison.as_dict())
-    (folder / "compare.html").write_text(page.comparison_page(comparison, argv, verb), encoding="utf-8")
-    echo(f"written to {folder}/compare.json and compare.html")
+    command, place = [*verb.split(), *argv], leave.folder(job, "compare")
+    leave.leave(place, "compare", sheet(comparison, verb), command, comparison.environment, comparison.as_dict())
 
 
 def show(comparison: Comparison) -> None:
-    """Print the table, in a narrow terminal without the columns that matter least, and the notes."""
-    header, rows = comparison.table()
-    rows = [rows[n] for n in comparison.order()]
-    least = ("95th percentile", "waiting for data", "update, median", "memory", "samples/s", "starts in")
-    left_out = terminal.fit(header, rows, least)
-    terminal.table(header, rows)
-    if left_out:
-        echo(f"not shown here, but in the page: {', '.join(left_out)}")
-    for note in [*comparison.notes, headline(comparison)]:
-        echo(note)
+    """Print the table, in a narrow terminal without the columns that matter least, the notes and the answer."""
+    sheet(comparison).show()

@@ -77,29 +77,6 @@ class Comparison:
         content["order"] = self.order()
         return content
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Header and rows of the table, without the columns that no arm has a figure for."""
-        header = [
-            "arm", "samples/s", "speed", "95 % interval", "update, median", "95th percentile", "waiting for data", "memory",
-            "starts in", "pays after", "whole run",
-        ]  # fmt: skip
-        rows = [[row.label, *row.cells(first=not n)] for n, row in enumerate(self.rows)]
-        if self.target is not None:
-            times = self.times()
-            header[1:1] = ["reached", f"time to {self.target}", "updates to it", "sooner"]
-            for cells, arm in zip(rows, times, strict=True):
-                cells[1:1] = arm.cells(times[0])[1:]
-        if self.settings.quality:
-            header += ["claims to be", "seeds", "no worse?", "because"]
-            for cells, row in zip(rows, self.rows, strict=True):
-                cells += _quality(row.verdict)
-        if self.failed:
-            header.append("error")
-            for cells, row in zip(rows, self.rows, strict=True):
-                cells.append(row.error or "")
-        used = [n for n in range(len(header)) if n < 4 or any(cells[n] not in ("–", "") for cells in rows)]
-        return [header[n] for n in used], [[cells[n] for n in used] for cells in rows]
-
 
 def measure(
     specs: Sequence[ArmSpec],
@@ -177,14 +154,6 @@ def add_verdicts(
     """Train the arms with several seeds, and set each row's verdict on quality."""
     for row, verdict in zip(rows, quality.judge(specs, plan, progress, trained), strict=True):
         row.verdict = verdict
-
-
-def _quality(verdict: noninferiority.Verdict | None) -> list[str]:
-    """The cells of a row's verdict."""
-    if verdict is None:
-        return ["–", "–", "–", ""]
-    effect = "–" if verdict.outcome == noninferiority.FIRST else verdict.effect
-    return [effect, str(len(verdict.runs)), verdict.outcome, verdict.reason]
 
 
 def _together(rows: Sequence[Row]) -> list[str]:

@@ -1,21 +1,28 @@
-"""The answer of a comparison: one sentence, and a table of speed and result that a reader takes in at a glance."""
+"""The answer of a comparison in one sentence, and the sections of its sheet: the arms side by side, and how it was measured."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.benchmark.times_to_target import proven, ranked
 from drivetrain.measure.benchmark.times_to_target import times as times_as
-from drivetrain.ui.pages.blocks import escape, rich_table
+from drivetrain.measure.cells import figure
+from drivetrain.measure.intervals import MIN_PAIRS
+from drivetrain.ui.pages import charts
+from drivetrain.ui.pages.charts import Curve
+from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, folded, remarks, words
 
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
-# Columns after the speed, where they differ.
-MORE = ("update, median", "waiting for data", "memory", "starts in", "pays after", "whole run", "error")
+IN_ALL_FIGURES = ("updates to it", "95th percentile")
+LEAST = ("waiting for data", "update, median", "memory", "samples/s", "starts in")  # what a narrow terminal leaves out
+METHOD = (noninferiority.__doc__ or "").split("\n\n")
 AS_IT = ("as it is", "as it was")  # what the run that is to be made faster is called
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
@@ -85,7 +92,7 @@ def _on_speed(comparison: Comparison) -> str:
     if best is None:
         known = " with a result known to be as good" if judged else ""
         if better is None:
-            return f"No variant is measurably faster than {base}{known}."
+            return _too_few(comparison) or f"No variant is measurably faster than {base}{known}."
         return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no variant is measurably faster{known}."
     row = comparison.rows[best]
     speed = f"{_subject(comparison, row)} is {_speed(row, base)}"
@@ -96,6 +103,20 @@ def _on_speed(comparison: Comparison) -> str:
     if _improvement(row):
         return f"{speed}, and has {_better(comparison, row)}."
     return f"{speed}, and its result is no worse; {_subject(comparison, better)} has {_better(comparison, better)}."
+
+
+def _too_few(comparison: Comparison) -> str:
+    """The answer where no arm has an interval, because it takes more rounds."""
+    measured = [row for row in comparison.rows[1:] if row.gain is not None]
+    if not measured or any(row.gain is not None and row.gain.low for row in measured):
+        return ""
+    row = max(measured, key=lambda each: each.gain or (0.0,))
+    assert row.gain is not None
+    rounds = f"{len(row.rates)} rounds are" if len(row.rates) != 1 else "1 round is"
+    return (
+        f"{_subject(comparison, row)} was {row.gain.middle:.2f} × as fast as {_base(comparison)}, and {rounds} too few to tell "
+        f"that from chance: {MIN_PAIRS} give an interval."
+    )
 
 
 def _speed(row: Row, base: str) -> str:
@@ -146,61 +167,65 @@ def _better(comparison: Comparison, row: Row) -> str:
     return f"a better {row.verdict.metric} than {_base(comparison)}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
-def overview(comparison: Comparison) -> str:
-    """Return an HTML table: each arm, whether its result is as good, its speed with the interval drawn, and what differs."""
-    rows, judged = comparison.rows, comparison.settings.quality
-    scale = _Scale(rows)
-    metric = next((row.verdict.metric for row in rows if row.verdict is not None), "the metric")
-    difference, outcome = ([f"{metric} of the validation set"], ["no worse?", "seeds"]) if judged else ([], [])
-    more, of_each = _more(comparison)
-    target, times = _target(comparison)
-    cells = [
-        [f"<code>{escape(name)}</code>", *times[n], *_of_arm(row, scale, not n, judged), *map(escape, of_each[n])]
-        for n, (name, row) in enumerate(zip(names(comparison), rows, strict=True))
-    ]
-    header = ["arm", *target, *difference, "speed", "95 % interval", *outcome, *more]
-    below = {"95 % interval": scale.axis()}
+def table(comparison: Comparison) -> Table:
+    """Each arm with all that was measured of it: the time to the target, the result, the speed with its interval, the rest."""
+    rows, verdicts, scale = comparison.rows, [row.verdict for row in comparison.rows], _Scale(comparison.rows)
+    columns: dict[str, Sequence[Cell]] = {"arm": names(comparison)}
+    if comparison.target is not None:
+        times = comparison.times()
+        of_target = zip(*(arm.cells(times[0])[1:] for arm in times), strict=True)
+        columns |= zip(("reached", f"time to {comparison.target}", "updates to it", "sooner"), of_target, strict=True)
+    if comparison.settings.quality:
+        metric = next((verdict.metric for verdict in verdicts if verdict is not None), "the metric")
+        columns[f"{metric} of the validation set"] = [_difference(v) if v is not None else "–" for v in verdicts]
+    columns["speed"] = [figure(row.ratio and row.ratio.middle, "{:.2f} ×") for row in rows]
+    columns["95 % interval"] = [Drawn(row.interval() if n else "–", scale.bar(row, not n)) for n, row in enumerate(rows)]
+    if comparison.settings.quality:
+        columns["no worse?"] = ["–" if v is None else "" if v.outcome == FIRST else v.outcome for v in verdicts]
+        columns["seeds"] = ["–" if v is None else str(len(v.runs)) for v in verdicts]
+    figures = [row.figures() for row in rows]
+    columns |= {name: [each[name] for each in figures] for name in figures[0]}
+    found = Table.of(columns, name="The arms", sortable=True, below={"95 % interval": scale.axis()}, spare=LEAST)
     order, best = comparison.order(), winner(comparison)
-    highlighted = None if best is None else order.index(best)
-    return rich_table(header, [cells[n] for n in order], difference, True, highlighted, below, name="The arms")
+    return replace(found, rows=[found.rows[n] for n in order], winner=None if best is None else order.index(best)).used()
 
 
-def _target(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The columns of the time to the target, where there is one: header, and the cells of each arm as HTML."""
-    if comparison.target is None:
-        return [], [[] for _ in comparison.rows]
-    times = comparison.times()
-    cells = [[arm.when, f"{arm.reached} of {len(arm.seconds)}", arm.cells(times[0])[-1]] for arm in times]
-    return [f"time to {comparison.target}", "reached", "sooner"], cells
+def sections(comparison: Comparison) -> list[Section]:
+    """What was measured: the arms where they differ, why each result is as good or not, the method, and the rounds."""
+    called, rows, found = names(comparison), comparison.rows, table(comparison)
+    shown, same = found.only([n for n, name in enumerate(found.header) if name not in IN_ALL_FIGURES]).differing(
+        1 + [*found.header].index("95 % interval")
+    )
+    rounds = max((len(row.rates) for row in rows), default=0)
+    how = (
+        f"Relative to {called[0]}: {rounds} rounds, each with fresh processes that run two timed blocks of about "
+        f"{comparison.settings.block_s:g} s; one process runs at a time. The point is the Hodges–Lehmann estimate over the "
+        "rounds, the bar its 95 % interval (Wilcoxon), on a logarithmic axis around 1. Where the bar includes 1, the rounds do "
+        "not distinguish the two."
+    )
+    of_arms = [
+        Curve(name, [(float(n), rate) for n, rate in enumerate(row.rates, 1)]) for name, row in zip(called, rows, strict=True)
+    ]
+    drawn = charts.curves("Samples a second, round by round", of_arms, "round", zero=True)
+    return [
+        shown,
+        *([words(f"the same for all: {', '.join(f'{name} {cell}' for name, cell in same)}")] if same else []),
+        words(*(f"{name} failed: {row.error}" for name, row in zip(called, rows, strict=True) if row.error)),
+        words(*(_because(name, row.verdict) for name, row in zip(called, rows, strict=True) if row.verdict is not None)),
+        words(*comparison.notes),
+        remarks(how),
+        folded("All figures", [found]),
+        Part(charts.grid([drawn])),
+        remarks("A change that all arms share is the machine's; a change of one arm alone is its own."),
+        *([folded("How it is decided whether the result is no worse", [words(*METHOD)])] if comparison.settings.quality else []),
+    ]
 
 
-def _more(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """The other figures of the arms, as far as they differ: header, and the cells of each arm."""
-    header = [name for name in comparison.table()[0] if name in MORE and name != "error"]  # which stands below
-    at = [comparison.table()[0].index(name) for name in header]
-    rows = [[row[n] for n in at] for row in comparison.table()[1]]
-    kept = [n for n in range(len(header)) if len({row[n] for row in rows}) > 1]
-    return [header[n] for n in kept], [[row[n] for n in kept] for row in rows]
-
-
-def _of_arm(row: Row, scale: _Scale, first: bool, judged: bool) -> list[str]:
-    """The cells of an arm after its name, as HTML: the metric, the speed, and the verdict."""
-    speed = [f"{row.ratio.middle:.2f} ×" if row.ratio is not None else "–", scale.bar(row, first)]
-    return [*_difference_of(row, judged), *speed, *_outcome(row, judged)]
-
-
-def _difference_of(row: Row, judged: bool) -> list[str]:
-    """How the metric differs from the first arm's, where that was asked for."""
-    if not judged:
-        return []
-    return [escape(_difference(row.verdict) if row.verdict is not None else row.error or "–")]
-
-
-def _outcome(row: Row, judged: bool) -> list[str]:
-    """Whether the result is no worse, and the seeds that this rests on, where that was asked for."""
-    if not judged or row.verdict is None:
-        return ["–", "–"] if judged else []
-    return ["" if row.verdict.outcome == FIRST else row.verdict.outcome, str(len(row.verdict.runs))]
+def _because(name: str, verdict: Verdict) -> str:
+    """An arm's verdict in a line."""
+    if verdict.outcome == FIRST:
+        return f"{name}: {verdict.reason}"
+    return f"{name}, which claims to be {verdict.effect}: {verdict.outcome}: {verdict.reason}"
 
 
 def _difference(verdict: Verdict) -> str:

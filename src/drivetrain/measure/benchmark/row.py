@@ -111,22 +111,21 @@ class Row:
             return ""
         return f"{self.label}: it pays after {self.pays_after:,} updates, and this run has {self.run_updates:,}"
 
-    def cells(self, first: bool) -> list[str]:
-        """The figures as text; `first`: this is the first arm, which has no interval."""
-        return [
-            figure(self.samples_per_second, "{:,.0f}"),
-            figure(self.ratio.middle if self.ratio else None, "{:.2f} ×"),
-            "–" if first else self._interval(),
-            figure(self.step_ms_p50, "{:.2f} ms"),
-            figure(self.step_ms_p95, "{:.2f} ms"),
-            figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
-            figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
-            _with_first(self.start_s, self.first_start_s, "{:.1f}", " s"),
-            _with_first(self.pays_after, self.first_pays_after, "{:,}", " updates"),
-            figure(self.run_s, "{:,.1f} s"),
-        ]
+    def figures(self) -> dict[str, str]:
+        """The arm's own figures as text, by their names."""
+        return {
+            "samples/s": figure(self.samples_per_second, "{:,.0f}"),
+            "update, median": figure(self.step_ms_p50, "{:.2f} ms"),
+            "95th percentile": figure(self.step_ms_p95, "{:.2f} ms"),
+            "waiting for data": figure(100 * self.data_wait if self.data_wait is not None else None, "{:.0f} %"),
+            "memory": figure(self.peak_memory_bytes / 2**30 if self.peak_memory_bytes else None, "{:.2f} GiB"),
+            "starts in": _with_first(self.start_s, self.first_start_s, "{:.1f}", " s"),
+            "pays after": _with_first(self.pays_after, self.first_pays_after, "{:,}", " updates"),
+            "whole run": figure(self.run_s, "{:,.1f} s"),
+        }
 
-    def _interval(self) -> str:
+    def interval(self) -> str:
+        """The interval of the ratio, and what it tells; why there is none."""
         if self.ratio is None:
             return "–"
         if not self.ratio.low:

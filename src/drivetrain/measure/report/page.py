@@ -11,10 +11,11 @@ from drivetrain.core.typed import is_number
 from drivetrain.run.reader import RunFiles, differing
 from drivetrain.ui.pages import blocks, charts, classes, run
 from drivetrain.ui.pages.charts import Curve
+from drivetrain.ui.sheet import Table
 
 if TYPE_CHECKING:
     from drivetrain.measure.report.over_seeds import Target
-    from drivetrain.measure.report.report import Table
+    from drivetrain.measure.report.report import Table as RunTable
 
 MAX_CURVES = 60  # runs with curves
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
@@ -23,7 +24,7 @@ OVER = ("updates", "samples", "seconds")
 
 
 def report_page(
-    runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
+    runs: Sequence[RunFiles], found: RunTable, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
 ) -> str:
     """One file: the answer, the table, the metric over each knob, and curves.
 
@@ -33,7 +34,8 @@ def report_page(
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
     if not seeds and len(runs) > 1:
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
-    header, rows, same = blocks.differing_columns(found.header, found.rows, always=3)
+    differing_table, same = Table(found.header, found.rows).differing(always=3)
+    header, rows = differing_table.header, differing_table.texts()
     body = [_table(runs, header, rows, target, ranked), *blocks.paragraphs(shown, soft=True)]
     body += blocks.paragraphs([f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else [], True)
     if seeds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import statistics
 from collections import Counter
@@ -14,17 +13,16 @@ from typing import NamedTuple
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import CountOrZero
 from drivetrain.core.paths import expanded
-from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.core.target import Reach
 from drivetrain.measure import arguments
 from drivetrain.measure.cells import figure, setting
 from drivetrain.measure.report.over_seeds import Target, seconds_to, summarize_seeds
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
-from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
-from drivetrain.ui.pages.blocks import differing_columns, sentence
+from drivetrain.ui.sheet import Table as SheetTable
+from drivetrain.ui.sheet import sentence
 
 MAX_ROWS, WIDTH, LONGEST = 40, 100, 48  # rows in the terminal, characters where there is none, and of a cell
 # Columns that a narrow table leaves out, in order.
@@ -101,7 +99,8 @@ def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> 
     spare = [*SPARE, *timed, *(name for name in shown if name.endswith(" at the end"))]
     knobs = sorted(shown[:2:-1], key=lambda name: "." not in name)  # the run's name has those that were set
     kept = ("status", *(name for name in shown if asked is not None and name.startswith("time to ")))
-    terminal.table_that_fits(shown, cells, [*spare, "error", *(name for name in knobs if name not in kept)], WIDTH)
+    spare += ["error", *(name for name in knobs if name not in kept)]
+    SheetTable(shown, cells, spare=spare, width=WIDTH).show()
     if len(runs) > MAX_ROWS:
         echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
     for line in [*seeds, sentence(answer)]:
@@ -122,8 +121,7 @@ def _folder(settings: Settings) -> Path:
 
 
 def _write_csv(folder: Path, found: Table) -> None:
-    with (folder / "report.csv").open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-        csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [found.header, *found.rows])
+    SheetTable(found.header, found.rows).write_csv(folder / "report.csv")
 
 
 def read_target(given: float | str | None) -> Target:
@@ -269,9 +267,9 @@ def _figures(run: RunFiles, target: Target, named: bool) -> list[str]:
 def _for_terminal(found: Table) -> tuple[list[str], list[list[str]]]:
     """The first rows, without the columns that matter least, and those that say the same of all."""
     left_out = {"folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling"}
-    header, rows, _ = differing_columns(found.header, found.rows, always=3)
-    kept = [n for n, name in enumerate(header) if name not in left_out]
-    return [header[n] for n in kept], [[_cut(row[n]) for n in kept] for row in rows[:MAX_ROWS]]
+    shown, _ = SheetTable(found.header, found.rows).differing(always=3)
+    kept = [n for n, name in enumerate(shown.header) if name not in left_out]
+    return [shown.header[n] for n in kept], [[_cut(row[n]) for n in kept] for row in shown.texts()[:MAX_ROWS]]
 
 
 def _cut(cell: str) -> str:

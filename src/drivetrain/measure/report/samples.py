@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.ui.pages import blocks
+from drivetrain.ui.sheet import escape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,11 +162,11 @@ def _tile(sample: Sample, top: float | None) -> str:
     if mask is not None:
         picture = drawing.with_mask(picture, mask.numpy())
     kind, mark = ("", "") if sample.right is None else ("right", "✓ ") if sample.right else ("wrong", "✗ ")
-    target = f"{blocks.escape(sample.target)}<br>" if sample.target else ""
-    said = blocks.escape(f"{sample.name}: {sample.target}, predicted {sample.prediction}")
+    target = f"{escape(sample.target)}<br>" if sample.target else ""
+    said = escape(f"{sample.name}: {sample.target}, predicted {sample.prediction}")
     return (
         f'<li><img alt="{said}" src="data:image/png;base64,{base64.b64encode(_png(_small(picture))).decode()}">'
-        f'{target}<span class="{kind}">{mark}{blocks.escape(sample.prediction)}</span></li>'
+        f'{target}<span class="{kind}">{mark}{escape(sample.prediction)}</span></li>'
     )
 
 

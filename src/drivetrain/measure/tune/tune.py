@@ -30,8 +30,8 @@ from drivetrain.measure.tune import candidates, range_test
 from drivetrain.measure.tune.page import PROOF, conclusion, tuning_page
 from drivetrain.run import directory
 from drivetrain.ui.output import echo
-from drivetrain.ui.pages.blocks import sentence
 from drivetrain.ui.progress import Steps
+from drivetrain.ui.sheet import sentence
 
 logger = logging.getLogger(__name__)
 

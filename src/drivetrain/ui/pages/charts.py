@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drivetrain.ui.pages.blocks import escape
+from drivetrain.ui.sheet import escape
 
 WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # of what is around the curves

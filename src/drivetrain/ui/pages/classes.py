@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from drivetrain.core import tables
-from drivetrain.ui.pages.blocks import escape, heading, paragraphs, rich_table, table
+from drivetrain.ui.pages.blocks import heading, paragraphs, table
+from drivetrain.ui.sheet import Cell, Drawn, Table
 
 MOST_CLASSES = 30  # of a matrix that is shown whole; of a larger one, what is confused the most
 ROWS = 40  # of a table of classes
@@ -35,13 +36,11 @@ def sections(found: Mapping[str, Mapping[str, Any]], of: str, level: int = 2) ->
 def matrix(values: Mapping[str, Any], title: str) -> str:
     """A confusion matrix; a cell's ground is as dark as its share of the class."""
     names = [str(name) for name in values["rows"]]
-    rows = []
+    rows: list[list[Cell]] = []
     for name, counts in zip(names, values["values"], strict=True):
         whole = max(sum(counts), 1)
-        rows.append([escape(name), *(f'<span style="--share:{count / whole:.3f}">{count or ""}</span>' for count in counts)])
-    text = rich_table(["class", *names], rows, name=f"{title}: how many")
-    # The ground belongs to the whole cell.
-    text = text.replace('<td><span style="', '<td style="').replace("</span></td>", "</td>")
+        rows.append([name, *(Drawn(str(count or ""), share=count / whole) for count in counts)])
+    text = Table(["class", *names], rows, f"{title}: how many").html
     return f'<div class="confusion">{text}</div>'
 
 

@@ -1,0 +1,36 @@
+"""What a measurement leaves: a folder below the run's output_dir, with its figures as JSON and its sheet as a page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.files import write_json
+from drivetrain.launch.job import Job
+from drivetrain.run import directory
+from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Section, Sheet, commands, facts, heading
+
+
+def folder(job: Job, verb: str) -> Path:
+    """A new folder for what a verb finds."""
+    return directory.create(Path(job.run.values["output_dir"]), verb)
+
+
+def leave(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: dict[str, Any], content: Any = None) -> None:
+    """Write NAME.html, which ends with the command and the environment, and NAME.json where there is `content`; say where."""
+    if content is not None:
+        write_json(place / f"{name}.json", content)
+    replace(sheet, sections=[*sheet.sections, *origin(command, about)]).write(place / f"{name}.html")
+    echo(f"written to {place}/{f'{name}.json and ' if content is not None else ''}{name}.html")
+
+
+def origin(command: Sequence[str], about: dict[str, Any]) -> list[Section]:
+    """The command that repeats a measurement, and the environment in which it ran."""
+    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash") if about[k]]
+    rows += [(name, str(version)) for name, version in about["versions"].items() if version]
+    again = commands(shlex.join(["drivetrain", *command]))
+    return [heading("How to reproduce it"), again, heading("Where it ran"), facts(rows, "Versions and machine")]

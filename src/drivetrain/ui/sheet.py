@@ -1,0 +1,258 @@
+"""A sheet: what a command found, said once, and shown in the terminal, as an HTML page, in a CSV file and as plain values.
+
+Text from outside, such as names of classes and runs, values, paths and errors, is text in all of them: neither markup nor HTML
+nor a formula.
+"""
+
+from __future__ import annotations
+
+import csv
+import html
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from drivetrain.core import files
+from drivetrain.core.spreadsheet import spreadsheet
+from drivetrain.ui import output
+from drivetrain.ui.output import echo
+from drivetrain.ui.pages.style import SCRIPT, STYLE
+
+VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
+EMPTY = ("–", "")  # cells that say nothing
+NAMED = 8  # columns without room that are named
+# Nothing is fetched, whatever text a page holds.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def escape(text: object) -> str:
+    """Text for HTML: as it is read, also where it holds marks, quotes, control characters or signs that turn its direction."""
+    return html.escape(output.plain(str(text)))
+
+
+def sentence(text: str) -> str:
+    """A text on one line, with a full stop. It may begin with a name, such as a recipe's, which keeps its letters."""
+    text = " ".join(text.split()) or "Nothing was found"
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+class Part(NamedTuple):
+    """A part of a sheet that is no table: HTML for the page, and text for the terminal, if it has any there."""
+
+    html: str  # everything from outside is escaped in it
+    text: str | None = None
+
+    def show(self) -> None:
+        """Print the text."""
+        if self.text is not None:
+            echo(self.text)
+
+
+def heading(text: str, level: int = 2) -> Part:
+    """The heading of what follows."""
+    return Part(f"<h{level}>{escape(text)}</h{level}>", f"\n{text}")
+
+
+def words(*lines: str) -> Part:
+    """Sentences, a paragraph each."""
+    return Part("".join(f"<p>{escape(line)}</p>" for line in lines), "\n".join(lines) if lines else None)
+
+
+def remarks(*lines: str) -> Part:
+    """Sentences that only the page has room for."""
+    return Part("".join(f'<p class="soft">{escape(line)}</p>' for line in lines))
+
+
+def commands(*lines: str) -> Part:
+    """Commands to copy, which the terminal indents."""
+    return Part(f'<pre tabindex="0"><code>{escape(chr(10).join(lines))}</code></pre>', "\n".join(f"  {line}" for line in lines))
+
+
+def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> Part:
+    """What a click on the page shows."""
+    return Part(f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{joined(sections)}</details>")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A cell whose text has a drawing before it on a page, as HTML, or a ground that is as dark as a share."""
+
+    text: str
+    drawing: str = ""
+    share: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Cell = str | Drawn
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows with a header; the first cell of a row names it."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    name: str = "a table"  # read to who cannot see it
+    prose: Collection[str] = ()  # columns that hold sentences
+    sortable: bool = False
+    winner: int | None = None  # the number of the best row
+    bars: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # column → values, drawn as bars below its cells
+    below: Mapping[str, str] = field(default_factory=dict)  # column → HTML below its header
+    spare: Sequence[str] = ()  # columns that a narrow terminal leaves out, in this order
+    width: int | None = None  # characters that it has where there is no terminal; None: as many as it takes
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Sequence[Cell]], **more: Any) -> Table:
+        """A table of named columns."""
+        return cls(list(columns), list(zip(*columns.values(), strict=True)), **more)
+
+    def texts(self) -> list[list[str]]:
+        """The cells as text."""
+        return [[str(cell) for cell in row] for row in self.rows]
+
+    def as_dict(self) -> list[dict[str, str]]:
+        """Each row, by the names of its columns."""
+        return [dict(zip(self.header, row, strict=True)) for row in self.texts()]
+
+    def write_csv(self, path: Path) -> None:
+        """Write it for spreadsheets: no cell is a formula."""
+        with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+            csv.writer(file).writerows([spreadsheet(cell) for cell in row] for row in [self.header, *self.texts()])
+
+    def only(self, numbers: Sequence[int]) -> Table:
+        """The columns of these numbers."""
+        return replace(self, header=[self.header[n] for n in numbers], rows=[[row[n] for n in numbers] for row in self.rows])
+
+    def used(self, always: int = 1) -> Table:
+        """Without the columns in which no row says anything; the first `always` ones stay."""
+        columns = list(zip(*self.texts(), strict=True)) or [()] * len(self.header)
+        return self.only([n for n, cells in enumerate(columns) if n < always or not set(cells) <= set(EMPTY)])
+
+    def differing(self, always: int = 1) -> tuple[Table, list[tuple[str, str]]]:
+        """Without the columns that are the same in all rows, and these with what they say; `always` as of `used`."""
+        found = self.used(always)
+        columns = [(n, set(cells)) for n, cells in enumerate(zip(*found.texts(), strict=True))]
+        same = [(found.header[n], cell) for n, cells in columns if n >= always and len(cells) == 1 for cell in cells]
+        return found.only([n for n, cells in columns if n < always or len(cells) > 1]), same
+
+    @property
+    def html(self) -> str:
+        """The table; a button in each header sorts it where it is `sortable`."""
+        prose = {n for n, title in enumerate(self.header) if title in self.prose}
+        parts = {n: _parts(self.bars[title]) for n, title in enumerate(self.header) if title in self.bars}
+
+        def cell(at: int, number: int, value: Cell) -> str:
+            text = escape(value) if isinstance(value, str) else value.drawing + escape(value)
+            kind = " ".join(filter(None, ("text" if at in prose and at else "", text if text in VERDICTS else "")))
+            of = f' class="{kind}"' if kind else ""
+            if isinstance(value, Drawn) and value.share is not None:
+                of += f' style="--share:{value.share:.3f}"'
+            if at == 0:
+                return f'<th scope="row"{of}>{text}</th>'
+            return f"<td{of}>{text}{parts[at][number] if at in parts else ''}</td>"
+
+        def head(at: int, title: str) -> str:
+            of, under = ' class="text"' if at in prose else "", self.below.get(title, "")
+            if not self.sortable:
+                return f'<th scope="col"{of}>{escape(title)}{under}</th>' if title else "<td></td>"
+            return f'<th scope="col" aria-sort="none"{of}><button type="button">{escape(title)}</button>{under}</th>'
+
+        lines = (
+            f"<tr{' class=winner' if n == self.winner else ''}>{''.join(cell(at, n, value) for at, value in enumerate(row))}</tr>"
+            for n, row in enumerate(self.rows)
+        )
+        heads = f"<thead><tr>{''.join(map(head, range(len(self.header)), self.header))}</tr></thead>" if any(self.header) else ""
+        return (
+            f'<div class="wide" tabindex="0" role="region" aria-label="{escape(self.name)}"><table>{heads}'
+            f"<tbody>{''.join(lines)}</tbody></table></div>"
+        )
+
+    def show(self) -> None:
+        """Print it: with a frame in a terminal, as plain columns elsewhere; without the spare columns that have no room."""
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        live = output.can_redraw(sys.stdout)
+        fitting, left_out = self.fitting(output.console().width if live else self.width)
+        grid = Grid(*fitting.header, box=Grid().box if live else None, show_edge=live)
+        for row in fitting.texts():
+            grid.add_row(*(Text(cell, overflow="fold") for cell in row))
+        # Where there is no terminal nothing is cut, folded or coloured, whatever the environment's variables ask for.
+        console = output.console() if live else output.console(width=10_000, force_terminal=False, color_system=None)
+        console.print(grid)
+        if left_out:
+            more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
+            echo(f"not shown here: {', '.join(left_out[:NAMED])}{more}")
+
+    def fitting(self, room: int | None) -> tuple[Table, list[str]]:
+        """The table as wide as there is room for, and the names of the columns that were left out."""
+        widths = [3 + max(map(len, column)) for column in zip(self.header, *self.texts(), strict=True)]
+        kept = list(range(len(widths)))
+        for name in self.spare if room is not None else ():
+            if name in self.header and sum(widths[n] for n in kept) >= (room or 0):
+                kept.remove(list(self.header).index(name))
+        return self.only(kept), [name for name in self.spare if name in self.header and list(self.header).index(name) not in kept]
+
+
+Section = Part | Table
+
+
+def facts(rows: Sequence[tuple[str, str]], name: str) -> Table:
+    """A table of names and what they are, without a header."""
+    return Table(("", ""), rows, name, ("",))
+
+
+def joined(sections: Sequence[Section]) -> str:
+    """The HTML of several sections."""
+    return "".join(section.html for section in sections)
+
+
+def _parts(values: Sequence[float | None]) -> list[str]:
+    """A bar for each value, as a share of the largest."""
+    most = max((value for value in values if value is not None), default=0.0)
+    return [
+        f'<span class="part" style="--part:{100 * value / most:.0f}%"></span>' if value is not None and most > 0 else ""
+        for value in values
+    ]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """An answer in one sentence, and the sections that it rests on."""
+
+    title: str  # of the page's window
+    answer: str
+    sections: Sequence[Section]
+
+    def show(self) -> None:
+        """Print the sections, and then the answer, so that it stands where the next command is typed."""
+        for section in self.sections:
+            section.show()
+        echo(sentence(self.answer))
+
+    def page(self) -> str:
+        """The whole HTML file, which begins with the answer."""
+        return (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{escape(self.title)}</title>'
+            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head><body><main>'
+            f"<h1>{escape(sentence(self.answer))}</h1>{joined(self.sections)}</main><script>{SCRIPT}</script></body></html>\n"
+        )
+
+    def write(self, path: Path) -> Path:
+        """Write the page; return its path. Raises OSError."""
+        files.write_bytes(path, self.page().encode("utf-8", errors="backslashreplace"))
+        return path
+
+    def as_dict(self) -> dict[str, Any]:
+        """The answer, and the tables by their names, each as a list of rows."""
+        return {"answer": self.answer, **{each.name: each.as_dict() for each in self.sections if isinstance(each, Table)}}
+
+    def _repr_html_(self) -> str:
+        """The answer and the first table, for notebooks."""
+        tables = [each for each in self.sections if isinstance(each, Table)]
+        return f"<p><b>{escape(sentence(self.answer))}</b></p>{joined(tables[:1])}"
