@@ -190,12 +190,13 @@ class Table:
 
     def fitting(self, room: int | None) -> tuple[Table, list[str]]:
         """The table as wide as there is room for, and the names of the columns that were left out."""
-        widths = [3 + max(map(len, column)) for column in zip(self.header, *self.texts(), strict=True)]
-        kept = list(range(len(widths)))
-        for name in self.spare if room is not None else ():
-            if name in self.header and sum(widths[n] for n in kept) >= (room or 0):
-                kept.remove(list(self.header).index(name))
-        return self.only(kept), [name for name in self.spare if name in self.header and list(self.header).index(name) not in kept]
+        header, widths = list(self.header), [3 + max(map(len, column)) for column in zip(self.header, *self.texts(), strict=True)]
+        left_out: list[str] = []
+        for name in dict.fromkeys(self.spare) if room is not None else ():
+            if name in header and sum(widths) >= (room or 0):
+                widths[header.index(name)] = 0
+                left_out.append(name)
+        return self.only([n for n, name in enumerate(header) if name not in left_out]), left_out
 
 
 Section = Part | Table

@@ -87,7 +87,7 @@ def test_with_a_target_arms_are_ranked_by_the_time_to_it():
     )
     assert "by 8 of 8 seeds. No variant is measurably faster" in headline(found)
     shown = table(found)
-    assert shown.header[:4] == ["arm", "reached", "time to accuracy>=0.9", "sooner"]
+    assert [*shown.header][:5] == ["arm", "reached", "time to accuracy>=0.9", "updates to it", "sooner"]
     assert [row[:3] for row in shown.texts()] == [
         ["unsure", "8 of 8", "5.0 s"],
         ["naive", "8 of 8", "10.1 s"],

@@ -20,7 +20,7 @@ from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, folded, remar
 
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
-IN_ALL_FIGURES = ("updates to it", "95th percentile")
+IN_ALL_FIGURES = ("updates to it", "95th percentile", "seeds")
 LEAST = ("waiting for data", "update, median", "memory", "samples/s", "starts in")  # what a narrow terminal leaves out
 METHOD = (noninferiority.__doc__ or "").split("\n\n")
 AS_IT = ("as it is", "as it was")  # what the run that is to be made faster is called
@@ -183,11 +183,13 @@ def table(comparison: Comparison) -> Table:
     if comparison.settings.quality:
         columns["no worse?"] = ["–" if v is None else "" if v.outcome == FIRST else v.outcome for v in verdicts]
         columns["seeds"] = ["–" if v is None else str(len(v.runs)) for v in verdicts]
+    prose = [name for name in columns if name.endswith("validation set")]
     figures = [row.figures() for row in rows]
     columns |= {name: [each[name] for each in figures] for name in figures[0]}
-    found = Table.of(columns, name="The arms", sortable=True, below={"95 % interval": scale.axis()}, spare=LEAST)
+    found = Table.of(columns, name="The arms", prose=prose, sortable=True, below={"95 % interval": scale.axis()}, spare=LEAST)
     order, best = comparison.order(), winner(comparison)
-    return replace(found, rows=[found.rows[n] for n in order], winner=None if best is None else order.index(best)).used()
+    ordered = replace(found, rows=[found.rows[n] for n in order], winner=None if best is None else order.index(best))
+    return ordered.used(1 + list(columns).index("95 % interval"))
 
 
 def sections(comparison: Comparison) -> list[Section]:
@@ -225,7 +227,8 @@ def _because(name: str, verdict: Verdict) -> str:
     """An arm's verdict in a line."""
     if verdict.outcome == FIRST:
         return f"{name}: {verdict.reason}"
-    return f"{name}, which claims to be {verdict.effect}: {verdict.outcome}: {verdict.reason}"
+    claim = "changes training" if verdict.effect == "changes" else f"claims to be {verdict.effect}"
+    return f"{name}, which {claim}: {verdict.outcome}: {verdict.reason}"
 
 
 def _difference(verdict: Verdict) -> str:

@@ -74,7 +74,7 @@ output { position: absolute; right: 0; top: 0; font-size: 12px; color: var(--ink
 }
 .tiles img { width: 96px; height: 96px; object-fit: contain; image-rendering: pixelated; display: block }
 .tiles li { font-size: 13px; line-height: 1.35 } .right { color: var(--good) } .wrong { color: var(--bad) }
-.ratio { width: 160px } .ratio .one { stroke: var(--soft); stroke-width: 1 }
+.ratio { width: 160px } td:has(.ratio) { text-align: center } .ratio .one { stroke: var(--soft); stroke-width: 1 }
 .ratio g line { stroke-width: 3; stroke-linecap: round }
 .faster line { stroke: var(--good) } .faster circle { fill: var(--good) } .slower line { stroke: var(--bad) }
 .slower circle { fill: var(--bad) } .same line { stroke: var(--soft) } .same circle { fill: var(--soft) }
