@@ -1,19 +1,16 @@
-"""Recipes, bundles and runs' folders that were made to be read as something else than they look, or to be followed elsewhere."""
+"""Recipes and runs' folders that were made to be read as something else than they look, or to be followed elsewhere."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from drivetrain.config import bundles
 from drivetrain.config import validate as check
 from drivetrain.config.compose import compose
 from drivetrain.config.keys import KeySetter
@@ -21,13 +18,10 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
-from drivetrain.recipe import addresses, bundle, cache, hub, places, web
+from drivetrain.recipe import addresses, cache, hub, places, web
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.bundle import Bundle
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import drift, environment, reader, recipe_file, records
-
-HASH = "0" * 64
 
 
 def recipe(text: str) -> Recipe:
@@ -122,91 +116,6 @@ def test_a_hub_that_names_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(web, "get", lambda *_, content=answer: web.Fetched(content, []))
         with pytest.raises(web.Refused, match="did not say which commit"):
             hub.commit_of(hub.File(None, "owner/repo", None, "x.yaml"))
-
-
-# --- bundles ---
-
-NAMES = ["git+https://h.org/r@" + "0" * 40 + "#a/x.zip", f"https://h.org/x.zip?a=b#sha256={HASH}", "x.zip", "./x.zip/"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_bundle_is_known_as_one_wherever_it_lies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Bundle("p", {"recipe.yaml": b"epochs: 1\n", "p.py": b"raise SystemExit\n"})
-    Path("x.zip").write_bytes(made.archive())
-    monkeypatch.setattr(addresses, "fetched", lambda address: Path("x.zip"))
-    with pytest.raises(UserError, match="brings code, the package p, and trust=p does not name exactly its files"):
-        bundles.attach([f"recipe={name}", "trust=p"])
-
-
-def test_a_bundle_that_is_replaced_between_two_reads_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundles, "attach", lambda overrides, base=None: None)  # it saw another file
-    Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"epochs: 1\n", "p.py": b"raise SystemExit\n"}).archive())
-    with pytest.raises(UserError, match="brings code, the package p"):
-        compose(["recipe=x.zip", f"trust=p@{HASH}"])
-
-
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("x = 1\n# \u202e trusted\n", "p.py:2 has the character U+202E"),
-        ("# a comment\rimport os\n", "p.py:1 has the character U+000D"),
-        ("# a\u2028check()\n", "U+2028"),
-        ("# \x1b[8m\n", "U+001B"),
-        ("# coding: utf-7\n# +AAo-import os\n", "p.py is not UTF-8 text"),
-        ("# coding: latin-1\n", "p.py is not UTF-8 text"),
-    ],
-)
-def test_code_that_does_not_look_as_python_reads_it_is_refused(code: str, says: str) -> None:
-    Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"", "p.py": code.encode()}).archive())
-    with pytest.raises(UserError) as refused:
-        bundle.load(Path("x.zip"))
-    assert says in str(refused.value)
-    good = "# coding: utf-8\r\nx = 'é \N{ROCKET}\u00a0'\r\n\f\n\ty = 1\n"
-    Path("x.zip").write_bytes(Bundle("p", {"recipe.yaml": b"", "p.py": good.encode()}).archive())
-    assert bundle.load(Path("x.zip")).code
-
-
-def test_what_another_rank_compiles_meanwhile_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Bundle("p", {"recipe.yaml": b"", "p/__init__.py": b""})
-    place = bundle.extract(made)
-    (place / "p/__pycache__").mkdir()
-    (place / "p/__pycache__/x.pyc").touch()
-    monkeypatch.setattr(bundle.shutil, "rmtree", lambda *_, **__: None)  # it was made after that
-    assert bundle.extract(made) == place
-    monkeypatch.undo()
-
-
-def test_what_long_code_imports_is_not_asked_of_python() -> None:
-    """It takes seconds and hundreds of megabytes to parse what fits into a bundle."""
-    made = Bundle("p", {"p/__init__.py": b"import os\n", "p/a.py": b"a," * 2**18, "recipe.yaml": b""})
-    assert (made.imports(), made.unread()) == (["os"], ["p/a.py"])
-
-
-def test_an_archive_of_many_entries_is_refused() -> None:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as writer:
-        for number in range(600):
-            writer.writestr(f"p/{number}.py", b"")
-    Path("x.zip").write_bytes(out.getvalue())
-    with pytest.raises(UserError, match="600 files, and at most 500"):
-        bundle.load(Path("x.zip"))
-
-
-def test_only_words_of_bundles_are_passed_on() -> None:
-    """What a stranger's run asks for is printed as something to type."""
-    word = f"p@{HASH}"
-    assert bundles.needed([word, "a@b] callbacks=[posix.system"], []) == [word]
-
-
-def test_a_bundle_is_not_written_through_a_link(tmp_path: Path) -> None:
-    made = Bundle("p", {"recipe.yaml": b"", "p.py": b""})
-    bundle.store(made)
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/p.zip").symlink_to(tmp_path / "precious")
-    bundles.write([made.word], tmp_path / "run")
-    assert (tmp_path / "precious").read_text() == "mine"
-    assert bundle.load(tmp_path / "run/p.zip").word == made.word
 
 
 # --- runs' folders ---

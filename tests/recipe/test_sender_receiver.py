@@ -13,7 +13,7 @@ import pytest
 
 from drivetrain.cli.main import main
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import bundle, cache
+from drivetrain.recipe import cache
 from tests.support.command import empty, only_run, run, train
 from tests.support.places import Site, git_host, repository, site
 
@@ -59,16 +59,9 @@ class Sender:
         self.host.has(f"/me/recipes/resolve/{COMMIT}/shared.yaml", self.recipe.read_bytes())
         return [f"recipe=hf://me/recipes@{COMMIT}/shared.yaml"]
 
-    def bundle(self) -> list[str]:
-        package = self.place / "sent_pkg.py"
-        package.write_text("")
-        made, _ = bundle.make(self.recipe.read_bytes(), package)
-        (self.place / "shared.zip").write_bytes(made.archive())
-        return [f"recipe={self.place / 'shared.zip'}", f"trust={made.word}"]
-
 
 WAYS = {
-    "file": Sender.file, "name": Sender.name, "web": Sender.web, "git": Sender.git, "hub": Sender.hub, "bundle": Sender.bundle,
+    "file": Sender.file, "name": Sender.name, "web": Sender.web, "git": Sender.git, "hub": Sender.hub,
 }  # fmt: skip
 
 

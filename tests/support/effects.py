@@ -17,7 +17,8 @@ from drivetrain.core import nvidia_driver
 from drivetrain.core.paths import conf_dir, recipes_dir
 
 # What may be read: Python, the installed packages, drivetrain with its options and recipes.
-ROOTS = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *drivetrain.__path__, conf_dir(), recipes_dir()]
+PACKAGES = [folder for folder in sys.path if folder.endswith("site-packages")]
+ROOTS = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *PACKAGES, *drivetrain.__path__, conf_dir(), recipes_dir()]
 HARMLESS = (*dict.fromkeys(os.path.realpath(root) for root in ROOTS), "/proc/self", "/dev/null", "/sys/fs/cgroup")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 LOOKS = ("os.listdir", "os.scandir", "glob.glob", "ctypes.dlopen")

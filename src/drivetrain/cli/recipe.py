@@ -25,9 +25,6 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ
   drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
 
-  drivetrain recipe bundle FILE --with my_pkg [OUT]    a recipe and the package that it needs, as one archive
-  drivetrain recipe inspect BUNDLE                     what code a bundle brings, and the word by which you trust it
-
   target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
   set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
   --quick               of verify: the speed alone, without whole trainings
@@ -48,10 +45,7 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}' is none of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
-        wanted = (
-            "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B, schema [FILE], "
-            "bundle FILE or inspect FILE"
-        )
+        wanted = "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B or schema [FILE]"
         raise UserError(f"drivetrain recipe needs {wanted}: {given}")
     return VERBS[argv[0]](argv[1:])
 
@@ -75,7 +69,7 @@ def _check(argv: Sequence[str]) -> int:
     given = arguments.parse("recipe check", argv, HELP)
     if given is None or not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
-    trust = [word for word in given.overrides if key_of(word) == "trust"]  # of a bundle, whose code the check imports
+    trust = [word for word in given.overrides if key_of(word) == "trust"]  # in own code, which the check imports
     problems = []
     for name in (word for word in given.overrides if word not in trust):
         try:
@@ -111,6 +105,5 @@ def _measured(module: str) -> Callable[[Sequence[str]], int]:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"), "schema": recipe_schema.command,
     "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
-    "bundle": _elsewhere("drivetrain.cli.recipe_bundle:make"), "inspect": _elsewhere("drivetrain.cli.recipe_bundle:inspect"),
     "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

@@ -18,12 +18,7 @@ def show(argv: Sequence[str]) -> int:
         raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(places.names())}")
     cache.on_fetch.clear()  # it is printed below
     path = places.find(argv[0])
-    if path.suffix == places.BUNDLE:
-        from drivetrain.recipe import bundle
-
-        content = bundle.load(path).files[bundle.RECIPE]
-    else:
-        content = read_bytes(path)
+    content = read_bytes(path)
     shown = fetched.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n")
     echo(shown)
     return DONE
@@ -37,8 +32,7 @@ def fetch(argv: Sequence[str]) -> int:
         )
     from drivetrain.recipe import addresses
 
-    pinned, path = addresses.pin(argv[0])
-    if path.suffix != places.BUNDLE:
-        places.read(pinned)  # is it a recipe?
+    pinned, _ = addresses.pin(argv[0])
+    places.read(pinned)  # is it a recipe?
     echo(f"drivetrain train {shlex.quote(f'recipe={pinned}')}")
     return DONE

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config import bundles, presets, recipe_references, recipe_values
+from drivetrain.config import presets, recipe_references, recipe_values
 from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_several, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
@@ -93,7 +93,6 @@ def compose(
     Unknown options and keys become the result's `problems`, so that `validate` reports them together with wrong values.
     Raises UserError for a recipe that cannot be read and for options from outside that are wrong.
     """
-    bundles.attach(overrides, base)  # first: its package may bring options
     known = options(config_dirs)
     problems: list[str] = []
     notices: list[str] = []
@@ -111,7 +110,6 @@ def compose(
     recipe = _read(str(name), chosen, choices) if name is not None and base is None else base
     values: dict[str, Any] = {}
     if recipe is not None:
-        bundles.require_word(recipe.bundle, recipe.word, overrides)  # again: its file may have been replaced meanwhile
         recipe = recipe_values.for_task(recipe, chosen.get("task"), notices)
         notices += recipe.notices
         values = _of_recipe(recipe, choices)

@@ -29,24 +29,11 @@ from drivetrain.core import paths
 OPTIONS, VERBS, CALLBACKS = "drivetrain.options", "drivetrain.verbs", "drivetrain.callbacks"
 
 
-_attached: dict[str, Plugin] = {}  # package → the trusted bundle's, which this process runs
-
-
 class Plugin(NamedTuple):
     """A package that adds options."""
 
     package: str  # the top-level package, whose classes are trusted
     conf: Path  # the folder with one folder per group
-
-
-def attach(package: str, conf: Path) -> None:
-    """Take a trusted bundle's package as one that is installed, for this process."""
-    _attached[package] = Plugin(package, conf)
-
-
-def is_attached(package: str, conf: Path) -> bool:
-    """Whether `attach` took this package in."""
-    return package in _attached and _attached[package].conf == conf
 
 
 def entry_points(group: str) -> list[EntryPoint]:
@@ -55,8 +42,8 @@ def entry_points(group: str) -> list[EntryPoint]:
 
 
 def plugins() -> tuple[Plugin, ...]:
-    """The installed packages with options, whole ones only: `problems` says what is wrong with the others. Bundles' follow."""
-    return (*_plugins(_search_path())[0], *(plugin for plugin in _attached.values() if plugin.conf.is_dir()))
+    """The installed packages with options, whole ones only: `problems` says what is wrong with the others."""
+    return _plugins(_search_path())[0]
 
 
 def problems() -> tuple[str, ...]:
@@ -66,7 +53,7 @@ def problems() -> tuple[str, ...]:
 
 def trusted_packages() -> frozenset[str]:
     """The top-level packages whose classes a config may name without `trust=`."""
-    return frozenset([*_attached, *(plugin.package for plugin in plugins())])
+    return frozenset(plugin.package for plugin in plugins())
 
 
 def _search_path() -> tuple[str, ...]:

@@ -7,15 +7,13 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from drivetrain.config import bundles
 from drivetrain.config.compose import Composed
 from drivetrain.config.recipe_references import followed
 from drivetrain.core import allowed, target
 from drivetrain.core.errors import OperatorGives
 from drivetrain.core.option import Option
 from drivetrain.core.patterns import flatten
-from drivetrain.recipe import own_code
-from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, printable
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code, printable
 
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
 OF_OPERATOR = frozenset(OPERATOR_KEYS)
@@ -29,8 +27,7 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
     """Each key that the recipe may not set, and each value that no recipe may have, also where an override replaces it."""
     if composed.recipe is None:
         return
-    brought = bundles.brought_keys(composed.recipe)
-    for key, given in ((k, v) for k, v in composed.recipe.values.items() if k not in brought):
+    for key, given in composed.recipe.values.items():
         where, value = composed.recipe.where(key), followed(given, composed.config)
         if _is_machine_local(key, classes):
             yield f"{where}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"
@@ -39,16 +36,16 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
 
 
 def code_problems(composed: Composed) -> Iterator[str]:
-    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code, and is no bundle.
+    """The problems of a recipe that chooses model=own, data=own, loss=own or metrics=[own], which name code.
 
     Where the command line chooses an option of the group too, that is the operator's choice.
     """
     recipe = composed.recipe
-    if recipe is None or recipe.bundle is not None:
+    if recipe is None:
         return
     for group, option in recipe.choices.items():
-        if own_code.is_own(group, option) and group not in composed.by_operator:
-            yield OperatorGives(f"{recipe.where(group)}: {own_code.refusal(group)}")
+        if names_code(group, option) and group not in composed.by_operator:
+            yield OperatorGives(f"{recipe.where(group)}: {code_refusal(group)}")
 
 
 def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]:

@@ -46,7 +46,7 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
     What a recipe may not set is refused before an option is made. With `own` the recipe is a run's, which may choose own code.
     `used` names the groups that are used; None: all. Rules of others are not asked: a finished run's data may be gone.
     """
-    if any("@" not in str(word) for word in composed.plain.get("trust") or []):  # a bundle's package is found without it
+    if composed.plain.get("trust"):
         paths.add_working_directory()
     problems = list(composed.problems)
     whole = _make_run(composed, own, problems)

@@ -61,13 +61,6 @@ def add_working_directory() -> None:
         added.add(folder)
 
 
-def add_trusted_code(folder: str) -> None:
-    """Make the package of a trusted bundle importable from its own folder: last, so that it hides nothing."""
-    if folder not in sys.path:
-        sys.path.append(folder)
-        added.add(folder)
-
-
 def remove_working_directory() -> None:
     """Undo what `python -m` does before the program starts: it puts the working directory first on the import path.
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from drivetrain.config import bundles, hydra_idioms, hydra_settings
 from drivetrain.config import compose as composing
+from drivetrain.config import hydra_idioms, hydra_settings
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
@@ -96,7 +96,6 @@ class Job:
         config = OmegaConf.to_yaml(self.composed.config)
         write_text(run_dir / "config.yaml", config)
         write_json(run_dir / "environment.json", about)
-        bundles.write(self.run.values["trust"], run_dir)
         hydra_folder.leave(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
 
     def _origin(self, run_dir: Path) -> Any:
@@ -186,12 +185,6 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     settings, dirs = recorded_settings(recorded, words), config_dirs or recorded.get("config_dirs", [])
     if not is_of_this_user(recorded):
         base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
-        if code := bundles.needed(settings.get("trust") or [], words):
-            raise UserError(
-                f"resume={run_dir} was recorded by another user or machine, or has been changed, and its recipe brought code. "
-                f"If you trust it, say trust=[{printable(','.join(code))}]"
-            )
-        bundles.find_in(run_dir, words)
         _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
@@ -231,7 +224,6 @@ def of_run(
     `used` is as in `checked`.
     """
     own = [f"{k}={format_value(v)}" for k, v in settings.items()]
-    bundles.find_in(run_dir, [*own, *words])
     base = None if any(key_of(w) == "recipe" for w in words) else recipes.read_of_run(run_dir)
     add_import_paths(config_dirs)
     job = checked(composing.compose([*own, *words], config_dirs, base=base), own=base is not None, used=used)

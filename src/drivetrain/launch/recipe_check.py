@@ -17,7 +17,7 @@ MOST = 32  # combinations of a sweep, of which a file of a few bytes may have a 
 def check(recipe: Recipe, config_dirs: Sequence[str] = (), words: Sequence[str] = ()) -> list[str]:
     """Validate the recipe, the baseline of its claim, and its sweep's combinations. Raises UserError.
 
-    `words` are overrides to check it with, such as the `trust` that a bundle needs. Of a large sweep some combinations are
+    `words` are overrides to check it with, such as the `trust` that own code needs. Of a large sweep some combinations are
     validated, which have each value where there are few. Returns what the user should know, a line each: how many they are,
     what is left to the command line, and what has changed since the recipe was written.
     """

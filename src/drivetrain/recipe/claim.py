@@ -16,8 +16,8 @@ import yaml
 
 from drivetrain.core.overrides import format_value
 from drivetrain.core.target import Reach
-from drivetrain.recipe import own_code, sections
-from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
+from drivetrain.recipe import sections
+from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
 from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
@@ -50,8 +50,8 @@ class AgainstRule(Rule):
             name, at = str(k.value), f"{path}:{k.start_mark.line + 1}"
             if allowed_in_recipe(name, at, problems) and is_plain_key(name, at, problems):
                 found[name], found.lines[name] = plain_value(v, at, name, problems), k.start_mark.line + 1
-                if own_code.is_own(name, found[name]):  # the command line could not give it to the baseline alone
-                    problems.append(f"{at}: {own_code.refusal(name)}")
+                if names_code(name, found[name]):  # the command line could not give it to the baseline alone
+                    problems.append(f"{at}: {code_refusal(name)}")
         return found
 
 

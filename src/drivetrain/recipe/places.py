@@ -1,4 +1,4 @@
-"""Where recipes come from: those that ship, files, bundles with code, and pinned addresses."""
+"""Where recipes come from: those that ship, files, and pinned addresses."""
 
 from __future__ import annotations
 
@@ -13,22 +13,12 @@ from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import read_bytes
 from drivetrain.recipe.source import Source
 
-BUNDLE = ".zip"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_address(word: str) -> bool:
     """Whether a word is an address, and not a name, a path or a setting."""
     return _ADDRESS.match(word) is not None
-
-
-def is_bundle(name: str) -> bool:
-    """Whether `recipe=` names a bundle. Raises UserError for an address that no place has."""
-    if is_address(name):
-        from drivetrain.recipe import addresses
-
-        return addresses.parse(name).suffix == BUNDLE
-    return PurePath(name).suffix == BUNDLE
 
 
 def names() -> list[str]:
@@ -39,14 +29,6 @@ def names() -> list[str]:
 def read(name: str) -> Recipe:
     """The recipe that `recipe=` or a word of the command line names, checked. Raises UserError."""
     path = find(name)
-    if path.suffix == BUNDLE:
-        from drivetrain.recipe import bundle
-
-        found = bundle.load(path)
-        text = found.files[bundle.RECIPE]
-        recipe = reader.read(path / bundle.RECIPE, text)
-        source = Source(name, cache.sha256_of(text), found.word)
-        return replace(recipe, name=PurePath(name).stem, source=source, bundle=found)
     text = read_bytes(path)
     if is_address(name) and cache.sha256_of(text) != path.stem:  # changed since it was found
         raise UserError(f"recipe={name}: another process has changed {path}: start again")
@@ -63,7 +45,7 @@ def find(name: str) -> Path:
         from drivetrain.recipe import addresses
 
         return addresses.fetched(name)
-    if name.endswith((".yaml", ".yml", BUNDLE)) or "/" in name:
+    if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if path.is_dir():
             raise UserError(f"recipe={name} is a directory: name the recipe.yaml in it")

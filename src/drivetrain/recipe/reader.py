@@ -8,7 +8,7 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
@@ -16,13 +16,10 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
-from drivetrain.recipe import migrations, own_code, safe_yaml
+from drivetrain.recipe import migrations, safe_yaml
 from drivetrain.recipe.header import Header
-from drivetrain.recipe.safe_yaml import allowed_in_recipe, is_plain_key, plain_value, printable
+from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
 from drivetrain.recipe.source import Source
-
-if TYPE_CHECKING:
-    from drivetrain.recipe.bundle import Bundle
 
 MAX_JOBS = 1000
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
@@ -45,7 +42,6 @@ class Recipe:
     unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
     notices: list[str] = field(default_factory=list)  # what the user should know of the file, one line each
     source: Source | None = None  # where it came from; None for a run's own
-    bundle: Bundle | None = None  # the code that came with it
 
     @property
     def word(self) -> str:
@@ -193,8 +189,8 @@ def _axis(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str
         return
     choices = plain_value(node, where, key, problems)
     recipe.sweep[key], recipe.lines[key] = choices if isinstance(choices, list) else [choices], key_node.start_mark.line + 1
-    if any(own_code.is_own(key, choice) for choice in recipe.sweep[key]):  # the command line would take the place of the axis
-        problems.append(f"{where}: {own_code.refusal(key)}")
+    if any(names_code(key, choice) for choice in recipe.sweep[key]):  # the command line would take the place of the axis
+        problems.append(f"{where}: {code_refusal(key)}")
     if not recipe.sweep[key]:
         problems.append(f"{where}: '{key}' has no values to sweep over")
 

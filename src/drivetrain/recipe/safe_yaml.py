@@ -25,6 +25,7 @@ OPERATOR_KEYS = {  # set by whoever starts the run, never by a file that was sha
 # Control characters, turns of direction, and line breaks that only some programs know: a comment may hide a line behind them.
 _DECEIVING = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|(?!\\A)\ufeff|\r(?!\n)")
 _OTHER_NOTATION = re.compile(r"[-+]?0[0-9_bx]|.*:")  # 010 is octal, and 1:30 counts in sixties
+CODE_GROUPS = ("model", "data", "loss", "metrics")  # their option `own` names a class or a function
 REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
 
@@ -108,6 +109,18 @@ def allowed_in_recipe(key: str, where: str, problems: list[str]) -> bool:
     if first in OPERATOR_KEYS:
         problems.append(f"{where}: a recipe cannot set '{key}' ({OPERATOR_KEYS[first]}): set it on the command line")
     return first not in OPERATOR_KEYS
+
+
+def names_code(group: str, option: Any) -> bool:
+    """Whether this option of a group names code: a class or a function of the user's."""
+    return group in CODE_GROUPS and "own" in (option if isinstance(option, list) else [option])
+
+
+def code_refusal(group: str) -> str:
+    """Why a recipe alone cannot choose it."""
+    return (
+        f"a recipe cannot choose '{group}=own' (it names code): choose it on the command line too, with its target and trust=[…]"
+    )
 
 
 def is_plain_key(key: str, where: str, problems: list[str]) -> bool:

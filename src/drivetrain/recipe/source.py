@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Source:
-    """What `recipe=` was given, and the SHA-256 of the recipe's text; of a bundle also the word that trusts its code."""
+    """What `recipe=` was given, and the SHA-256 of the recipe's text."""
 
     given: str  # a name, a path or a pinned address
     sha256: str
-    trust: str = ""  # my_pkg@<hash>
 
     def record(self) -> dict[str, str]:
         """The entry of environment.json. The query of an address is left out: it may hold a key."""
         from drivetrain.core.overrides import redact
 
         address = redact(f"recipe={self.given}").removeprefix("recipe=")
-        return {"given": address, "sha256": self.sha256} | ({"trust": self.trust} if self.trust else {})
+        return {"given": address, "sha256": self.sha256}

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from drivetrain.config.compose import Composed
 from drivetrain.core import process
-from drivetrain.recipe import own_code, write
+from drivetrain.core.overrides import format_value
+from drivetrain.recipe import write
 from drivetrain.recipe.header import SCHEMA, Header
-from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, printable
+from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
 from drivetrain.run import drift
 from drivetrain.run.identity import flatten, is_machine_local, reads_environment
+
+_DOTTED = re.compile(r"[A-Za-z_][\w.]*")  # needs no quotes
 
 
 def to_recipe(
@@ -35,9 +40,9 @@ def to_recipe(
     changed = {k: v for k, v in values.items() if k not in from_outside and (k not in plain or plain[k] != v)}
     rest = {k: v for k, v in values.items() if k not in from_outside and k not in changed}
     elsewhere = sorted(k for k, v in given.items() if k in identifying_keys and plain.get(k) != v)
-    words = own_code.words(composed.choices, given, composed.plain["trust"] or [])
+    words = code_words(composed.choices, given, composed.plain["trust"] or [])
     comments = []
-    if words and not any("@" in word for word in words):  # a bundle brings its code itself
+    if words:
         comments.append(f"# it runs with code of your own: give {printable(shlex.join(words))} on the command line")
     comments += [f"# {k}={json.dumps(given[k])} is not part of a recipe: give it on the command line" for k in elsewhere]
     comments += [f"# {k} came from the environment: give it on the command line" for k in from_outside]
@@ -49,3 +54,17 @@ def to_recipe(
         ({g: o for g, o in options.items() if g not in differing}, rest),
         "".join(f"{line}\n" for line in comments) + sections,
     )
+
+
+def code_words(choices: Mapping[str, Any], values: Mapping[str, Any], trust: Sequence[str]) -> list[str]:
+    """What the operator says beside the recipe of a config to run it with its code; [] where it has none.
+
+    `values` have dotted keys.
+    """
+    groups = {group: option for group, option in choices.items() if names_code(group, option)}
+    keys = [key for group in groups for key in (f"{group}.target", f"{group}.own.target", f"{group}.collate")]
+    names = {key: str(values[key]) for key in keys if values.get(key)}
+    trusted = sorted({name.partition(".")[0] for name in names.values()}.intersection(trust))
+    given = [f"{group}={format_value(option)}" for group, option in groups.items()]
+    given += [f"{key}={name if _DOTTED.fullmatch(name) else format_value(name)}" for key, name in names.items()]
+    return [*given, *([f"trust={format_value(trusted)}"] if trusted else [])]

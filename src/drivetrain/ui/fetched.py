@@ -18,9 +18,6 @@ def show(address: str, found: Fetched) -> None:
     """Print where it came from, and its text without characters that could steer a terminal, to standard error."""
     via = f" from {' → '.join(dict.fromkeys(found.hosts))}"
     echo(f"fetched {address}{via}, {len(found.content):,} bytes:", file=sys.stderr)
-    if found.content.startswith(b"PK"):
-        echo(f"  a bundle with code, which is not run: `drivetrain recipe inspect {address}` lists it", file=sys.stderr)
-        return
     lines = text(found.content).splitlines()
     for line in lines[:MOST_LINES]:
         echo(f"  {line}".rstrip(), file=sys.stderr)

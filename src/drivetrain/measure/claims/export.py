@@ -16,12 +16,12 @@ from drivetrain.measure.benchmark import facts
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.measure.claims.write import SOFTWARE, as_comments, assembled, check_file
-from drivetrain.recipe import own_code, sections
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import sections
 from drivetrain.recipe import write as recipe_text
 from drivetrain.recipe.claim import SETS, Claim, Device
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import reader
+from drivetrain.run import reader, recipe_file
 from drivetrain.run.reader import RunFiles, differing
 from drivetrain.ui.output import echo
 
@@ -75,8 +75,7 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     asked = settings if settings is not None and settings != Settings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
     claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
-    more = _brought(runs[0]) + (claim.text() if claim is not None else "")
-    text = recipe_text.with_section(recipes.raw_of_run(runs[0].path).decode(), more)
+    text = recipe_text.with_section(recipes.raw_of_run(runs[0].path).decode(), claim.text() if claim is not None else "")
     return _origin(runs) + text
 
 
@@ -115,18 +114,8 @@ def _figures(run: RunFiles) -> list[str]:
 def _next(file: Path, run: RunFiles) -> str:
     """How the recipe of a run is run."""
     choices, trust = recipes.read_of_run(run.path).choices, _trusted(run)
-    if package := next((word.partition("@")[0] for word in trust if "@" in word), None):
-        return f"pack it with its code by `drivetrain recipe bundle {shlex.join([str(file), '--with', package])}`"
-    words = [f"recipe={file}", *own_code.words(choices, run.config, trust)]
+    words = [f"recipe={file}", *recipe_file.code_words(choices, run.config, trust)]
     return f"run it by `drivetrain train {printable(shlex.join(words))}`"
-
-
-def _brought(run: RunFiles) -> str:
-    """The names of the classes that the bundle of a run has brought, as YAML: a bundle's recipe may name them."""
-    packages = {word.partition("@")[0] for word in _trusted(run) if "@" in word}
-    found = own_code.targets(recipes.read_of_run(run.path).choices, run.config)
-    brought = {key: name for key, name in found.items() if name.partition(".")[0] in packages}
-    return recipe_text.block(brought) if brought else ""
 
 
 def _trusted(run: RunFiles) -> list[str]:

@@ -22,9 +22,8 @@ from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.measure.overrides import apply
-from drivetrain.recipe import own_code
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed, times
-from drivetrain.recipe.safe_yaml import printable
+from drivetrain.recipe.safe_yaml import names_code, printable
 from drivetrain.run import environment, recipe_file
 from drivetrain.run.identity import flatten
 from drivetrain.ui.output import echo
@@ -91,7 +90,7 @@ def data_of(runs: Sequence[Facts]) -> Data | None:
 
 def _not_in_a_recipe(job: Job) -> set[str]:
     """The keys of a job that no recipe may hold, and the groups whose option is the user's own code."""
-    return job.machine_local_keys | {group for group, option in job.composed.choices.items() if own_code.is_own(group, option)}
+    return job.machine_local_keys | {group for group, option in job.composed.choices.items() if names_code(group, option)}
 
 
 def recipe_text(job: Job, against: dict[str, Any], row: Row, base: Row, comments: Sequence[str] = ()) -> str:
