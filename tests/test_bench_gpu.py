@@ -8,15 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.gpu import campaign, children, clock, interleave, loops, peaks, right, smoke, speed
+from bench.gpu import campaign, children, clock, interleave, lease, loops, peaks, right, smoke, speed, training, travel
 from bench.gpu.campaign import Campaign, Row
 from bench.gpu.interleave import Loop
 
 from drivetrain.config.catalog import LISTS, options
+from drivetrain.launch import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -32,7 +34,7 @@ def uninstalled() -> dict[str, str]:
 
 def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
     """Run rows of a stage as the command does, in a checkout that is not installed; its JSON."""
-    command = [*BARE, "bench.gpu", name, "--cpu", "--rows", rows, "--out", str(out)]
+    command = [*BARE, "bench.gpu", name, "--cpu", "--rows", rows, "--results", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=uninstalled(), capture_output=True, text=True, check=False)
     (file,) = out.glob("*.json")
     text = file.read_text()
@@ -40,7 +42,7 @@ def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr + json.dumps(content["rows"], indent=1)
     assert file.name == f"gpu-{name}-cpu.json"
     assert content["machine"]["cpu"]
-    assert content["open"] == []
+    assert "the same command goes on" not in done.stdout
     assert f"{ROOT}/" not in text  # no places on this machine
     assert f"{tempfile.gettempdir()}/tmp" not in text
     assert set(content["rows"]) == set(rows.split(","))
@@ -84,10 +86,11 @@ def test_clock(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_speed(tmp_path: Path) -> None:
-    content = stage(tmp_path, "speed", "mlp,gpt")
-    for row in content["rows"].values():
+    content = stage(tmp_path, "speed", "vit_b,gpt more")
+    arms = {"vit_b": {"hand", "timm fast", "ours none"}, "gpt more": {"hand", "naive", "timm", "ours none"}}
+    for name, row in content["rows"].items():
         assert row["failed_arms"] == {}
-        assert set(row["arms"]) == {"hand", "naive", "timm", "timm fast", "ours eager"}
+        assert set(row["arms"]) == arms[name]
         assert row["live_together"] == [list(row["arms"])]
         assert min(arm["model_tflops"] for arm in row["arms"].values()) > 0
 
@@ -124,6 +127,10 @@ def test_a_small_run_on_a_device_has_one_rank_and_its_device_alone(tmp_path: Pat
 # The campaign: rows are kept, skipped, killed and told apart.
 
 
+def campaign_in(folder: Path, minutes: float = 1.0, **given: Any) -> Campaign:
+    return Campaign(folder, "cpu", {}, minutes, **given)
+
+
 def fine() -> dict[str, Any]:
     return {"figure": 1}
 
@@ -143,36 +150,77 @@ def dies() -> None:
 
 
 def test_a_failure_has_its_traceback_and_a_second_call_goes_on(tmp_path: Path) -> None:
-    file, rows = tmp_path / "c.json", [Row("fine", fine), Row("fails", fails), Row("dies", dies)]
-    first = Campaign(file, {"about": 1}, 1)
-    assert first.run(rows) == []
-    kept = json.loads(file.read_text())
+    rows = [Row("fine", fine), Row("fails", fails), Row("dies", dies)]
+    assert campaign_in(tmp_path).run(rows) == []
+    kept = json.loads((tmp_path / "gpu--cpu.json").read_text())
     assert kept["rows"]["fine"]["figure"] == 1
     failed = kept["rows"]["fails"]
     assert "Traceback" in failed["error"]
     assert "ValueError: why" in failed["error"]
     assert "what it wrote" in failed["output"]
     assert "code 9" in kept["rows"]["dies"]["error"]
-    again = Campaign(file, {}, 1)
+    again = campaign_in(tmp_path)
     rerun = [Row("fine", fails), Row("fails", fine), Row("new", fine)]
     again.run(rerun)
-    assert [again.rows[name]["status"] for name in ("fine", "fails", "new")] == ["ok", "failed", "ok"]
+    assert [again.rows("")[name]["status"] for name in ("fine", "fails", "new")] == ["ok", "failed", "ok"]
     again.run(rerun, retry=True)
-    assert again.rows["fails"]["status"] == "ok"
+    assert again.rows("")["fails"]["status"] == "ok"
+
+
+def test_what_travels_is_copied_at_once_and_read_back(tmp_path: Path) -> None:
+    """A machine that is lent anew has an empty folder, and what was brought along."""
+    kept, out, fresh = (tmp_path / name for name in ("kept", "out", "fresh"))
+    campaign_in(kept, out=out).run([Row("fine", fine, stage="smoke")])
+    assert (out / "gpu-smoke-cpu.json").read_bytes() == (kept / "gpu-smoke-cpu.json").read_bytes()
+    for given in ((kept, fresh), (fresh, out)):
+        again = campaign_in(given[0], out=given[1])
+        assert again.run([Row("fine", fails, stage="smoke"), Row("new", fine, stage="smoke")]) == []
+        assert {name: row["status"] for name, row in again.rows("smoke").items()} == {"fine": "ok", "new": "ok"}
+
+
+def test_the_compilers_cache_travels_where_it_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(travel, "CARRIED", tmp_path / "carried")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
+    cache = travel.cache_folder()
+    (cache / "fxgraph").mkdir(parents=True)
+    (cache / "fxgraph" / "kernel").write_text("code")
+    (tmp_path / "carried").mkdir()
+    travel.keep_cache(cache, tmp_path / "carried")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
+    assert (travel.cache_folder() / "fxgraph" / "kernel").read_text() == "code"
+    monkeypatch.setattr(travel, "LARGEST", 10)
+    travel.keep_cache(cache, tmp_path)
+    assert not (tmp_path / travel.ARCHIVE).exists()
+
+
+def test_a_timed_row_runs_alone(tmp_path: Path) -> None:
+    """No row begins beside it, and it begins beside none, though there is room for them."""
+    work, other, timed = campaign_in(tmp_path), Row("other", fine), Row("timed", fine, alone=True)
+    assert work._next([timed, other], [other], jobs=2) is None
+    assert work._next([other], [timed], jobs=2) is None
+    assert work._next([other], [other], jobs=2) is other
+    assert work._next([timed], [], jobs=2) is timed
 
 
 def test_a_row_over_its_time_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
-    work = Campaign(tmp_path / "c.json", {}, 1)
+    work = campaign_in(tmp_path)
     assert work.run([Row("hangs", hangs, limit_s=0.6)]) == []
-    row = work.rows["hangs"]
+    row = work.rows("")["hangs"]
     assert (row["status"], row["so_far"]) == ("killed", 1)
     assert "in hangs" in row["output"]  # where it stood
     assert not _sleeping()
     # A call with little time gives less to a row; one with more time runs it again, and one with as much does not.
     assert work.run([Row("hangs", fine, limit_s=0.6)]) == []
-    assert work.rows["hangs"]["status"] == "killed"
+    assert work.rows("")["hangs"]["status"] == "killed"
     work.run([Row("hangs", fine, limit_s=30)])
-    assert work.rows["hangs"]["status"] == "ok"
+    assert work.rows("")["hangs"]["status"] == "ok"
+
+
+def test_a_row_that_was_killed_at_its_limit_runs_again_where_that_is_asked(tmp_path: Path) -> None:
+    campaign_in(tmp_path).run([Row("hangs", hangs, limit_s=0.6)])
+    work = campaign_in(tmp_path)
+    work.run([Row("hangs", fine, limit_s=0.6)], retry=True)
+    assert work.rows("")["hangs"]["status"] == "ok"
 
 
 def _sleeping() -> bool:
@@ -188,9 +236,9 @@ def _sleeping() -> bool:
 
 def test_rows_for_which_there_is_no_time_stay_open(tmp_path: Path) -> None:
     began = time.monotonic()
-    work = Campaign(tmp_path / "c.json", {}, 0.02)
-    assert work.run([Row("long", fine, least_s=60), Row("short", fine, least_s=0)]) == ["long"]
-    assert list(work.rows) == ["short"]
+    work = campaign_in(tmp_path, 0.02)
+    assert [row.name for row in work.run([Row("long", fine, least_s=60), Row("short", fine, least_s=0)])] == ["long"]
+    assert list(work.rows("")) == ["short"]
     assert time.monotonic() - began < 60
 
 
@@ -232,6 +280,21 @@ def test_live_arms_are_capped_by_memory(free: list[float], groups: list[list[str
     assert set(found.blocks) == set(ARMS)
     assert all(len(found.base[name]) == 2 for name in ARMS)
     assert found.peak_bytes["c"] == 3
+
+
+def test_no_arm_begins_when_that_has_taken_its_share_and_each_round_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interleave, "FILL", 0.0)
+    seen: list[dict[str, int]] = []
+    found = interleave.run(
+        ARMS, 2, 60.0, tmp_path, lambda: 1e9, lambda found: seen.append({name: len(b) for name, b in found.blocks.items()})
+    )
+    assert found.groups == [["base", "a"], ["base", "b"], ["base", "c"]]
+    assert seen[:3] == [{"base": 1, "a": 1}, {"base": 2, "a": 2}, {"base": 3, "a": 2, "b": 1}]
+    late = interleave.run(ARMS, 2, 0.0, tmp_path, lambda: 1e9)  # its first group has its fewest rounds, and no other begins
+    assert set(late.blocks) == {"base", "a"}
+    assert late.failed == dict.fromkeys(("b", "c"), interleave.NO_TIME)
 
 
 def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
@@ -292,9 +355,29 @@ def test_a_devices_peak_is_found_by_its_name() -> None:
 
 def test_marks_take_the_best_of_our_arms() -> None:
     def row(**rates: float) -> dict[str, Any]:
-        return {"arms": {name.replace("_", " "): {"samples_per_s": r, "model_tflops": r / 10} for name, r in rates.items()}}
+        figures = {name.replace("_", " "): {"over_base": {"median": 1 / r}, "model_tflops": r / 10} for name, r in rates.items()}
+        return {"arms": figures}
 
-    found = speed.summary({"ceilings": {"bf16_matmul_tflops": 800.0}, "resnet50": row(ours_eager=2.0, ours_step=3.0, timm=2.0)})
+    found = speed.summary(
+        {"ceilings": {"bf16_matmul_tflops": 800.0}, "resnet50": row(ours_step=3.0), "resnet50 more": row(ours_none=2.0, timm=2.0)}
+    )
     (mark,) = found["marks"]
-    assert (mark["arm"], mark["reached"], mark["asked"]) == ("ours step", 1.5, 1.25)
-    assert found["of_measured_bf16_matmul"]["resnet50"]["timm"] == round(0.2 / 800, 4)
+    assert (mark["arm"], mark["asked"]) == ("ours step", 1.25)
+    assert mark["reached"] == pytest.approx(1.5)
+    assert found["of_measured_bf16_matmul"]["resnet50 more"]["timm"] == round(0.2 / 800, 4)
+
+
+def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(children, "call", lambda *_: {})  # which would write the images
+    found = {stage: import_module(f"bench.gpu.{stage}").rows("cuda", tmp_path) for stage in lease.STAGES}
+    for stage, patterns in lease.ORDER:
+        assert all(campaign.chosen(found[stage], [pattern]) for pattern in patterns)
+    assert [row.name for row in lease.ordered(found)][-1] == "tests marked cuda"
+    words = [training.distinct(row.args[0]) for row in (*found["clock"], *found["right"])]
+    for row in found["speed"]:
+        arms = row.args[1] if len(row.args) == 2 and isinstance(row.args[1], dict) else {}
+        words += [loops.overrides(*arguments) for run, arguments in arms.values() if run is loops.ours]
+    for given in words:
+        assert launcher.prepare(given).run.values["epochs"]

@@ -1,4 +1,4 @@
-"""The rows of a stage: each runs in a child, and is written to the stage's JSON file as soon as it is done.
+"""The rows of the stages: each runs in a child, and is written to its stage's JSON file as soon as it is done.
 
 A second call goes on where the first stopped. A row that was killed runs again where it now has more time than it had.
 """
@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,9 @@ from bench import harness
 from bench.gpu import children
 from bench.gpu.children import Child
 
+Rows = dict[str, dict[str, Any]]  # name → what came of it
+Summary = Callable[[Rows], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -28,89 +31,105 @@ class Row:
 
     name: str
     run: Callable[..., dict[str, Any] | None]
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] = field(default=(), compare=False)
     limit_s: float = 60.0
     least_s: float = 5.0  # with less time left it is not begun
     keep_output: bool = False  # what it wrote is a result; else it is kept for failures alone
+    alone: bool = False  # it is timed: nothing else runs beside it
+    stage: str = ""
 
 
 class Campaign:
-    """A stage's JSON file, and the time that this call may take."""
+    """The stages' JSON files in `folder`, each copied to `out` when it changes, and the time that this call may take."""
 
-    def __init__(self, file: Path, about: dict[str, Any], minutes: float) -> None:
-        self.file, self._until = file, time.monotonic() + 60 * minutes
-        self.content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": {}}
-        self.content |= about
+    def __init__(
+        self, folder: Path, device: str, about: Mapping[str, Any], minutes: float,
+        summaries: Mapping[str, Summary] | None = None, out: Path | None = None,
+    ) -> None:  # fmt: skip
+        self._folders = [folder] if out is None else [folder, out]
+        self._device, self._about, self._summaries = device, about, summaries or {}
+        self._until = time.monotonic() + 60 * minutes
+        self._rows: dict[str, Rows] = {}
         self._code = code()
-        self.hidden = [f"{harness.ROOT}/"]  # places on this machine, which are left out of the file
+        self.hidden = [f"{harness.ROOT}/"]  # places on this machine, which are left out of the files
 
-    @property
-    def rows(self) -> dict[str, dict[str, Any]]:
-        """The rows that are done."""
-        return self.content["rows"]
+    def rows(self, stage: str) -> Rows:
+        """The rows of a stage that are done, as the files in both folders have them."""
+        if stage not in self._rows:
+            files = [file for file in self.files(stage) if file.exists()]
+            self._rows[stage] = {name: row for file in files for name, row in json.loads(file.read_text())["rows"].items()}
+        return self._rows[stage]
+
+    def files(self, stage: str) -> list[Path]:
+        """Where a stage's results are: in the folder that keeps them, and in that which travels."""
+        return [folder / f"gpu-{stage}-{self._device}.json" for folder in self._folders]
 
     def left_s(self) -> float:
         """Seconds of this call that are left."""
         return self._until - time.monotonic()
 
-    def run(self, rows: Sequence[Row], jobs: int = 1, retry: bool = False) -> list[str]:
-        """Run what is open, `jobs` at a time. Return the names of what is still open when the time is over."""
+    def run(self, rows: Sequence[Row], jobs: int = 1, retry: bool = False, threads: int | None = None) -> list[Row]:
+        """Run what is open, `jobs` at a time with so many compile threads. Return what is still open when the time is over."""
         waiting = [row for row in rows if self._is_open(row, retry)]
-        live: dict[str, tuple[Row, Child]] = {}
+        live: list[tuple[Row, Child]] = []
         try:
             while waiting or live:
-                while len(live) < jobs and (row := self._next(waiting)) is not None:
-                    live[row.name] = row, Child(row.run, row.args, min(row.limit_s, self.left_s()))
+                while (row := self._next(waiting, [row for row, _ in live], jobs)) is not None:
+                    limit_s = min(row.limit_s, self.left_s())
+                    live.append((row, Child(row.run, row.args, limit_s, None if row.alone else threads)))
                 if not live:
                     break
                 time.sleep(children.POLL_S)
-                for name, (row, child) in list(live.items()):
+                for row, child in list(live):
                     if (outcome := child.outcome()) is not None:
-                        del live[name]
+                        live.remove((row, child))
                         self._keep(row, outcome)
         finally:
-            for _, child in live.values():
+            for _, child in live:
                 child.kill()
-        return [row.name for row in rows if self._is_open(row, False, row.limit_s)]
+        return [row for row in rows if self._is_open(row, False, row.limit_s)]
 
-    def write(self) -> None:
-        """Write the file, at once or not at all."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        new = self.file.with_suffix(".new")
-        text = json.dumps(self.content, indent=1)
+    def write(self, stage: str) -> None:
+        """Write a stage's files, each at once or not at all."""
+        rows = self.rows(stage)
+        summary = {"summary": self._summaries[stage](rows)} if stage in self._summaries else {}
+        text = json.dumps({"stage": stage, **self._about, "rows": rows, **summary}, indent=1)
         for place in self.hidden:
             text = text.replace(place, "")
-        new.write_text(text + "\n")
-        os.replace(new, self.file)
+        for file in self.files(stage):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(".new")
+            new.write_text(text + "\n")
+            os.replace(new, file)
 
-    def _next(self, waiting: list[Row]) -> Row | None:
-        """The next row that there is time for, taken out of `waiting`."""
+    def _next(self, waiting: list[Row], live: Sequence[Row], jobs: int) -> Row | None:
+        """The next row that there is time and room for, taken out of `waiting`. A timed row runs alone."""
         row = next((row for row in waiting if row.least_s < self.left_s()), None)
-        if row is not None:
-            waiting.remove(row)
+        if row is None or (live and (row.alone or live[0].alone or len(live) >= jobs)):
+            return None
+        waiting.remove(row)
         return row
 
     def _is_open(self, row: Row, retry: bool, time_s: float | None = None) -> bool:
-        done = self.rows.get(row.name)
+        done = self.rows(row.stage).get(row.name)
         if done is None:
             return True
-        if done["status"] == "killed":
-            return done["limit_s"] + 1 < min(row.limit_s, self.left_s() if time_s is None else time_s)
-        return retry and (done["status"] == "failed" or bool(done.get("failed_arms")))
+        more = done.get("limit_s", row.limit_s) + 1 < min(row.limit_s, self.left_s() if time_s is None else time_s)
+        return more or (retry and (done["status"] in ("failed", "killed") or bool(done.get("failed_arms"))))
 
     def _keep(self, row: Row, outcome: dict[str, Any]) -> None:
         if outcome["status"] == "ok" and not row.keep_output:
             del outcome["output"]
-        self.rows[row.name] = {**outcome, "code": self._code}
-        self.write()
+        self.rows(row.stage)[row.name] = {**outcome, "code": self._code}
+        self.write(row.stage)
         why = str(outcome.get("reason") or outcome.get("error") or "").strip().splitlines()
         print(f"{outcome['status']:<8}{outcome['seconds']:7.1f} s  {row.name}  {why[-1][:150] if why else ''}", flush=True)
 
 
 def chosen(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
-    """The rows whose names match one of the patterns, where * stands for anything and all else for itself."""
+    """The rows whose names match a pattern, in the patterns' order; * stands for anything and all else for itself."""
     literal = [pattern.replace("[", "[[]") for pattern in patterns]
-    return [row for row in rows if any(fnmatch(row.name, pattern) for pattern in literal)]
+    return list(dict.fromkeys(row for pattern in literal for row in rows if fnmatch(row.name, pattern)))
 
 
 def code() -> str:
@@ -134,10 +153,11 @@ def commit() -> str | None:
 
 MODULES = {  # distribution → module, of what the campaign cannot do without
     "hydra-core": "hydra", "omegaconf": "omegaconf", "antlr4-python3-runtime": "antlr4", "pyyaml": "yaml", "pydantic": "pydantic",
-    "annotated-types": "annotated_types", "torch": "torch", "timm": "timm", "numpy": "numpy", "pillow": "PIL", "rich": "rich",
-    "safetensors": "safetensors", "scipy": "scipy", "scikit-learn": "sklearn", "torchvision": "torchvision",
+    "pydantic-core": "pydantic_core", "typing-inspection": "typing_inspection", "annotated-types": "annotated_types",
+    "torch": "torch", "timm": "timm", "numpy": "numpy", "pillow": "PIL", "rich": "rich", "safetensors": "safetensors",
+    "scipy": "scipy", "scikit-learn": "sklearn", "torchvision": "torchvision",
 }  # fmt: skip
-OF_USE = {"plotext": "plotext", "simplejpeg": "simplejpeg"}
+OF_USE = {"plotext": "plotext", "simplejpeg": "simplejpeg", "pytest": "pytest"}
 
 
 def missing(modules: dict[str, str]) -> list[str]:

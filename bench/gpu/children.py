@@ -31,14 +31,17 @@ _deadline = float("inf")  # in a child: of time.monotonic()
 class Child:
     """One running function. `outcome` is asked again and again until the function has ended."""
 
-    def __init__(self, run: Callable[..., dict[str, Any] | None], args: tuple[Any, ...], limit_s: float) -> None:
+    def __init__(
+        self, run: Callable[..., dict[str, Any] | None], args: tuple[Any, ...], limit_s: float, threads: int | None = None
+    ) -> None:
         context = get_context("fork")
         self._limit_s, self._began = limit_s, time.monotonic()
         self._output = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed when it has ended
         self._connection, theirs = context.Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
-        self._process = context.Process(target=_serve, args=(run, args, theirs, self._output.fileno(), self._began + limit_s))
+        told = (theirs, self._output.fileno(), self._began + limit_s, threads)
+        self._process = context.Process(target=_serve, args=(run, args, *told))
         self._process.start()
         theirs.close()
         self.reported: dict[str, Any] = {}  # what it has reported so far
@@ -132,7 +135,9 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _serve(run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int, deadline: float) -> None:
+def _serve(
+    run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int, deadline: float, threads: int | None
+) -> None:
     global _to_parent, _deadline
     from drivetrain.core import process
     from drivetrain.core.errors import UserError
@@ -150,6 +155,10 @@ def _serve(run: Callable[..., Any], args: tuple[Any, ...], connection: Connectio
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr)  # no dump_traceback_later: its thread would be forked into ranks
     process.restart_clock()
+    if threads is not None:  # of the compiler, beside other children
+        import torch._inductor.config
+
+        torch._inductor.config.compile_threads = threads
     try:
         message = "ok", run(*args) or {}
     except UserError as error:

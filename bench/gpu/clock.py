@@ -25,9 +25,11 @@ COMMON = (
 )  # fmt: skip
 MLP = ("model=mlp", "model.hidden=[256,256,256,256,256,256]", "data.shape=[3,8,8]", "batch.global_batch=64", "log_every=40")
 CONVS = ("model=timm", "model.name=resnet50", "data.shape=[3,128,128]", "batch.global_batch=64", "log_every=20")
+FED = ("data=digits", "model=resnet9", "model.width=8", "batch.global_batch=64", "log_every=20")
 SMALL = {
     MLP: ("model=mlp", "model.hidden=[64]", "data.shape=[3,8,8]", "batch.global_batch=64", "log_every=20"),
     CONVS: ("model=resnet9", "model.width=4", "data.shape=[3,8,8]", "batch.global_batch=16", "log_every=4"),
+    FED: ("data=digits", "model=resnet9", "model.width=4", "batch.global_batch=16", "log_every=4"),
 }
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "launch-bound eager": (MLP, ()),
@@ -40,9 +42,9 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "device-bound bf16": (CONVS, ("precision=bf16", "surgery=[channels_last]")),
     "device-bound amp": (CONVS, ("precision=amp",)),
     "device-bound whole step": (CONVS, ("compile=step", "precision=bf16")),
-    "fed by threads": (CONVS, ("data=digits", "loader=threads", "model=resnet9", "model.width=8")),
-    "fed by the device loader": (CONVS, ("data=digits", "loader=device", "model=resnet9", "model.width=8")),
-    "resident": (CONVS, ("data=digits", "loader=resident", "model=resnet9", "model.width=8")),
+    "fed by threads": (FED, ("loader=threads",)),
+    "fed by the device loader": (FED, ("loader=device",)),
+    "resident": (FED, ("loader=resident",)),
 }
 CPU_ROWS = ("launch-bound eager", "launch-bound accumulated", "device-bound bf16", "fed by threads")
 
@@ -52,19 +54,19 @@ def rows(device: str, folder: Path) -> list[Row]:
     found = []
     for name, (base, words) in RUNS.items():
         small = [*SMALL[base], *words, "runtime.threads=1"]
-        given = [*COMMON, *([*base, *words] if device == "cuda" else small), f"runtime.device={device}"]
+        given = training.distinct([*COMMON, *([*base, *words] if device == "cuda" else small), f"runtime.device={device}"])
+        if "data=synthetic" not in given:  # such as digits, whose shape is its own
+            given = [word for word in given if not word.startswith("data.")]
         records = 24 if device == "cuda" else 8
-        found.append(Row(name, timed, (given, folder, records), 150.0))
+        found.append(Row(name, timed, (given, folder, records), 150.0, alone=True))
     return found
 
 
 def timed(words: Sequence[str], folder: Path, records: int) -> dict[str, Any]:
     """Both rates of a run, over the same updates."""
-    last = {word.partition("=")[0]: word for word in words}  # the last value of each key
-    if last["data"] != "data=synthetic":  # such as digits, whose shape is its own
-        last = {key: word for key, word in last.items() if not key.startswith("data.")}
+    last = {word.partition("=")[0]: word for word in words}
     updates = records * int(last["log_every"].partition("=")[2])
-    given = [*last.values(), f"updates={updates}", f"output_dir={folder}/runs"]
+    given = [*words, f"updates={updates}", f"output_dir={folder}/runs"]
     file = folder / "outside.txt"
     file.write_text("")  # a rank may be another process than this one
     result = training.train(given, attach=lambda trainer: trainer.log.writers.append(_Outside(trainer.device, file)))

@@ -1,6 +1,7 @@
 """Arms that run short blocks in turn, as many of them alive at once as the device's memory holds: two at least.
 
-The first arm is the base, with which all others are compared. Where not all fit, they run in groups, the base in each.
+The first arm is the base, with which all others are compared. Where not all fit, or to begin them takes too long, they run in
+groups, the base in each.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ Loop = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its argumen
 WARMUP = 2  # blocks
 SPARE = 1.3  # times the memory of the largest arm so far that must be free for one more
 MIN_ROUNDS = 2
+FILL = 0.4  # of a group's time: when it is over, no further arm begins
+NO_TIME = "no time was left to begin it"
 
 
 @dataclass
@@ -34,37 +37,40 @@ class Interleaved:
 
 def run(
     loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free: Callable[[], float],
-    on_group: Callable[[Interleaved], None] = lambda _: None,
+    on_round: Callable[[Interleaved], None] = lambda _: None,
 ) -> Interleaved:  # fmt: skip
     """Measure the arms, the first of them the base. `free` tells the bytes of device memory that are free.
 
-    Where `seconds` get short, each group runs fewer rounds. `on_group` gets what is measured after each group. Raises
-    RuntimeError where the base fails.
+    Where `seconds` get short, each group runs fewer rounds, and no other group begins. `on_round` gets what is measured after
+    each round. Raises RuntimeError where the base fails.
     """
     found, (base, *waiting), until = Interleaved(), loops, time.monotonic() + seconds
-    while waiting:
+    while waiting and (not found.groups or time.monotonic() < until):
         live: list[Arm] = []
+        began = time.monotonic()
         try:
             _begin(base, loops[base], live, found, folder)
             if base in found.failed:
                 raise RuntimeError(found.failed[base])
-            _fill(live, waiting, loops, found, folder, free)
+            _fill(live, waiting, loops, found, folder, free, began + FILL * (until - began))
             found.groups.append([arm.name for arm in live])
             share = len(live) / (len(live) + len(waiting))
-            _rounds(live, rounds, time.monotonic() + share * (until - time.monotonic()), found, folder)
+            _rounds(live, rounds, time.monotonic() + share * (until - time.monotonic()), found, folder, on_round)
         finally:
             for arm in live:
                 arm.kill()
-        on_group(found)
+    found.failed |= dict.fromkeys(waiting, NO_TIME)
+    on_round(found)
     return found
 
 
 def _fill(
-    live: list[Arm], waiting: list[str], loops: dict[str, Loop], found: Interleaved, folder: Path, free: Callable[[], float]
-) -> None:
-    """Begin further arms, the first whether or not its memory is known to be there, the others while it is."""
+    live: list[Arm], waiting: list[str], loops: dict[str, Loop], found: Interleaved, folder: Path, free: Callable[[], float],
+    until: float,
+) -> None:  # fmt: skip
+    """Begin further arms, the first in any case, the others while there is memory and time."""
     largest, before = 0.0, free()
-    while waiting and (len(live) == 1 or before > SPARE * largest):
+    while waiting and (len(live) == 1 or (before > SPARE * largest and time.monotonic() < until)):
         name = waiting.pop(0)
         _begin(name, loops[name], live, found, folder)
         if "OutOfMemoryError" in found.failed.get(name, "") and len(live) > 1:  # not by itself beside the base
@@ -89,28 +95,34 @@ def _begin(name: str, loop: Loop, live: list[Arm], found: Interleaved, folder: P
         _fail(arm, error, found, folder)
 
 
-def _rounds(live: list[Arm], rounds: int, until: float, found: Interleaved, folder: Path) -> None:
-    base = live[0]
-    times: dict[str, list[float]] = {arm.name: [] for arm in live}
+def _rounds(
+    live: list[Arm], rounds: int, until: float, found: Interleaved, folder: Path, on_round: Callable[[Interleaved], None]
+) -> None:
+    base, of_base = live[0], list[float]()
+    for arm in live:
+        found.base[arm.name] = of_base
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.monotonic() > until:
             break
         for arm in list(live) if number % 2 == 0 else list(reversed(live)):
             try:
-                times[arm.name].append(arm.block()[0])
+                seconds = arm.block()[0]
+                found.blocks.setdefault(arm.name, []).append(seconds)
+                if arm is base:
+                    of_base.append(seconds)
             except RuntimeError as error:
                 live.remove(arm)
                 _fail(arm, error, found, folder)
         if base not in live:
             raise RuntimeError(found.failed[base.name])
+        on_round(found)
     for arm in live:
-        found.blocks[arm.name] = found.blocks.get(arm.name, []) + times[arm.name]
-        found.base[arm.name] = times[base.name]
         found.peak_bytes[arm.name] = arm.stop()["loss_last"]
 
 
 def _fail(arm: Arm, error: RuntimeError, found: Interleaved, folder: Path) -> None:
     arm.kill()
+    found.blocks.pop(arm.name, None)
     found.failed[arm.name] = f"{error}\n{(folder / f'{arm.name}.txt').read_text(errors='replace')}"
 
 

@@ -54,12 +54,19 @@ def base_overrides(work: Work) -> list[str]:
 
 
 def fast_overrides(work: Work) -> list[str]:
-    """bfloat16, a fused update, and channels_last for convolutions."""
-    half, layout = ["precision=bf16"] if work.half else [], ["surgery=[channels_last]"] if work.conv else []
-    return [*half, *layout, "optimizer.fused=true"]
+    """bfloat16 or TensorFloat-32, as all arms, and channels_last for convolutions. The update is fused where there is one."""
+    layout = ["surgery=[channels_last]"] if work.conv else []
+    return [f"precision={'bf16' if work.half else 'tf32'}", *layout]
 
 
-def ours(work: Work, overrides: Sequence[str], sync: BlockSync) -> None:
+def overrides(work: Work, more: Sequence[str]) -> list[str]:
+    """The overrides of an arm of ours, each key once."""
+    words = training.distinct([*base_overrides(work), *more])
+    made = "data=synthetic" in words
+    return [w for w in words if made or not w.startswith(("data.shape", "data.classes", "data.samples", "data.test_samples"))]
+
+
+def ours(work: Work, more: Sequence[str], sync: BlockSync) -> None:
     """drivetrain's own `fit`; a block ends with the training record of its last update."""
     from drivetrain.config import validate
     from drivetrain.core.context import BuildContext
@@ -67,10 +74,7 @@ def ours(work: Work, overrides: Sequence[str], sync: BlockSync) -> None:
     from drivetrain.engine import build
     from drivetrain.launch import launcher
 
-    words = training.distinct([*base_overrides(work), *overrides])
-    if "data=synthetic" not in words:
-        words = [w for w in words if not w.startswith(("data.shape", "data.classes", "data.samples", "data.test_samples"))]
-    job = launcher.prepare(words)
+    job = launcher.prepare(overrides(work, more))
     validate.validate_device(job.run)
     sinks: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -106,23 +110,33 @@ def naive(work: Work, sync: BlockSync) -> None:
             optimizer.step()
 
 
-def hand(work: Work, sync: BlockSync) -> None:
-    """What a good engineer writes by hand: bfloat16, channels_last, compiled, fused."""
+def hand(work: Work, inside: bool, sync: BlockSync) -> None:
+    """What a good engineer writes by hand: bfloat16 or TensorFloat-32, channels_last, compiled, fused.
+
+    `inside` compiles the loss with the model, and the update.
+    """
     import torch
 
+    torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     x, y, model = start(work, work.conv)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True, weight_decay=DECAY, fused=True
-    )  # fmt: skip
-    forward = torch.compile(model) if work.compile else model
+    compiled = torch.compile if work.compile else lambda function: function
+    kind = {"foreach": True} if inside else {"fused": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True, weight_decay=DECAY, **kind)
+    update = compiled(optimizer.step) if inside else optimizer.step
+    forward = model if inside else compiled(model)
+
+    def loss_on(x: Any, y: Any) -> Any:
+        return loss_of(forward(x), y)
+
+    loss_on = compiled(loss_on) if inside else loss_on
     for blocks in blocks_of(work, sync):
         for picked in blocks:
             batch = x[picked].contiguous(memory_format=torch.channels_last) if work.conv else x[picked]
             with torch.autocast(work.device, torch.bfloat16, enabled=work.half):
-                loss = loss_of(forward(batch), y[picked])
+                loss = loss_on(batch, y[picked])
             loss.backward()
-            optimizer.step()
+            update()
             optimizer.zero_grad()
 
 

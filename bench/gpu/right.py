@@ -63,7 +63,8 @@ EXACT = Tolerance(0.0, 0.0, 0.0, "a resumed run repeats the whole one to the las
 FAMILIES = {
     "compile": Family({name: (f"compile={name}",) for name in ("none", "inductor", "step", "cudagraph")}, FUSED),
     "accumulation": Family(
-        {name: (f"compile={name}", "batch=accumulate", "batch.accumulation_steps=4") for name in ("none", "cudagraph")}, FUSED
+        {name: (f"compile={name}", "batch=accumulate", "batch.accumulation_steps=4") for name in ("none", "step", "cudagraph")},
+        FUSED,
     ),
     "loader": Family({name: (f"loader={name}",) for name in ("sync", "threads", "device", "resident")}, SAME),
     **{
@@ -79,7 +80,8 @@ def rows(device: str, folder: Path) -> list[Row]:
     words = dict.fromkeys(run for family in FAMILIES.values() for run in family.runs.values())
     common = [*BASE, *(() if device == "cuda" else SMALL), f"runtime.device={device}", f"output_dir={folder}/runs"]
     found = [Row(" ".join(run), curve, ([*common, *run],), 180.0) for run in words]
-    return [*found, Row("interrupted", interrupted, ([*common, *EXACTLY],), 180.0)]
+    exactly = [word for word in (*common, *EXACTLY) if not word.startswith("model.width")]
+    return [*found, Row("interrupted", interrupted, (exactly,), 180.0)]
 
 
 def curve(words: Sequence[str]) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def curve(words: Sequence[str]) -> dict[str, Any]:
 
 def interrupted(words: Sequence[str]) -> dict[str, Any]:
     """A run that a signal ends half-way and a resume takes to its end, and the same run as a whole."""
-    words = [word for word in training.distinct(words) if not word.startswith("model.width")]
+    words = training.distinct(words)
     whole = training.losses(training.train(words).run_dir)
     stopped = training.train(words, attach=_stop_half_way, ends="interrupted")
     again = training.train([f"resume={stopped.run_dir}"])

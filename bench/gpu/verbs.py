@@ -39,7 +39,14 @@ def rows(device: str, folder: Path) -> list[Row]:
     """Each verb, its output kept."""
     runs = RUNS if device == "cuda" else SMALL
     return [
-        Row(name, verb, ((*words, f"runtime.device={device}"), folder / name.replace(" ", "_")), 280.0, keep_output=True)
+        Row(
+            name,
+            verb,
+            ((*words, f"runtime.device={device}"), folder / name.replace(" ", "_")),
+            280.0,
+            keep_output=True,
+            alone=True,
+        )
         for name, words in runs.items()
     ]
 
