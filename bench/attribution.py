@@ -73,14 +73,15 @@ def summary(seeds: dict[str, Any]) -> dict[str, Any]:
 
 def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
     """What the planted line costs, what the doctor says of it, and what it says of the program without it."""
+    from drivetrain.engine import child
     from drivetrain.launch.job import prepare
     from drivetrain.measure.profile.diagnose import diagnose
-    from drivetrain.measure.profile.isolated import run_isolated
 
     with tempfile.TemporaryDirectory() as folder, _within(folder):
         # One thread: what else runs on the machine disturbs it less. Whether more would help is no question here.
         job = prepare([*drawn.write(Path(folder)), "runtime.threads=1"], [])
-        repeats, costs, inside, planted, clean = run_isolated(partial(_measure, drawn=drawn, profile_s=profile_s), job)
+        measure = partial(_measure, drawn=drawn, profile_s=profile_s)
+        repeats, costs, inside, planted, clean = child.ask(job.run, measure, drawn.kind)
         problems = sorted(diagnose(planted, job), key=lambda p: -p.share)
         without = sorted(diagnose(clean, job), key=lambda p: -p.share)
     marks = [f"{drawn.module}.py:{n} " for n in drawn.planted]

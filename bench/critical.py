@@ -113,24 +113,12 @@ def trained(task: Mapping[str, Any], batch: int, seed: int) -> dict[str, Any]:
 
 
 def looked(task: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """What batch=critical finds with a seed: the noise scale and the batch. The look is that of the run, in this process."""
-    from drivetrain.core.context import BuildContext
-    from drivetrain.engine import build
-    from drivetrain.launch import batch_look
+    """What batch=critical finds with a seed: the noise scale and the batch."""
+    from drivetrain.launch.trials import Trials
 
     limits = (f"batch.global_batch={task['smallest']}", f"batch.max={task['batches'][-1]}")
-    given = [*COMMON, *task["words"], "batch=critical", *limits, f"runtime.seed={seed}"]
-
-    def measure(steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
-        job = prepare(given)
-        job.run.batch.accumulation_steps = steps
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = build.build(BuildContext(job.run, World(), Path(folder)), [])
-            found = batch_look.look(trainer, updates)
-            return {**found, "update_seconds": batch_look.update_seconds(trainer, micro_batches, 1, found["noise_scale"])}
-
-    chosen = prepare(given).run.batch.choose(measure, 1)
-    found: dict[str, Any] = chosen.found
+    job = prepare([*COMMON, *task["words"], "batch=critical", *limits, f"runtime.seed={seed}"])
+    found: dict[str, Any] = job.run.batch.choose(Trials(job)).found
     return found
 
 

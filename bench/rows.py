@@ -129,14 +129,14 @@ def _try(words: Words, folder: Path, answer: Path, judge: Callable[[list[str], A
         overrides = [*pairwise.complete(words, folder), f"output_dir={place}"]
         job = prepare(overrides)
         ranks = job.run.parallel.ranks()
-        # What is measured before the ranks start is refused where somebody else starts them.
-        measured = job.run.batch.chooses_size or job.run.checkpointing.memory_gb is not None
+        # What is tried before the ranks start is refused where somebody else starts them.
+        tried = any(option.needs_trial for option in job.run.tried().values())
     except UserError as error:
         ended = Ended(words, REFUSED, str(error))
     except BaseException as error:
         ended = Ended(words, OPEN, f"{type(error).__name__}: {error}")
     else:
-        ended = _trained(words, folder, 1 if measured else ranks)
+        ended = _trained(words, folder, 1 if tried else ranks)
         if judge is not None and ended.outcome == TRAINED and ranks == 1:
             ended.certified = judge(overrides, job.run)
     answer.write_text(json.dumps(asdict(ended)))

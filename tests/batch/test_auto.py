@@ -1,9 +1,8 @@
 """batch=auto, growth, preallocation, and running out of memory in mid-run."""
 
 import json
-import subprocess
 import sys
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.rehearsal.largest import largest_micro_batch
-from drivetrain.launch import batch_forecast, batch_probe, launcher
+from drivetrain.launch import launcher, trials
+from drivetrain.launch.trials import Trials
 
 HUNGRY = """
 import torch
@@ -70,12 +70,18 @@ def test_out_of_memory_with_one_sample_ends_the_run(tmp_path, hungry):
 
 
 class Device:
-    """A stand-in for trials on a device that holds `true_limit` samples; it counts the samples that are tried."""
+    """Trials on a device that holds `true_limit` samples; it counts the samples that are tried."""
 
-    def __init__(self, true_limit):
-        self.true_limit, self.tried = true_limit, 0
+    resumes = False
 
-    def fitting(self, sizes, most, limit_gb):
+    def __init__(self, true_limit, expected, ranks=1):
+        self.true_limit, self.expected, self.tried = true_limit, expected, 0
+        self.run = SimpleNamespace(parallel=SimpleNamespace(ranks=lambda: ranks))
+
+    def forecast_micro_batch(self, most, limit_gb):
+        return self.expected
+
+    def count_fitting(self, sizes, most, limit_gb):
         assert list(sizes) == sorted(set(sizes))
         assert sizes[-1] <= most
         count = sum(size <= self.true_limit for size in sizes)
@@ -84,9 +90,8 @@ class Device:
 
 
 def search(true_limit, expected, global_batch=256, ranks=1):
-    device = Device(true_limit)
-    batch = Auto(global_batch=global_batch).autotune(device.fitting, lambda most, limit_gb: expected, ranks)
-    return batch, device.tried
+    device = Device(true_limit, expected, ranks)
+    return Auto(global_batch=global_batch).choose(device), device.tried
 
 
 @pytest.mark.parametrize("expected", [None, 0, 2, 40, 50, 55, 128, 10**6])
@@ -116,16 +121,11 @@ def test_auto_says_when_nothing_fits(expected):
         search(1, expected)
 
 
-def test_a_step_that_cannot_be_forecast_is_told_and_trials_begin_with_the_smallest(monkeypatch, caplog):
-    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nRuntimeError: no values\n")
-    monkeypatch.setattr(batch_probe, "run_child", lambda *given: failed)
-    device = Device(50)
-    forecast = partial(batch_forecast.largest_micro_batch, [], [])
-    Auto(global_batch=256).autotune(device.fitting, forecast, 1)
-    assert caplog.messages == [
-        "batch=auto: the step cannot be forecast (RuntimeError: no values): trials begin at 2 samples",
-        "batch=auto: 49 samples fit at once: 6 steps of 43 samples on each rank",
-    ]
+def test_a_resumed_run_has_the_micro_batch_of_its_checkpoint():
+    device = Device(50, 50)
+    device.resumes, batch = True, Auto(global_batch=256)
+    assert batch.choose(device) is batch
+    assert not device.tried
 
 
 READS = """
@@ -142,16 +142,33 @@ class Net(torch.nn.Module):
 """
 
 
-@pytest.mark.slow
-def test_forecasts_of_a_run_and_of_one_that_needs_values(tmp_path, monkeypatch, caplog):
+def trials_of(*words):
+    return Trials(launcher.prepare([*TINY, "runtime.device=cpu", "batch.global_batch=96", *words]))
+
+
+def test_a_step_that_needs_values_is_not_forecast_and_is_tried(tmp_path, monkeypatch, caplog):
     (tmp_path / "reads_net.py").write_text(READS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = [*TINY, "runtime.device=cpu", "batch.global_batch=96"]
-    assert batch_forecast.largest_micro_batch([*words, "model=mlp"], [], 96, 16.0) == 96
-    own = ["model=own", "model.target=reads_net.Net", "trust=[reads_net]"]
-    assert batch_forecast.largest_micro_batch([*words, *own], [], 96, 16.0) is None
-    assert "cannot be forecast" in caplog.text
-    assert batch_probe.count_fitting([*words, *own], [], [48, 96], 96, 16.0) == 2
+    caplog.set_level("INFO")
+    assert trials_of("model=mlp").forecast_micro_batch(96, 16.0) == 96
+    own = trials_of("model=own", "model.target=reads_net.Net", "trust=[reads_net]")
+    assert own.forecast_micro_batch(96, 16.0) is None
+    assert "the step cannot be forecast (it fails: " in caplog.text
+    assert own.count_fitting([48, 96], 96, 16.0) == 2
+
+
+def test_trials_count_what_fits_until_memory_does_not_do(hungry):
+    own = trials_of(*hungry, "model.kwargs={most: 9}")
+    assert own.count_fitting([2, 8, 16, 32], 96, 16.0) == 2
+    assert own.count_fitting([2, 8], 96, 0.001) == 0  # the process itself takes more
+
+
+def test_a_trial_that_fails_is_told(tmp_path, monkeypatch):
+    (tmp_path / "wrong_net.py").write_text(READS.replace("assert x.detach().numpy().size", "raise KeyError('no such layer')"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = trials_of("model=own", "model.target=wrong_net.Net", "trust=[wrong_net]")
+    with pytest.raises(UserError, match="no such layer"):
+        own.count_fitting([2], 96, 16.0)
 
 
 def test_auto_needs_a_limit_on_a_cpu(tmp_path):
@@ -204,40 +221,22 @@ def test_the_rules_speak():
         launcher.prepare(["batch.grow_until=130", "batch.grow_every=1"])
 
 
-@pytest.mark.slow
 def test_the_knobs_of_what_a_trial_goes_without_go_too():
-    words = [
-        *TINY,
-        "batch.global_batch=32",
-        "parallel=fsdp",
-        "parallel.nproc=4",
-        "parallel.replicate=2",
-        "compile=inductor",
-        "compile.mode=default",
-    ]
-    assert batch_probe.count_fitting([*words, "model=mlp", "saving.every_updates=3"], [], [2, 4], 32, 16.0) == 2
-
-
-def test_a_trial_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_probe, "LIMIT_S", 0.01)
-    with pytest.raises(UserError, match=r"batch=auto: a trial step failed: it took longer than .* and was ended"):
-        batch_probe.count_fitting([*TINY, "model=mlp"], [], [2], 2, 16.0)
+    words = ["parallel=fsdp", "parallel.nproc=4", "parallel.replicate=2", "compile=inductor", "compile.mode=default"]
+    job = launcher.prepare([*TINY, "batch.global_batch=32", "model=mlp", "saving.every_updates=3", *words])
+    run = trials.trial_run(job)
+    assert (run.choices["parallel"], run.choices["compile"], run.choices["saving"]) == ("single", "none", "last")
+    # Trials run without a compiler, whose the budget is; the run itself has both.
+    budget = launcher.prepare([*TINY, "model=mlp", "checkpointing=budget", "compile=inductor"])
+    assert trials.trial_run(budget).choices["checkpointing"] == "none"
 
 
 def test_a_trial_may_have_averages_that_are_stored_with_checkpoints(make):
-    """It has no directory to store them in, and its updates store nothing."""
-    planned = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "ema=post_hoc", "saving=last"]
-    job = batch_probe.trial_job({"overrides": planned, "config_dirs": []})
-    assert job.run.saving.active
+    """Its updates store nothing."""
+    job = launcher.prepare(["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "ema=post_hoc", "saving=last"])
+    assert trials.trial_run(job).saving.active
     trainer = make("ema=post_hoc", "saving=last", "updates=3", run_dir=NO_RUN_DIR)
     assert largest_micro_batch(trainer, 8, 2.0**40) == 8
-
-
-@pytest.mark.slow
-def test_the_compilers_budget_does_not_keep_a_trial_from_running():
-    """Trials run without a compiler, whose the budget is; the run itself has both."""
-    words = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "checkpointing=budget", "compile=inductor"]
-    assert batch_probe.count_fitting(words, [], [2, 4], 8, 16.0) == 2
 
 
 ONCE = """

@@ -2,17 +2,17 @@
 
 import json
 import math
-import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import drivetrain
 from drivetrain.batch import Critical
 from drivetrain.core.errors import UserError
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.world import World
-from drivetrain.launch import batch_look, batch_probe, launcher
+from drivetrain.launch import launcher, look
+from drivetrain.launch.trials import Trials
 from drivetrain.run.result import Result
 
 WORDS = [
@@ -26,27 +26,35 @@ WORDS = [
 ]
 
 
-def told(noise_scale, samples=10_000, seconds=()):
-    """A stand-in for the measurement."""
-    found = {"noise_scale": noise_scale, "samples": samples, "update_seconds": list(seconds)}
-    return lambda steps, updates, micro_batches: {**found, "updates": updates or 50}
+class Told:
+    """Trials of a run with so many ranks, whose look finds this; it notes what it was asked."""
+
+    def __init__(self, noise_scale, samples=10_000, seconds=(), ranks=1):
+        self.found = {"noise_scale": noise_scale, "samples": samples, "update_seconds": list(seconds)}
+        self.run = SimpleNamespace(parallel=SimpleNamespace(data_ranks=lambda: ranks))
+        self.asked = []
+
+    def look(self, *given):
+        self.asked.append(given)
+        return {**self.found, "updates": given[1] or 50}
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Let the look find this noise scale; the list gets what it was asked."""
+    """Let the look of a run find this noise scale; the list gets what it was asked."""
 
     def let(noise_scale):
-        asked = []
-
-        def measure(overrides, config_dirs, steps, updates, micro_batches):
-            asked.append((steps, updates))
-            return told(noise_scale, 48)(steps, updates, micro_batches)
-
-        monkeypatch.setattr(batch_look, "measure", measure)
-        return asked
+        told = Told(noise_scale, 48)
+        monkeypatch.setattr(launcher, "Trials", lambda job: told)
+        return told.asked
 
     return let
+
+
+@pytest.fixture
+def here(tiny):
+    """Train in this process, where the trials are those of the test."""
+    return lambda *words: launcher.launch(launcher.prepare(tiny(*words)), quiet=True).result
 
 
 def weights(result):
@@ -63,7 +71,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("noise_scale", "samples", "size"), CHOSEN)
 def test_the_batch_is_doubled_while_the_noise_scale_is_above_it(noise_scale, samples, size):
-    chosen = Critical(global_batch=32, max=600, by="noise", lr_scaling="linear").choose(told(noise_scale, samples), ranks=1)
+    chosen = Critical(global_batch=32, max=600, by="noise", lr_scaling="linear").choose(Told(noise_scale, samples))
     assert chosen.global_batch == chosen.size(0) == size
     assert chosen.micro_batch(World()) == 32  # memory does not grow
     assert chosen.lr_factor() == size / 256
@@ -71,20 +79,15 @@ def test_the_batch_is_doubled_while_the_noise_scale_is_above_it(noise_scale, sam
 
 
 def test_ranks_split_what_was_chosen():
-    asked = []
-
-    def measure(*given):
-        asked.append(given)
-        return told(100.0, seconds=(1.0, 1.0, 1.9))(*given)
-
+    told = Told(100.0, seconds=(1.0, 1.0, 1.9), ranks=4)
     given = {"global_batch": 32, "look_updates": 7, "accumulation_steps": 2, "max": 200}
-    chosen = Critical(**given, by="noise").choose(measure, ranks=4)
+    chosen = Critical(**given, by="noise").choose(told)
     assert chosen.global_batch == 128
     assert chosen.micro_batch(World(size=4)) == 4
-    chosen = Critical(**given).choose(measure, ranks=4)
+    chosen = Critical(**given).choose(told)
     assert chosen.global_batch == 64
     assert chosen.micro_batch(World(size=4)) == 8
-    assert asked == [(8, 7, []), (8, 7, [4, 8, 16])]  # the micro-batches of the run itself
+    assert told.asked == [(8, 7, []), (8, 7, [4, 8, 16])]  # the micro-batches of the run itself
 
 
 TIMED = [
@@ -100,32 +103,32 @@ TIMED = [
 @pytest.mark.parametrize(("noise_scale", "seconds", "size"), TIMED)
 def test_the_batch_comes_to_a_target_soonest(noise_scale, seconds, size):
     """Its updates, 1 + noise scale / batch in units of the fewest, times the seconds of one are the least."""
-    chosen = Critical(global_batch=32, max=256).choose(told(noise_scale, seconds=seconds), ranks=1)
+    chosen = Critical(global_batch=32, max=256).choose(Told(noise_scale, seconds=seconds))
     assert chosen.global_batch == chosen.found["global_batch"] == size
     assert chosen.accumulation_steps == 1
 
 
 def test_what_the_run_has_recorded_is_not_measured_again():
     batch = Critical(global_batch=32, by="noise")
-    first = batch.choose(told(120.0), ranks=1)
-    again = batch.choose(told(1e9), 1, json.loads(json.dumps(first.found)))
+    first = batch.choose(Told(120.0))
+    again = batch.choose(Told(1e9), json.loads(json.dumps(first.found)))
     assert again.found == first.found
     assert again.global_batch == 128
-    other = Critical(global_batch=32, max=4096, by="noise").choose(told(1e9), 1, first.found)  # the run goes on with other limits
+    other = Critical(global_batch=32, max=4096, by="noise").choose(Told(1e9), first.found)  # the run goes on with other limits
     assert other.global_batch == 4096
     wrong = [{"noise_scale": value} for value in ("many", -1.0, math.nan, math.inf)]
     wrong += [{name: value} for name in ("updates", "samples") for value in ("many", 0, -5, 1.5, None)]
     wrong += [{"update_seconds": value} for value in (None, ["many"], [0.0], [math.nan], [1.0] * 7)]
     for damaged in ({}, [], *({**first.found, **each} for each in wrong)):
-        assert batch.choose(told(64.0), 1, damaged).global_batch == 64
+        assert batch.choose(Told(64.0), damaged).global_batch == 64
 
 
-def test_the_run_is_that_of_the_batch_that_was_chosen(train, measured, caplog):
+def test_the_run_is_that_of_the_batch_that_was_chosen(train, here, measured, caplog):
     asked = measured(11.0)
     with caplog.at_level("INFO"):
-        chosen = train(*WORDS, "log_every=1")
+        chosen = here(*WORDS, "log_every=1")
     fixed = train("batch=accumulate", "batch.global_batch=12", "batch.accumulation_steps=2", "batch.lr_scaling=sqrt", *WORDS[4:])
-    assert asked == [(2, None)]
+    assert asked == [(2, None, [])]
     assert chosen.updates == fixed.updates == 8
     assert all(torch.equal(weights(fixed)[name], weight) for name, weight in weights(chosen).items())
     limits = {"smallest": 6, "largest": 24, "look_updates": None, "by": "noise"}
@@ -136,13 +139,13 @@ def test_the_run_is_that_of_the_batch_that_was_chosen(train, measured, caplog):
     assert "gradient noise scale 11" in (chosen.run_dir / "log.txt").read_text()
 
 
-def test_a_resumed_run_goes_on_with_its_batch(train, measured):
+def test_a_resumed_run_goes_on_with_its_batch(here, measured):
     """Also where a measurement would find another one now; the bits are those of the run in one piece."""
     measured(25.0)
-    whole = train(*WORDS)
-    half = train(*WORDS, "updates=1")  # within the first epoch
+    whole = here(*WORDS)
+    half = here(*WORDS, "updates=1")  # within the first epoch
     asked = measured(6.0)
-    resumed = drivetrain.train([f"resume={half.run_dir}", "updates=null"])
+    resumed = launcher.launch(launcher.prepare_run([f"resume={half.run_dir}", "updates=null"]), quiet=True).result
     assert asked == []
     assert resumed.status == "completed", resumed.error
     assert resumed.updates == whole.updates == 4
@@ -154,13 +157,13 @@ def test_the_look_measures_the_beginning_of_the_run(make):
     """It trains as the run does with the smallest batch and gives the same figure each time; random labels are noisier."""
     words = ("batch=accumulate", "batch.global_batch=16", "batch.accumulation_steps=2", "updates=null", "epochs=9")
     digits, of_none = ("data=digits", "model.hidden=[16]"), ("data.samples=160", "model.hidden=[16]")
-    clean, again = (batch_look.look(make(*words, *digits), 30) for _ in range(2))
-    noisy = batch_look.look(make(*words, *of_none), 30)
+    clean, again = (look.at_beginning(make(*words, *digits), 30) for _ in range(2))
+    noisy = look.at_beginning(make(*words, *of_none), 30)
     assert clean == again
     assert (noisy["updates"], noisy["samples"]) == (30, 160)
     assert noisy["noise_scale"] is None or clean["noise_scale"] < noisy["noise_scale"]
     looked, trained = make(*words), make(*words)
-    batch_look.look(looked, 4)
+    look.at_beginning(looked, 4)
     trained.max_updates = 4
     trained.fit()
     assert all(torch.equal(a, b) for a, b in zip(looked.model.parameters(), trained.model.parameters(), strict=True))
@@ -168,13 +171,12 @@ def test_the_look_measures_the_beginning_of_the_run(make):
 
 def test_the_look_is_a_process_of_its_own(tiny, monkeypatch):
     words = tiny("batch=critical", "batch.global_batch=6", "batch.max=24", "parallel=ddp", "runtime.device=cpu")
-    found = batch_look.measure(words, [], 2, 2, [6, 12])
+    found = Trials(launcher.prepare(words)).look(2, 2, [6, 12])
     assert (found["updates"], found["samples"]) == (2, 48)
     assert len(found["update_seconds"]) == (0 if found["noise_scale"] is None else 2)
-    failed = subprocess.CompletedProcess([], 1, "", "…\nMemoryError: none left\n")
-    monkeypatch.setattr(batch_probe, "run_child", lambda *given: failed)
-    with pytest.raises(UserError, match="its look at the first updates failed: MemoryError: none left"):
-        batch_look.measure(words, [], 2, 2, [])
+    monkeypatch.setattr(look, "at_beginning", lambda *given: [].pop())
+    with pytest.raises(UserError, match="look at the first updates for the batch failed: IndexError: pop from empty list"):
+        Trials(launcher.prepare(words)).look(2, 2, [])
 
 
 def test_updates_are_timed_as_far_as_a_larger_batch_may_be_sooner(make, monkeypatch):
@@ -187,12 +189,12 @@ def test_updates_are_timed_as_far_as_a_larger_batch_may_be_sooner(make, monkeypa
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         yield seconds[len(sizes) - 1]
 
-    monkeypatch.setattr(batch_look, "_timed", timed)
+    monkeypatch.setattr(look, "_timed", timed)
     doubles, beyond = [4, 8, 16, 32], [4, 8, 16, 64]
     cases = [(100.0, [1.0] * 3, doubles), (4.0, [1.0, 2.0], doubles), (None, [], doubles), (100.0, [1.0] * 3, beyond)]
     for noise_scale, seconds, micro_batches in cases:
         sizes.clear()
-        assert batch_look.update_seconds(trainer, micro_batches, 1, noise_scale) == seconds
+        assert look.update_seconds(trainer, micro_batches, 1, noise_scale) == seconds
 
 
 def test_an_update_is_timed_with_the_steps_of_the_run(make):
@@ -205,8 +207,8 @@ def test_an_update_is_timed_with_the_steps_of_the_run(make):
 
     trainer.step = Watched(trainer.step)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    assert all(seconds > 0 for seconds in batch_look._timed(trainer, 6, 2))
-    assert seen == [6, 6] * batch_look.TIMED
+    assert all(seconds > 0 for seconds in look._timed(trainer, 6, 2))
+    assert seen == [6, 6] * look.TIMED
     assert not any(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 

@@ -1,19 +1,17 @@
 """checkpointing.memory_gb: a forecast chooses how many blocks are recomputed, before the run."""
 
 import json
-import subprocess
 
 import pytest
 import torch
 
-import drivetrain
 from drivetrain.checkpointing import Blocks, Checkpointing
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import one_sample
 from drivetrain.engine.rehearsal.recomputation import fewest, fewest_recomputed
-from drivetrain.launch import batch_probe, launcher
-from drivetrain.launch.recompute_forecast import Share, fewest_blocks
+from drivetrain.launch import launcher, trials
+from drivetrain.launch.trials import Trials
 from tests.checkpointing.test_live_bytes import Live
 
 DEEP = ["model=mlp", "model.hidden=[64,64,64,64,64,64]", "model.dropout=0.1", "optimizer=sgd", "batch.global_batch=16"]
@@ -82,33 +80,47 @@ class Block(torch.nn.Module):
         return self.layer(x)
 
 
+class Told:
+    """Trials that find this, and note what they were asked."""
+
+    def __init__(self, **found):
+        self.found, self.asked = found, []
+
+    def fewest_blocks(self, block, limit_gb):
+        self.asked.append((block, limit_gb))
+        return self.found
+
+    def micro_batch(self):
+        return 16
+
+
 def test_a_resumed_run_keeps_what_was_chosen_for_the_same_limit():
     found = {"memory_gb": 2.0, "recomputed": 3, "blocks": 6, "bytes": 5}
-    option, asked = Blocks("Layer", 2.0), []
-
-    def forecast(block, memory_gb):
-        asked.append((block, memory_gb))
-        return {**found, "recomputed": 1}
-
-    assert option.choose(forecast, found).found == found
+    option, told = Blocks("Layer", 2.0), Told(recomputed=1, blocks=6, bytes=5)
+    assert option.choose(told, found).found == found
     for other in (None, {}, {**found, "memory_gb": 1.0}, {**found, "recomputed": -1}, {**found, "recomputed": "3"}):
-        assert option.choose(forecast, other).found["recomputed"] == 1
-    assert asked == [("Layer", 2.0)] * 5
+        assert option.choose(told, other).found == {**found, "recomputed": 1}
+    assert told.asked == [("Layer", 2.0)] * 5
     assert option.found is None
-    assert Blocks().choose(forecast, found).found is None
+    assert Blocks().choose(told, found).found is None
 
 
-def test_too_little_is_told_with_the_least_and_a_failed_forecast_with_its_reason(monkeypatch):
-    def child(code, out, err=""):
-        return lambda *given: subprocess.CompletedProcess([], code, out, err)
-
-    monkeypatch.setattr(batch_probe, "run_child", child(0, json.dumps({"blocks": 8, "recomputed": 8, "bytes": 3 * 2**30})))
-    assert fewest_blocks([], [], Share(16, 2), None, 4.0)["recomputed"] == 8
+def test_too_little_is_told_with_the_least_and_a_failed_forecast_with_its_reason(tiny, monkeypatch):
     with pytest.raises(UserError, match=r"memory_gb=2 is too little: a step of 16 samples is forecast to take at least 3 GiB"):
-        fewest_blocks([], [], Share(16, 2), None, 2.0)
-    monkeypatch.setattr(batch_probe, "run_child", child(1, "", "RuntimeError: no values"))
-    with pytest.raises(UserError, match=r"cannot be forecast \(RuntimeError: no values\)"):
-        fewest_blocks([], [], Share(16, 2), None, 2.0)
+        Blocks(None, 2.0).choose(Told(recomputed=8, blocks=8, bytes=3 * 2**30))
+    monkeypatch.setattr(trials, "_fewest_blocks", lambda *given: [].pop())
+    with pytest.raises(UserError, match=r"cannot be forecast: IndexError: pop from empty list: set checkpointing.memory_gb=null"):
+        Trials(launcher.prepare(tiny(*DEEP))).fewest_blocks(None, 2.0)
+
+
+def test_a_launcher_that_has_started_ranks_is_refused(tiny, monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+    job = launcher.prepare(tiny(*DEEP, "checkpointing=blocks", "checkpointing.memory_gb=4", "parallel=ddp", "runtime.device=cpu"))
+    with pytest.raises(UserError, match=r"another launcher has started them: .* or set checkpointing\.memory_gb=null"):
+        launcher.launch(job)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +128,10 @@ def test_too_little_is_told_with_the_least_and_a_failed_forecast_with_its_reason
     [
         (["parallel=fsdp", "parallel.nproc=2"], "parallel=fsdp divides it"),
         (["batch=auto", "batch.memory_gb=4"], "batch=auto finds its own"),
-        (["stages=[{until: 1ep, model.freeze: [stem]}]"], "stages and checkpointing.memory_gb exclude each other"),
+        (
+            ["stages=[{until: 1ep, model.freeze: [stem]}]"],
+            "once for the whole run: set checkpointing.memory_gb=null",
+        ),
     ],
 )
 def test_what_cannot_be_forecast_is_refused(words, reason):
@@ -124,17 +139,13 @@ def test_what_cannot_be_forecast_is_refused(words, reason):
         launcher.prepare(["data=digits", "model=resnet9", "checkpointing=blocks", "checkpointing.memory_gb=4", *words])
 
 
-@pytest.mark.slow
-def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(train, monkeypatch):
+def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(tiny, monkeypatch):
     words = [*DEEP, "checkpointing=blocks", "checkpointing.memory_gb=16"]
-    result = train(*words, "epochs=1", "saving=last")
+    result = launcher.launch(launcher.prepare(tiny(*words, "saving=last")), quiet=True).result
     read = json.loads((result.run_dir / "environment.json").read_text())["checkpointing"]
     assert read["recomputed"] == 0 < read["bytes"] < 2**30
-    assert (
-        f"0 of {read['blocks']} blocks recomputed in the backward: the step is forecast"
-        in (result.run_dir / "log.txt").read_text()
-    )
-    monkeypatch.setattr(
-        launcher.recompute_forecast, "fewest_blocks", lambda *given: pytest.fail("asked")
-    )  # it is not asked again
-    assert drivetrain.train([f"resume={result.run_dir}", "epochs=2"]).status == "completed"
+    said = (result.run_dir / "log.txt").read_text()
+    assert f"0 of {read['blocks']} blocks recomputed in the backward: the step is forecast" in said
+    monkeypatch.setattr(Trials, "fewest_blocks", lambda *given: pytest.fail("it is not asked again"))
+    again = launcher.launch(launcher.prepare_run([f"resume={result.run_dir}", "updates=3"]), quiet=True).result
+    assert again.status == "completed"

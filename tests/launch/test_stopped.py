@@ -1,6 +1,5 @@
 """A command that is told to stop before its run begins, or in a child's look at it: it says so, and leaves nothing."""
 
-import json
 import os
 import signal
 import subprocess
@@ -56,21 +55,6 @@ def test_a_signal_in_the_look_of_batch_critical_ends_its_process(tiny, tmp_path,
     assert looking
     assert gone(looking[0])
     assert not Path("outputs").exists()
-
-
-def test_a_look_whose_parent_is_gone_before_it_begins_ends(tiny):
-    words = ["model=mlp", *tiny(*LOOK)]
-    task = {"overrides": words, "config_dirs": [], "sizes": [], "limit_gb": None, "steps": 2, "updates": 100000}
-    look = subprocess.Popen(
-        [sys.executable, "-m", "drivetrain.launch.batch_look"], stdin=subprocess.PIPE, env=command.environment()
-    )
-    assert look.stdin is not None
-    look.stdin.write(json.dumps(task).encode() + b"\n")
-    look.stdin.close()
-    try:
-        assert look.wait(command.TIMEOUT_S) == -signal.SIGKILL
-    finally:
-        look.kill()
 
 
 @pytest.mark.slow

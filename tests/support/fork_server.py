@@ -37,8 +37,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 MODULES = (
-    "drivetrain", "drivetrain.launch.batch_forecast", "drivetrain.launch.batch_look", "drivetrain.launch.batch_probe",
-    "src.train", "bench.gpu", "tests.support.forks",
+    "drivetrain", "src.train", "bench.gpu", "tests.support.forks",
 )  # fmt: skip
 # What an interpreter and its libraries read once, when they start: a command with other values needs an interpreter of its own.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHINDUCTOR_", "KMP_", "CUDA_", "TZ", "LC_", "LANG")

@@ -24,10 +24,6 @@ MAY_PRINT = {
     "ui/output.py",
     "ui/logs.py",
     "ui/progress.py",
-    "launch/batch_probe.py",
-    "launch/batch_look.py",
-    "launch/batch_forecast.py",
-    "launch/recompute_forecast.py",
     "core/nvidia_driver.py",
 }
 

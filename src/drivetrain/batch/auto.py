@@ -7,11 +7,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from drivetrain.batch.base import Batch, Fitting, Forecast
+from drivetrain.batch.base import Batch
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import Positive, RunSpec
+from drivetrain.core.protocols import Trials
 
 SEARCH_FACTOR = 1.1  # the largest micro-batch is found to within this factor
 
@@ -29,7 +30,7 @@ class Auto(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     fixed_micro_batches: ClassVar[bool] = False
-    is_tried: ClassVar[bool] = True
+    untried = "batch=accumulate"
 
     memory_gb: Positive | None = None
 
@@ -37,11 +38,13 @@ class Auto(Batch):
         if run.runtime.device_type() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
-    def autotune(self, fitting: Fitting, forecast: Forecast, ranks: int) -> Batch:
-        largest = self.global_batch // ranks
+    def choose(self, trials: Trials, recorded: Any = None) -> Batch:
+        if trials.resumes:  # the checkpoint has the micro-batch
+            return self
+        largest = self.global_batch // trials.run.parallel.ranks()
         smallest = min(2, largest)  # BatchNorm cannot train on a single sample
-        expected = forecast(largest, self.memory_gb)
-        limit = _largest_fitting(lambda sizes: fitting(sizes, largest, self.memory_gb), smallest, largest, expected)
+        expected = trials.forecast_micro_batch(largest, self.memory_gb)
+        limit = _largest_fitting(lambda sizes: trials.count_fitting(sizes, largest, self.memory_gb), smallest, largest, expected)
         if not limit:
             raise UserError(
                 f"batch=auto: not even {smallest} samples fit: raise batch.memory_gb, or save memory "

@@ -28,9 +28,6 @@ logger = logging.getLogger(__name__)
 Scaling = Literal["none", "linear", "sqrt"]
 DecayScaling = Literal["none", "timescale"]
 Factor = Annotated[int, Ge(2)]
-Look = Callable[[int, int | None, Sequence[int]], dict[str, Any]]  # measures the beginning of a run; see Batch.choose
-Fitting = Callable[[Sequence[int], int, float | None], int]  # see Batch.autotune
-Forecast = Callable[[int, float | None], int | None]
 LARGEST = 1 << 40  # samples of an update: it grows no further, however long the run
 
 
@@ -52,8 +49,6 @@ class Batch(Option):
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
     fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
-    chooses_size: ClassVar[bool] = False  # a measurement before the ranks start chooses the global batch
-    is_tried: ClassVar[bool] = False  # its micro-batch or its size is found before the run starts
 
     global_batch: Count = 128
     lr_scaling: Scaling = "none"
@@ -99,24 +94,6 @@ class Batch(Option):
             )
         if self.decay_scaling != "none" and not run.optimizer.decays_by_lr:
             yield f"batch.decay_scaling is for a decay of lr × weight_decay, and {run.named('optimizer')} has another"
-
-    def autotune(self, fitting: Fitting, forecast: Forecast, ranks: int) -> Batch:
-        """Return this option with the values that trial runs have found, before any rank starts.
-
-        `fitting(sizes, most, limit_gb)` returns how many of these ascending micro-batch sizes fit in memory, where a rank's
-        update has `most` samples. `forecast(most, limit_gb)` returns the size that is expected to be the largest, or None.
-        """
-        return self
-
-    def choose(self, measure: Look, ranks: int, recorded: Any = None) -> Batch:
-        """Return this option with the global batch that a measurement gives, before any rank starts.
-
-        `measure(steps, updates, micro_batches)` trains in a process of its own for some updates (None: as the run is long), each
-        split into so many steps, and then takes the time of updates with each of these micro-batches. It returns noise_scale
-        (None: not to be told), updates, the samples of the training set, and update_seconds. `recorded` is what a resumed run
-        found.
-        """
-        return self
 
     def setup(self, context: BuildContext) -> None:
         run = context.run

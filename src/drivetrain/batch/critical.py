@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drivetrain.batch.base import Batch, Look, Scaling
+from drivetrain.batch.base import Batch, Scaling
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.protocols import Trials
 from drivetrain.core.typed import fits
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Critical(Batch):
     changes = "the samples of an update: as many as a measurement says"
     key_effects: ClassVar[Mapping[str, Any]] = {}
     fixed_micro_batches: ClassVar[bool] = False
-    is_tried: ClassVar[bool] = True
-    chooses_size: ClassVar[bool] = True
+    untried = "batch=accumulate, and the batch.global_batch that a run by itself finds"
+    needs_trial: ClassVar[bool] = True
 
     global_batch: Count = 32
     max: Count = 1024
@@ -78,10 +79,11 @@ class Critical(Batch):
                 "suits AdamW, linear SGD"
             )
 
-    def choose(self, measure: Look, ranks: int, recorded: Any = None) -> Batch:
+    def choose(self, trials: Trials, recorded: Any = None) -> Batch:
+        ranks = trials.run.parallel.data_ranks()
         limits = {"smallest": self.global_batch, "largest": self.max, "look_updates": self.look_updates, "by": self.by}
         steps = max(2, self.accumulation_steps * ranks)  # the parts of an update that the ranks compute; it takes two to measure
-        look = recorded if _is_of(recorded, limits) else measure(steps, self.look_updates, self._micro_batches(ranks))
+        look = recorded if _is_of(recorded, limits) else trials.look(steps, self.look_updates, self._micro_batches(ranks))
         chosen = copy.deepcopy(self)
         growth = self._growth(look)
         chosen.global_batch *= growth

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, Effect, Option, Positive, RunSpec, Share
+from drivetrain.core.protocols import Trials
 from drivetrain.core.typed import fits
 
-logger = logging.getLogger(__name__)
+KEY = "checkpointing.memory_gb"
 
-Forecast = Callable[[str | None, float], dict[str, Any]]  # see Checkpointing.choose
+logger = logging.getLogger(__name__)
 
 
 class Checkpointing(Option):
@@ -37,13 +40,6 @@ class Checkpointing(Option):
     def apply(self, model: torch.nn.Module) -> None:
         """Patch the model's forward in place. Its parameters keep their names."""
 
-    def choose(self, forecast: Forecast, recorded: Any = None) -> Checkpointing:
-        """Return this option with what a forecast chooses before any rank starts. `recorded` is what a resumed run was given.
-
-        `forecast(block, memory_gb)` finds how many of the first blocks must be recomputed; block is the name of their class.
-        """
-        return self
-
 
 class Blocks(Checkpointing):
     """Keeps only the input of each repeated block (a transformer's layers, a ResNet's bottlenecks).
@@ -54,6 +50,7 @@ class Blocks(Checkpointing):
 
     effect: ClassVar[Effect] = "exact"
     active = True
+    needs_trial: ClassVar[bool] = True  # where there is one
     name = "blocks"
 
     def __init__(self, block: Name | None = None, memory_gb: Positive | None = None) -> None:
@@ -81,13 +78,33 @@ class Blocks(Checkpointing):
         """Return the blocks to recompute, out of the model's blocks."""
         return blocks if self.found is None else blocks[: self.found["recomputed"]]
 
-    def choose(self, forecast: Forecast, recorded: Any = None) -> Checkpointing:
+    @property
+    def untried(self) -> str:  # type: ignore[override]
+        return "" if self.memory_gb is None else f"{KEY}=null"
+
+    def choose(self, trials: Trials, recorded: Any = None) -> Blocks:
         if self.memory_gb is None:
             return self
+        if fits(recorded, dict[str, Any]) and recorded.get("memory_gb") == self.memory_gb and _is_choice(recorded):
+            return self.chosen(recorded)
+        found = trials.fewest_blocks(self.block, self.memory_gb)
+        if found["bytes"] > self.memory_gb * 2**30:
+            raise UserError(self.too_little(found, trials.micro_batch()))
+        return self.chosen({"memory_gb": self.memory_gb, **found})
+
+    def chosen(self, found: dict[str, Any]) -> Blocks:
+        """Return this option with as many blocks recomputed as was found."""
         chosen = copy.copy(self)
-        is_own = fits(recorded, dict[str, Any]) and recorded.get("memory_gb") == self.memory_gb and _is_choice(recorded)
-        chosen.found = recorded if is_own else forecast(self.block, self.memory_gb)
+        chosen.found = found
         return chosen
+
+    def too_little(self, found: Mapping[str, int], micro_batch: int) -> str:
+        """Return what to say where the step takes more than it may with any number of blocks recomputed."""
+        return (
+            f"{KEY}={self.memory_gb:g} is too little: a step of {micro_batch} samples is forecast to take at least "
+            f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "
+            "raise it, or split the update into more micro-batches (batch=accumulate)"
+        )
 
     def policy_factory(self) -> Any:
         """Return a function that makes the policy of which results to keep; None keeps only a block's input."""
@@ -98,16 +115,23 @@ class Blocks(Checkpointing):
         if self.found is None:
             return ""
         gib = self.found["bytes"] / 2**30
-        return f": the step is forecast to take {gib:.3g} GiB, within checkpointing.memory_gb={self.memory_gb:g}"
+        return f": the step is forecast to take {gib:.3g} GiB, within {KEY}={self.memory_gb:g}"
 
 
 def _forecast_problems(run: RunSpec) -> Iterator[str]:
     """Why the memory of a run's step cannot be forecast."""
-    key, parallel = "checkpointing.memory_gb", run.parallel
+    parallel = run.parallel
     if not (parallel.one_process or parallel.distributed) or not parallel.own_forward or not parallel.whole_model:
-        yield f"{key} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {key}=null"
+        yield f"{KEY} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {KEY}=null"
     if not run.batch.fixed_micro_batches:
-        yield f"{key} needs micro-batches of one size, and {run.named('batch')} finds its own: set batch=accumulate"
+        yield f"{KEY} needs micro-batches of one size, and {run.named('batch')} finds its own: set batch=accumulate"
+
+
+def rounded_up(value: float) -> float:
+    """Three digits of a positive number, and no less than it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    rounded = float(f"{value:.3g}")
+    return rounded if rounded >= value else float(f"{rounded + unit:.3g}")
 
 
 def _is_choice(recorded: dict[str, Any]) -> bool:

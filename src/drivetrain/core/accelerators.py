@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
-from multiprocessing.connection import Connection
 from typing import Any
 
-from drivetrain.core import nvidia_driver
-from drivetrain.core.forking import forked
+from drivetrain.core import child, nvidia_driver
 from drivetrain.core.lazy import torch
 
 # The environment variables that hide devices: where one changes, what was found before no longer counts.
@@ -98,17 +96,12 @@ def ask_torch(type_: str) -> Accelerator:
 
 
 def _ask_in_child(type_: str) -> Accelerator:
-    found: Accelerator | None
-    with forked(_send_answer, type_) as (_, connection):
-        try:
-            found = connection.recv() if connection.poll(TIMEOUT_S) else Accelerator(problem="it does not answer")
-        except EOFError:
-            found = Accelerator(problem="the process that asked for it died")
-    return found or ask_torch(type_)
+    """The device as a forked process finds it, which gets nothing of it where this one has asked for it before."""
 
+    def work(answer: Callable[[Accelerator | None], None]) -> None:
+        answer(None if torch.get_device_module(type_)._is_in_bad_fork() else ask_torch(type_))
 
-def _send_answer(type_: str, connection: Connection) -> None:
-    """The child. It sends None where the parent has asked the device before, which leaves it unusable after a fork."""
-    connection.send(None if torch.get_device_module(type_)._is_in_bad_fork() else ask_torch(type_))
-    sys.stderr.flush()
-    os._exit(0)
+    try:
+        return child.answer_of(work, "it does not answer", TIMEOUT_S) or ask_torch(type_)
+    except child.NoAnswer as error:
+        return Accelerator(problem=str(error))

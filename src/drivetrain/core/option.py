@@ -17,6 +17,7 @@ from drivetrain.core.allowed import EPOCHS
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+    from drivetrain.core.protocols import Trials
     from drivetrain.core.stages import Stage
 
 LARGEST_FLOAT = 1e38  # of a setting: float32, which it meets in the step, ends at 3e38
@@ -74,6 +75,10 @@ class RunSpec:
         choice = self.choices.get(group)
         return f"{group}=[{','.join(choice)}]" if isinstance(choice, list) else f"{group}={choice}"
 
+    def tried(self) -> dict[str, Option]:
+        """Return the options of which trials choose before the ranks start, by their groups."""
+        return {group: part for group, part in self.parts.items() if isinstance(part, Option) and part.untried}
+
     def names(self, group: str) -> list[str]:
         """Return the names of the options of a group that takes several, in order, for messages."""
         return [name for name in self.choices[group] if name != "none"]
@@ -96,6 +101,11 @@ class Option:
     stage_option: ClassVar[bool] = False
     stage_keys: ClassVar[tuple[str, ...]] = ()
     stays: ClassVar[str] = "it is for the whole run"
+
+    # Of an option that finds something by trials before the ranks start (`choose`): what to set where there can be none. And
+    # whether a run cannot do without, so that it is refused where another launcher has started its ranks.
+    untried: str = ""
+    needs_trial: ClassVar[bool] = False
 
     step_waits = ""  # why a step waits for the device, where it has to; "" means that it never does
     needs_real_tensors = ""  # why it cannot run on torch's fake tensors, by which the tests stand in for a device
@@ -128,6 +138,10 @@ class Option:
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         """Yield the problems that need torch or the device to be found, one line each."""
         return iter(())
+
+    def choose(self, trials: Trials, recorded: Any = None) -> Option:
+        """Return this option with what trials find, before any rank starts. `recorded` is what a resumed run has found."""
+        return self
 
     def build(self, context: BuildContext) -> Any:
         """Return the runtime object: a copy of this option that `setup` has bound to one run.

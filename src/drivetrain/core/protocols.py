@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
+
+if TYPE_CHECKING:
+    from drivetrain.core.option import RunSpec
 
 
 class Pipeline(Protocol):
@@ -157,3 +160,40 @@ class Checkpointed(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return everything except the weights that a resumed run needs. Called on all ranks."""
+
+
+class Trials(Protocol):
+    """What an option may try before the ranks start, each time in a process of its own."""
+
+    @property
+    def run(self) -> RunSpec: ...
+
+    @property
+    def resumes(self) -> bool: ...  # from a checkpoint
+
+    def count_fitting(self, sizes: Sequence[int], most: int, limit_gb: float | None) -> int:
+        """Return how many of these ascending micro-batch sizes fit, from the first; a rank's update has `most` samples.
+
+        `limit_gb` limits the device's memory, on a CPU the process's.
+        """
+
+    def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:
+        """Return the micro-batch, of at most `most` samples, that is forecast to be the largest that fits; 0 if none does.
+
+        None where it cannot be told, which is logged.
+        """
+
+    def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
+        """Train for some updates of so many steps (None: as the run is long), and then time updates of each micro-batch.
+
+        Returns noise_scale (None: not to be told), updates, the samples of the training set, and update_seconds.
+        """
+
+    def micro_batch(self) -> int:
+        """Return the samples of a rank's forward."""
+
+    def fewest_blocks(self, block: str | None, limit_gb: float) -> dict[str, int]:
+        """Return how many of the first `blocks` must be `recomputed` for a rank's step to fit, and the `bytes` that it takes.
+
+        `block` is the name of their class. Where it does not fit, its bytes are the least that it takes.
+        """

@@ -121,14 +121,12 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
 
 def problems(run: RunSpec) -> Iterator[str]:
     """Why a run cannot have these stages, as far as that is known before the data is read."""
-    if any(stage.run.batch.is_tried for stage in run.stages):
-        tried = next(stage.run for stage in run.stages if stage.run.batch.is_tried)
+    tried = {group: (stage.run, option) for stage in run.stages for group, option in stage.run.tried().items()}
+    for group, (of_stage, option) in tried.items():
         yield (
-            f"stages and {tried.named('batch')} exclude each other (it finds one batch for the whole run before the start): set "
-            "batch=accumulate"
+            f"stages and {of_stage.named(group)} exclude each other, as trials choose of it once for the whole run: set "
+            f"{option.untried}"
         )
-    if any(stage.run.checkpointing.memory_gb is not None for stage in run.stages):
-        yield "stages and checkpointing.memory_gb exclude each other (it chooses once for the whole run): set it to null"
     for number, stage in enumerate(run.stages):
         if isinstance(stage.until, float) and stage.until == 1:
             yield (

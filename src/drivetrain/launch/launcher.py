@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag, signals_sent_to
 from drivetrain.core.world import World
-from drivetrain.launch import batch_forecast, batch_look, batch_probe, elastic, recompute_forecast
+from drivetrain.launch import elastic
 from drivetrain.launch.job import Job, prepare_run, recorded_environment
 from drivetrain.launch.job import prepare as prepare
+from drivetrain.launch.trials import Trials
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.recipe import cache
@@ -55,7 +55,7 @@ class Ended:
 def train(
     config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = (), keywords: Mapping[str, Any] | None = None
 ) -> Result:
-    """`drivetrain.train`: train in this process where the run has one rank, else in a new one that starts the ranks.
+    """`drivetrain.train`: train in this process, or in a new one where the run has ranks or tries something before it starts.
 
     A signal that stopped the run does afterwards what it would have done: it ends the caller's program, unless that handles it.
     """
@@ -67,26 +67,28 @@ def train(
     overrides = words_of("drivetrain.train", config, keywords or {})
     cache.on_fetch[:] = [fetched.show]
     job = prepare_run(overrides, config_dirs)
-    if not job.run.parallel.distributed or launched() is not None:
+    if not (job.run.parallel.distributed or job.run.tried()) or launched() is not None:
         ended = launch(job)
         if ended.signal:
             signal.raise_signal(ended.signal)
         return ended.result
-    # Ranks are forked, and only from a process that has run nothing of torch; this one may have.
+    # Ranks and trials are forked, and only from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder:
         run_dir_file = Path(folder) / "run_dir"
         folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
         command = [*process.command("drivetrain"), "train", *folders, *overrides]
         env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": process.import_path()}
-        child = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-        with signals_sent_to(child) as came:
-            stderr = child.communicate()[1]
-        sys.stderr.write(stderr)
+        told: list[str] = []
+        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as child, signals_sent_to(child) as came:
+            for line in child.stderr or ():
+                sys.stderr.write(line)
+                told.append(line)
+            child.wait()
         result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None
     if came:
         signal.raise_signal(came[0])
     if result is None:
-        errors = [line.removeprefix("error: ") for line in stderr.splitlines() if line.startswith("error: ")]
+        errors = [line.removeprefix("error: ").rstrip("\n") for line in told if line.startswith("error: ")]
         raise UserError(errors or [f"the run ended with code {child.returncode}"])
     return result
 
@@ -108,20 +110,17 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     check.validate_device(job.run)
     for stage in job.run.stages:
         check.validate_device(stage.run)
-    if world.size > 1 and job.run.batch.chooses_size:
+    if world.size > 1 and (tried := {group: option for group, option in job.run.tried().items() if option.needs_trial}):
         raise UserError(
-            f"{job.run.named('batch')} measures before the ranks start, and another launcher has started them: let drivetrain "
-            "start them (parallel=ddp alone), or set batch=accumulate and the batch.global_batch that a run by itself finds"
-        )
-    if world.size > 1 and job.run.checkpointing.memory_gb is not None:
-        raise UserError(
-            "checkpointing.memory_gb is forecast before the ranks start, and another launcher has started them: let drivetrain "
-            "start them (parallel=ddp alone), or set checkpointing=every_k"
+            f"{job.run.named(group)} as it is set tries before the ranks start, and another launcher has started them: let "
+            f"drivetrain start them (parallel=ddp alone), or set {option.untried}"
+            for group, option in tried.items()
         )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
             return Ended(*run_rank(job, world, NO_RUN_DIR, stop, quiet=True))
-    _choose_by_trial(job, world)
+    if world.size == 1 and job.work is None:  # which does not train
+        _choose_by_trial(job)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
         return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
@@ -140,40 +139,11 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     return ended
 
 
-def _choose_by_trial(job: Job, world: World) -> None:
-    """Let batch=auto find the micro-batch that fits this device, batch=critical the global batch, and a forecast which blocks
-    are recomputed.
-
-    `work` needs no batch. A checkpoint has the micro-batch already, and the run's directory the others.
-    """
-    if world.size > 1:
-        return
+def _choose_by_trial(job: Job) -> None:
+    """Let the options choose what they find by trials. A resumed run's directory has what it found."""
     recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
-    if job.work is None:
-        _choose_batch(job, recorded)
-    overrides, config_dirs = job.composed.overrides, job.composed.config_dirs
-    job.run.parts["checkpointing"] = job.run.checkpointing.choose(
-        partial(recompute_forecast.fewest_blocks, overrides, config_dirs, _share_of_a_rank(job)), recorded.get("checkpointing")
-    )
-
-
-def _choose_batch(job: Job, recorded: Mapping[str, Any]) -> None:
-    overrides, config_dirs, parallel = job.composed.overrides, job.composed.config_dirs, job.run.parallel
-    if job.checkpoint is None:
-        job.run.parts["batch"] = job.run.batch.autotune(
-            partial(batch_probe.count_fitting, overrides, config_dirs),
-            partial(batch_forecast.largest_micro_batch, overrides, config_dirs),
-            parallel.ranks(),
-        )
-    job.run.parts["batch"] = job.run.batch.choose(
-        partial(batch_look.measure, overrides, config_dirs), parallel.data_ranks(), recorded.get("batch")
-    )
-
-
-def _share_of_a_rank(job: Job) -> recompute_forecast.Share:
-    """The samples of a rank's forward, and how many of them make an update."""
-    batch, ranks = job.run.batch, World(size=job.run.parallel.data_ranks())
-    return recompute_forecast.Share(batch.micro_batch(ranks), batch.accumulation_steps)
+    for group, option in job.run.tried().items():
+        job.run.parts[group] = option.choose(Trials(job), recorded.get(group))
 
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:

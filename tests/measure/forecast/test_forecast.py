@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench import forecast as bench
 
+from drivetrain.checkpointing.base import rounded_up
 from drivetrain.cli import forecast as verb
 from drivetrain.config import validate
 from drivetrain.config.catalog import options
@@ -17,7 +18,6 @@ from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
 from drivetrain.engine.rehearsal.largest import peak_bytes
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.launch import recompute_forecast
 from drivetrain.measure.forecast import examine, page, what_if
 from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.figure import Figure
@@ -166,10 +166,10 @@ def test_no_size_is_below_none():
 
 
 def test_the_least_memory_that_is_named_is_enough():
-    assert recompute_forecast.rounded_up(0.0085643) == 0.00857
-    assert recompute_forecast.rounded_up(0.00856) == 0.00856
-    assert recompute_forecast.rounded_up(9.999) == 10.0
-    assert recompute_forecast.rounded_up(123.4) == 124.0
+    assert rounded_up(0.0085643) == 0.00857
+    assert rounded_up(0.00856) == 0.00856
+    assert rounded_up(9.999) == 10.0
+    assert rounded_up(123.4) == 124.0
 
 
 def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):

@@ -17,7 +17,6 @@ from drivetrain.engine.rehearsal import fake_step
 from drivetrain.engine.rehearsal.autocast import autocast_of
 from drivetrain.engine.rehearsal.largest import peak_bytes
 from drivetrain.engine.rehearsal.recomputation import fewest, recomputed
-from drivetrain.launch.recompute_forecast import within
 from drivetrain.measure.forecast import look, roofline
 from drivetrain.measure.forecast.devices import HERE, Device, known
 from drivetrain.measure.forecast.figure import Figure
@@ -126,7 +125,8 @@ class Subject:
 
         self.recomputed, nbytes = fewest(peak, len(self.blocks), option.memory_gb * 2**30)
         found = {"blocks": len(self.blocks), "recomputed": self.recomputed, "bytes": nbytes}
-        within(option.memory_gb, size, found)
+        if nbytes > option.memory_gb * 2**30:
+            raise UserError(option.too_little(found, size))
 
     def _recorded(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         try:

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import DONE, FAILED
 from drivetrain.core.option import Positive
+from drivetrain.engine import child
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.forecast.devices import NAMES, known
 from drivetrain.measure.forecast.figure import Figure, total
 from drivetrain.measure.forecast.plan import Plan, plan
-from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
@@ -113,7 +113,8 @@ def forecast(
 
 def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     """The answer of a process of its own, which builds the run."""
-    return run_isolated(lambda trainer: answer(planned, trainer, settings, until), planned.look())
+    run = planned.look().run
+    return child.ask(run, lambda trainer: answer(planned, trainer, settings, until), "the run cannot be forecast")
 
 
 def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[Any, Any]:

@@ -51,7 +51,7 @@ class Plan:
     @property
     def finds_split(self) -> bool:
         """Whether the run finds its micro-batches by trials before it starts, as batch=auto does."""
-        return self.run.batch.is_tried and not self.run.batch.chooses_size
+        return bool(self.run.batch.untried) and not self.run.batch.needs_trial
 
     def split(self, largest: float) -> Plan:
         """The plan of batch=auto, whose micro-batches have at most so many samples."""
@@ -146,12 +146,12 @@ def _notes(run: RunSpec, device: str) -> Iterator[str]:
             f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
         )
     batch: Any = run.batch
-    if batch.chooses_size:
+    if batch.needs_trial:
         yield (
             f"{run.named('batch')} measures before the run, and chooses a batch of {batch.global_batch:,} to {batch.max:,} "
             "samples: the figures are those of the smallest"
         )
-    elif batch.is_tried and device == HERE and run.runtime.device_type() == "cpu":
+    elif batch.untried and device == HERE and run.runtime.device_type() == "cpu":
         yield f"{run.named('batch')}: on a CPU its limit is for the process, of which the tensors are forecast: fewer samples fit"
     if batch.grow_every:
         yield "batch.grow_every: an update is forecast as the first one, the smallest; the time of the run counts the growth"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import Count, Positive
+from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
@@ -24,7 +25,6 @@ from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of
 from drivetrain.measure.profile import tables
 from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text
-from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.measure.profile.page import doctor_page
 from drivetrain.run import directory, environment
 from drivetrain.ui import terminal
@@ -102,7 +102,7 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     with Steps() as progress:
         progress("profiling the step")
         profiled = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
-        profile = run_isolated(partial(_profile_step, profile_s=settings.profile_s), profiled)
+        profile = child.ask(profiled.run, partial(_profile_step, profile_s=settings.profile_s), "the run cannot be profiled")
     if ranks > 1:
         profile.phases["communication"] = _communication_ms(overrides, one_rank, config_dirs, settings)
     problems = sorted(diagnose(profile, profiled, ranks), key=lambda p: -p.share)

@@ -10,8 +10,8 @@ from pathlib import Path
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import format_value
-from drivetrain.launch import batch_look
 from drivetrain.launch.job import Job
+from drivetrain.launch.trials import Trials
 from drivetrain.measure.benchmark import arms, quality
 from drivetrain.measure.benchmark.times_to_target import HEADER, TimesToTarget, proven, ranked
 from drivetrain.measure.overrides import apply
@@ -28,10 +28,10 @@ LOOK_UPDATES = 50
 def command(target: str, seeds: int, budget_s: float, overrides: list[str], config_dirs: Sequence[str], job: Job) -> int:
     """Measure the noise scale, train the batches near it to the target, rank them, and say what is sooner beyond doubt."""
     reach = quality.reach_of(quality.Plan(target=target), job.run)
-    if job.run.batch.chooses_size or not job.run.batch.fixed_micro_batches or reach is None:
+    if not job.run.batch.fixed_micro_batches or reach is None:
         raise UserError(f"tune target={target} tries values of batch.global_batch: set batch=fixed or batch=accumulate")
     steps = max(2, job.run.batch.accumulation_steps * job.run.parallel.data_ranks())
-    look = batch_look.measure(job.composed.overrides, config_dirs, steps, LOOK_UPDATES, micro_batches=())
+    look = Trials(job).look(steps, LOOK_UPDATES, micro_batches=())
     scale = look["noise_scale"]
     echo(f"gradient noise scale: {f'{scale:,.0f} samples' if scale else 'hidden by the noise'}, over {look['updates']} updates")
     words = ["", *times_to_target.candidates(job.run, scale, look["samples"])]

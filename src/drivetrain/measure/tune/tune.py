@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.option import Count, Positive
+from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
@@ -25,7 +26,6 @@ from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_sto
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of, unchanged
-from drivetrain.measure.profile.isolated import run_isolated
 from drivetrain.measure.tune import candidates, range_test
 from drivetrain.measure.tune.page import PROOF, conclusion, tuning_page
 from drivetrain.run import directory
@@ -268,7 +268,7 @@ def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: 
     job = prepare_job(overrides, config_dirs)
     if job.run.parallel.distributed:  # the rate depends on the global batch, which one rank can compute as well
         job = prepare_job(apply(overrides, ["parallel=single"], config_dirs), config_dirs)
-    tested = run_isolated(partial(range_test.run, updates=settings.lr_updates), job)
+    tested = child.ask(job.run, partial(range_test.run, updates=settings.lr_updates), "the range test cannot be made")
     echo("\n".join(range_test.advice(tested)))
     return tested
 

@@ -1,19 +1,11 @@
-"""A short look at a run's beginning, in a process of its own: its gradient noise scale, and the time of updates of several sizes.
-
-The run itself is not touched. The parent calls `measure`. The child (`python -m drivetrain.launch.batch_look`) trains for some
-updates on one device, measures every one of them, takes the time of larger and larger ones, and prints what it found.
-"""
+"""The beginning of a run, in a process that looks at it: its gradient noise scale, and the time of updates of several sizes."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
-
-from drivetrain.core.errors import UserError
-from drivetrain.launch import batch_probe
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -23,22 +15,7 @@ SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and
 TIMED = 3  # updates of each size, of which the fastest counts: other programs only make one slower
 
 
-def measure(
-    overrides: Sequence[str], config_dirs: Sequence[str], steps: int, updates: int | None, micro_batches: Sequence[int]
-) -> dict[str, Any]:
-    """What some updates of so many steps tell (noise_scale, updates, samples), and the seconds of updates of several sizes."""
-    task = {
-        "overrides": list(overrides), "config_dirs": list(config_dirs), "steps": steps, "updates": updates,
-        "micro_batches": list(micro_batches),
-    }  # fmt: skip
-    done = batch_probe.run_child("drivetrain.launch.batch_look", task)
-    if done.returncode:
-        raise UserError(f"batch=critical: its look at the first updates failed: {batch_probe.last_line(done)}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def look(trainer: Trainer, updates: int | None) -> dict[str, Any]:
+def at_beginning(trainer: Trainer, updates: int | None) -> dict[str, Any]:
     """Train for some updates as the run begins, every one of them measured. None: a share of the run."""
     import torch
 
@@ -112,24 +89,3 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
         step.zero_grad()
         synchronize(trainer.device)
         yield time.perf_counter() - began
-
-
-def main() -> None:
-    """The child: read the task from standard input, and look."""
-    task = batch_probe.receive_task()
-    from drivetrain.core.context import NO_RUN_DIR, BuildContext
-    from drivetrain.core.world import World
-    from drivetrain.engine import build
-
-    job = batch_probe.trial_job(task, ["callbacks=[]", "logger=[]", "ema=none"])
-    own_steps = job.run.batch.accumulation_steps
-    job.run.batch.accumulation_steps = task["steps"]
-    trainer = build.build(BuildContext(job.run, World(), NO_RUN_DIR), [])
-    batch_probe.limit_memory(trainer.device)
-    found = look(trainer, task["updates"])
-    seconds = update_seconds(trainer, task["micro_batches"], own_steps, found["noise_scale"])
-    print(json.dumps({**found, "update_seconds": seconds}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

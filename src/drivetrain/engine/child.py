@@ -1,0 +1,42 @@
+"""A question to a run's trainer, which a process of its own builds: nothing of it affects this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from drivetrain.config import validate
+from drivetrain.core import child
+from drivetrain.core.context import BuildContext
+from drivetrain.core.option import RunSpec
+from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.world import World
+from drivetrain.run import directory
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
+
+T = TypeVar("T")
+
+
+def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = child.LIMIT_S) -> T:
+    """Return `question(trainer)` of a forked process, which has a run's directory until it has answered.
+
+    Raises UserError: the run's own, or child.NoAnswer, whose message begins with `failed`.
+    """
+    import torch  # noqa: F401 - imported once here, because the process is forked
+
+    folder = directory.create(Path(run.values["output_dir"]), "probe")
+
+    def work(answer: Callable[[T], None]) -> None:
+        from drivetrain.engine import build
+
+        validate.validate_device(run)
+        answer(question(build.build(BuildContext(run, World(), folder), [])))
+
+    try:
+        with ended_by_signals():
+            return child.answer_of(work, failed, limit_s)
+    finally:
+        directory.remove(folder)

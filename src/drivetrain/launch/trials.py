@@ -1,0 +1,184 @@
+"""What an option may try before the ranks of a run start: each trial is a process of its own, which may run out of memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from drivetrain.core.child import Died, NoAnswer
+from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process
+from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec
+from drivetrain.core.overrides import key_of
+from drivetrain.core.world import World
+from drivetrain.engine import child
+from drivetrain.launch import look
+from drivetrain.launch.job import Job, prepare
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
+
+OUT_OF_MEMORY = 3  # the exit code of a trial that has used more than it may
+MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ranks' communication
+FORECAST_S = 120.0  # after that trials begin with the smallest size
+LOOKS_ALONE = ("callbacks=[]", "logger=[]", "ema=none")
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The trials of a job; core.protocols.Trials says what an option may ask for."""
+
+    job: Job
+
+    @property
+    def run(self) -> RunSpec:
+        """The options of the run."""
+        return self.job.run
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self.job.checkpoint is not None
+
+    def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:
+        try:
+            return child.ask(trial_run(self.job), partial(_forecast_micro_batch, most, limit_gb), "it fails", FORECAST_S)
+        except UserError as error:
+            why = error.problems[-1][:200]
+            logger.info("%s: the step cannot be forecast (%s): trials begin at 2 samples", self.run.named("batch"), why)
+            return None
+
+    def count_fitting(self, sizes: Sequence[int], most: int, limit_gb: float | None) -> int:
+        fitting: Any = RawValue("i", 0)  # in memory that both processes share: the system may kill the other one
+        try:
+            child.ask(trial_run(self.job), partial(_try, sizes, most, limit_gb, fitting), "batch=auto: a trial step failed")
+        except Died:
+            logger.debug("a trial was ended at more than %d sizes", fitting.value)
+        return int(fitting.value)
+
+    def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
+        run = trial_run(self.job, LOOKS_ALONE)
+        own_steps, run.batch.accumulation_steps = run.batch.accumulation_steps, steps
+        question = partial(_look, updates, micro_batches, own_steps)
+        return child.ask(run, question, "the look at the first updates for the batch failed")
+
+    def micro_batch(self) -> int:
+        return int(self.run.batch.micro_batch(World(size=self.run.parallel.data_ranks())))
+
+    def fewest_blocks(self, block: str | None, limit_gb: float) -> dict[str, int]:
+        run, steps = trial_run(self.job, ["checkpointing=none"]), self.run.batch.accumulation_steps
+        question = partial(_fewest_blocks, block, self.micro_batch(), steps, limit_gb)
+        try:
+            return child.ask(run, question, "the step cannot be forecast")
+        except NoAnswer as error:
+            raise UserError(f"{error}: set checkpointing.memory_gb=null") from None
+
+
+def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:
+    """The job's run as one process that keeps nothing, with `more` overrides."""
+    # Not compiled: a graph for each size would take minutes and memory of its own.
+    off = ["parallel=single", "compile=none", "debug=none", *more]
+    # Averages that are stored with checkpoints want an option that saves; a trial's updates save nothing.
+    off.append("saving=last" if job.run.saving.active else "saving=none")
+    if job.run.checkpointing.chosen_by_compiler:
+        off.append("checkpointing=none")  # without the compiler all activations are kept
+    groups = {override.partition("=")[0] for override in off}
+    overrides = [override for override in job.composed.overrides if key_of(override).split(".")[0] not in groups]
+    return prepare([*overrides, *dict.fromkeys(off)], job.composed.config_dirs).run
+
+
+def limit_memory(device: torch.device, limit_gb: float | None = None) -> None:
+    """Let this process use most of a device's memory, and no more; nor more than the limit."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_per_process_memory_fraction(device_limit(device, limit_gb) / _total(device))
+
+
+def device_limit(device: torch.device, limit_gb: float | None) -> float:
+    """The bytes that a trial may allocate on a device that is no CPU."""
+    most = MEMORY_FRACTION * _total(device)
+    return min(most, limit_gb * 2**30) if limit_gb else most
+
+
+def _total(device: torch.device) -> float:
+    if device.type == "mps":
+        return float(torch.mps.recommended_max_memory())
+    return float(torch.get_device_module(device).get_device_properties(device).total_memory)
+
+
+# From here on: in the process of a trial.
+
+
+def _forecast_micro_batch(most: int, limit_gb: float | None, trainer: Trainer) -> int:
+    from drivetrain.engine.rehearsal.fake_step import resident
+    from drivetrain.engine.rehearsal.largest import largest_micro_batch
+
+    if trainer.device.type != "cpu":
+        return largest_micro_batch(trainer, most, device_limit(trainer.device, limit_gb))
+    assert limit_gb is not None  # Auto.validate_device
+    tensors = {id(t): t.nbytes for kind in resident(trainer).values() for t in kind}
+    beside = memory_now() - sum(tensors.values())  # libraries and the data, which are in the process's memory too
+    return largest_micro_batch(trainer, most, limit_gb * 2**30 - beside)
+
+
+def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: Any, trainer: Trainer) -> None:
+    """Count the sizes, the smallest first, until the memory does not do."""
+    limit = limit_gb * 2**30 if limit_gb and trainer.device.type == "cpu" else math.inf  # of this process
+    if limit < math.inf:
+        threading.Thread(target=_exit_above, args=(limit,), daemon=True).start()
+    limit_memory(trainer.device, limit_gb)
+    for size in sizes:
+        try:
+            _make_updates(trainer, size, 2 if size < most else 1)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                return
+            raise
+        if peak_memory_of_process() > limit:
+            return
+        fitting.value += 1
+
+
+def _make_updates(trainer: Trainer, size: int, micro_batches: int) -> None:
+    """Make two updates. At the second the optimizer has its state, and a later micro-batch the gradients of those before it."""
+    from drivetrain.engine import dry_run
+
+    for count in (1, micro_batches):
+        for _ in range(count):
+            dry_run.forward_backward(trainer, size)
+        trainer.step.update()
+        trainer.step.zero_grad()
+
+
+def _exit_above(limit: float) -> None:
+    """Exit as if out of memory once this process has used more than `limit` bytes."""
+    while peak_memory_of_process() <= limit:
+        time.sleep(0.005)
+    os._exit(OUT_OF_MEMORY)
+
+
+def _look(updates: int | None, micro_batches: Sequence[int], own_steps: int, trainer: Trainer) -> dict[str, Any]:
+    limit_memory(trainer.device)
+    found = look.at_beginning(trainer, updates)
+    return {**found, "update_seconds": look.update_seconds(trainer, micro_batches, own_steps, found["noise_scale"])}
+
+
+def _fewest_blocks(block: str | None, micro_batch: int, steps: int, limit_gb: float, trainer: Trainer) -> dict[str, int]:
+    from drivetrain.core.blocks import blocks_for
+    from drivetrain.engine.rehearsal.recomputation import fewest_recomputed
+
+    blocks = blocks_for("checkpointing=blocks", "checkpointing.block", trainer.model, block)
+    recomputed, peak = fewest_recomputed(trainer, blocks, micro_batch, steps, limit_gb * 2**30)
+    return {"blocks": len(blocks), "recomputed": recomputed, "bytes": int(peak)}

@@ -1,0 +1,32 @@
+"""A question to the trainer that a process of its own builds."""
+
+from pathlib import Path
+
+import pytest
+
+from drivetrain.core.errors import UserError
+from drivetrain.engine import child
+from drivetrain.launch.job import prepare
+
+
+def test_the_trainer_has_a_run_directory_which_is_gone_afterwards(tiny):
+    run = prepare(tiny()).run
+
+    def look(trainer):
+        (trainer.run_dir / "checkpoints").mkdir()
+        return trainer.max_updates, trainer.run_dir, trainer.run_dir.is_dir()
+
+    updates, place, was_there = child.ask(run, look, "failed")
+    assert (updates, was_there) == (2, True)
+    assert not Path("outputs").exists(), place
+
+
+def test_a_failure_and_a_refusal_are_told(tiny):
+    def refuse(trainer):
+        raise UserError(["one", "two"])
+
+    for question, told in ((lambda trainer: 1 / 0, ["it failed: ZeroDivisionError: division by zero"]), (refuse, ["one", "two"])):
+        with pytest.raises(UserError) as refused:
+            child.ask(prepare(tiny()).run, question, "it failed")
+        assert refused.value.problems == told
+    assert not Path("outputs").exists()
