@@ -108,7 +108,9 @@ def bisected() -> bisect.Report:
     """A bisection that found one cause."""
     changes = [SimpleNamespace(key="precision", good="fp32", bad=HOSTILE), SimpleNamespace(key="lr", good="1", bad="2")]
     effect = Interval(-0.2, -0.3, -0.1)
-    measurer: Any = SimpleNamespace(unit="samples/s", shown=lambda found: (f"{found.middle:+.0%}", f"{found.low:+.0%}"))
+    measurer: Any = SimpleNamespace(
+        unit="samples/s", shown=lambda found: (f"{found.effect.middle:+.0%}", f"{found.effect.low:+.0%}") if found.effect else ()
+    )
     tried = {
         frozenset({0}): Measured(effect, 6),
         frozenset({1}): Measured(None, 6, HOSTILE),
@@ -138,5 +140,5 @@ def every(folder: Path) -> dict[str, str]:
         "ablate": ablation_page("fast", HOSTILE, both, ["recipe=fast"]),
         "tune": tune.tuning_page("precision=bf16 makes it faster", ["drivetrain train"], both, tested, [HOSTILE], ["what=all"]),
         "doctor": doctors(),
-        "bisect": bisect._page(bisected(), ["naive", "mine.yaml"]),
+        "bisect": bisected().sheet().page(),
     }

@@ -1,5 +1,6 @@
 """What `drivetrain bisect` takes as one change, what it refuses, and that all changes together are BAD."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,8 @@ from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.bisect import bisect, report
 from drivetrain.measure.bisect.changes import Change, in_order
-from drivetrain.measure.bisect.measurers import Settings, Speed
-from drivetrain.measure.bisect.search import NAMED, Answer, Measured
+from drivetrain.measure.bisect.measurers import UNKNOWN, Settings, Speed, numbers
+from drivetrain.measure.bisect.search import NAMED, UNRESOLVED, Answer, Measured
 from drivetrain.measure.intervals import Interval
 from tests.support import json_keys, made_pages
 
@@ -26,7 +27,7 @@ def keys(subsets):
 
 def plain(subsets, *chosen):
     numbers = {change.key: number for number, change in enumerate(subsets.numbered)}
-    return subsets.job(frozenset(numbers[key] for key in chosen)).composed
+    return subsets.variant(frozenset(numbers[key] for key in chosen)).job.composed
 
 
 def test_an_option_and_its_keys_are_one_change_and_values_are_one_each():
@@ -80,7 +81,7 @@ def test_recipes_and_runs_are_sides_too(tmp_path):
     subsets, job, _ = prepared(str(run), "mine.yaml", "batch.global_batch=12")
     assert keys(subsets) == {"optimizer.lr": ("0.05", "0.01"), "runtime.threads": ("1", "null")}
     assert job.composed.plain["optimizer"]["lr"] == 0.01
-    assert subsets.job(frozenset()).composed.plain["optimizer"]["lr"] == 0.05
+    assert subsets.variant(frozenset()).job.composed.plain["optimizer"]["lr"] == 0.05
 
 
 def test_what_is_refused_alone_comes_after_what_it_needs_or_with_it():
@@ -146,13 +147,28 @@ def test_help_and_completion(capsys):
 def test_a_share_of_nothing_has_no_sign():
     whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
     search = SimpleNamespace(tried={frozenset({0, 1}): whole, frozenset({0}): none})
-    found = report.Report("a", "b", None, search, Answer(NAMED, whole), Speed.__new__(Speed), [], 1.0)
-    assert [row[3] for row in found.table()[1]] == ["100 %", "0 %"]
+    found = report.Report("a", "b", None, search, Answer(NAMED, whole), Speed(None, Settings(), 0.0), [], 1.0)
+    assert [row[3] for row in found.table().rows] == ["100 %", "0 %"]
+
+
+@pytest.mark.parametrize(
+    ("whole", "said"),
+    [
+        (Measured(UNKNOWN), "BAD: not measured within budget_s=40"),
+        (Measured(Interval(0.1, -math.inf, math.inf), 3), "BAD: 1.105 × samples/s (too few pairs for an interval)"),
+    ],
+)
+def test_a_budget_that_was_too_small_is_told_in_a_sentence(whole, said):
+    search = SimpleNamespace(tried={frozenset({0}): whole}, comparisons=1)
+    answer = Answer(UNRESOLVED, whole, reason="whether they differ is not certain")
+    found = report.Report("a", "b", None, search, answer, Speed(None, Settings(budget_s=40), 0.0), [], 1.0)
+    assert found.conclusion()[-1].endswith(said)
+    assert "inf" not in str(found.table().rows)
 
 
 def test_numbers_are_shown_as_ranges():
-    assert report.numbers({0, 1, 2, 4, 7, 8}) == "1–3, 5, 8–9"
-    assert report.numbers(()) == ""
+    assert numbers({0, 1, 2, 4, 7, 8}) == "1–3, 5, 8–9"
+    assert numbers(()) == ""
 
 
 def test_two_changes_that_need_each_other_take_no_third_with_them():

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.launch.job import Job
-from drivetrain.measure import arguments
+from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark.arms import refuse_resume
 from drivetrain.measure.bisect import changes as differing
 from drivetrain.measure.bisect import report, sides
 from drivetrain.measure.bisect.changes import Change, Changes
-from drivetrain.measure.bisect.measurers import LEAST_ROUNDS, LEAST_SEEDS, Fails, GoodFails, Quality, Settings, Speed, Subsets
-from drivetrain.measure.bisect.search import FAILS, UNRESOLVED, Measured, Search, Subset
-from drivetrain.measure.intervals import Interval
+from drivetrain.measure.bisect.measurers import (
+    LEAST_ROUNDS,
+    LEAST_SEEDS,
+    GoodFails,
+    Measurer,
+    Quality,
+    Settings,
+    Speed,
+    Subsets,
+)
+from drivetrain.measure.bisect.search import FAILS, UNRESOLVED, Search
+from drivetrain.run import environment
 from drivetrain.ui.output import echo
 
 
@@ -28,48 +35,60 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     subsets, bad, notes = prepare(words, config_dirs, settings.quality)
     began = time.monotonic()
     until = began + settings.budget_s
-    measurer: Speed | Quality | Fails = (Quality if settings.quality else Speed)(subsets, settings, until)
+    measurer: Measurer = (Quality if settings.quality else Speed)(subsets, settings, until)
     echo("\n".join([*report.heading(subsets.numbered), *notes]))
     try:
-        search = Search(len(subsets.numbered), Announced(measurer))
-        answer = search.run()
-        if answer.outcome == FAILS and not isinstance(measurer, Fails):
+        answer = (search := Search(len(subsets.numbered), measurer)).run()
+        if answer.outcome == FAILS:
             echo(f"BAD does not run to a figure ({answer.whole.problem}): what makes it fail?")
-            measurer = Fails(measurer)
-            search = Search(len(subsets.numbered), Announced(measurer))
-            answer = search.run()
+            measurer.fails, measurer.unit = True, "runs"
+            answer = (search := Search(len(subsets.numbered), measurer)).run()
     except GoodFails as error:
         echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
     found = report.Report(words[0], words[1], subsets, search, answer, measurer, notes, time.monotonic() - began)
-    report.show(found)
-    report.save(found, bad, settings, argv)
+    sheet, about = found.sheet(), environment.describe(list(argv), bad.config_hash, {})
+    echo()
+    sheet.show()
+    leave.leave(leave.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], about, found.as_dict(settings, about))
     return FAILED if answer.outcome == UNRESOLVED else DONE
 
 
 def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> tuple[Subsets, Job, list[str]]:
     """GOOD and the changes that lead to BAD, BAD's job, and what the user should know. Raises UserError."""
-    good, bad, problems = None, None, []
-    for number, word in enumerate(words[:2]):
+    both, problems = [], []
+    for word in words[:2]:
         try:
             side = sides.read(word, words[2:], config_dirs)
-            good, bad = ((side, side.job()), bad) if number == 0 else (good, (side, side.job()))
+            both.append((side, side.job()))
         except UserError as error:
             problems += [problem if word in problem else f"{word}: {problem}" for problem in error.problems]
-    if good is None or bad is None:
+    if problems:
         raise UserError(dict.fromkeys(problems))
-    (side, job), (_, other) = good, bad
+    (side, job), (_, other) = both
     changes = Changes(job, other, quality)
     found = changes.found()
     if not found:
         raise UserError(_same(words, changes, quality))
     subsets = Subsets(side, changes, list(_common(words[2:], found, job, other)))
     refusals: dict[str, str] = {}
-    subsets.numbered = differing.in_order(found, lambda chosen: _can_run(subsets, chosen, refusals))
+
+    def can_run(chosen: Sequence[Change]) -> bool:
+        variant = subsets.of(chosen)
+        for problem in variant.problems[:1]:
+            refusals.setdefault(chosen[-1].key, problem)
+        return variant.job is not None
+
+    subsets.numbered = differing.in_order(found, can_run)
     notes = [f"kept together: {c.key} ({refusals.get(c.parts[0].key, '')})" for c in subsets.numbered if c.parts]
     if changes.not_tried:
         notes.append(f"not tried, though they differ: {', '.join(changes.not_tried)}")
-    return subsets, _whole(subsets, words), notes
+    whole = subsets.variant(frozenset(range(len(subsets.numbered))))
+    if whole.job is None:
+        raise UserError(whole.problems)
+    if left := changes.left_over(whole.job):
+        raise UserError(f"{words[1]} cannot be reached from {words[0]} by overrides: they still differ in {', '.join(left)}")
+    return subsets, whole.job, notes
 
 
 def _check(settings: Settings, words: Sequence[str]) -> None:
@@ -105,43 +124,3 @@ def _common(words: Sequence[str], found: Sequence[Change], good: Job, bad: Job) 
         common.append("saving=none")
     trust = list(dict.fromkeys([*good.run.values["trust"], *bad.run.values["trust"]]))
     return [*common, *([f"trust=[{','.join(trust)}]"] if trust else [])]
-
-
-def _can_run(subsets: Subsets, chosen: Sequence[Change], refusals: dict[str, str]) -> bool:
-    """Whether the options' rules allow GOOD with these changes. A refusal is noted for the last of them."""
-    try:
-        subsets.good.job(subsets.overrides(chosen))
-    except UserError as error:
-        refusals.setdefault(chosen[-1].key, error.problems[0])
-        return False
-    return True
-
-
-def _whole(subsets: Subsets, words: Sequence[str]) -> Job:
-    """The job of GOOD with all changes, which must be BAD. Raises UserError."""
-    job = subsets.job(frozenset(range(len(subsets.numbered))))
-    if left := subsets.changes.left_over(job):
-        raise UserError(f"{words[1]} cannot be reached from {words[0]} by overrides: they still differ in {', '.join(left)}")
-    return job
-
-
-@dataclass
-class Announced:
-    """A measurer that says on standard error which comparison is under way."""
-
-    measurer: Speed | Quality | Fails
-    number: int = 0
-
-    @property
-    def margin(self) -> float:
-        """The largest effect that does not matter."""
-        return self.measurer.margin
-
-    def measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
-        """Measure a subset, and say what was found."""
-        self.number += 1
-        echo(f"comparison {self.number}: changes {report.numbers(chosen)} on top of GOOD", file=sys.stderr)
-        found = self.measurer.measure(chosen, decided)
-        text: Any = " ".join(self.measurer.shown(found.effect)) if found.effect is not None else found.problem
-        echo(f"comparison {self.number}: {text}", file=sys.stderr)
-        return found

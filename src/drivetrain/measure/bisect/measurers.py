@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.selection import selected
-from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import comparison, quality
-from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
+from drivetrain.measure.benchmark.noninferiority import TrainedRun
 from drivetrain.measure.bisect.changes import Change, Changes
 from drivetrain.measure.bisect.search import Measured, Subset
 from drivetrain.measure.bisect.sides import Side
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.measure.training import trainings
+from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
 LEAST_ROUNDS, LEAST_SEEDS = 6, 4  # before an interval is trusted
@@ -51,90 +54,137 @@ class GoodFails(Exception):
 
 @dataclass
 class Subsets:
-    """GOOD with any subset of the changes on top."""
+    """GOOD with any subset of the changes on top, as a variant of a comparison."""
 
     good: Side
     changes: Changes
-    common: list[str]  # overrides of every arm
+    common: list[str]  # overrides of every variant
     numbered: list[Change] = field(default_factory=list)
 
-    def arm(self, chosen: Subset) -> ArmSpec:
+    def variant(self, chosen: Subset) -> ArmSpec:
         """GOOD with the changes of these numbers; without a job where the options' rules refuse it."""
-        changes = [self.numbered[number] for number in sorted(chosen)]
-        given = self.overrides(changes)
+        return self.of([self.numbered[number] for number in sorted(chosen)])
+
+    def of(self, changes: Sequence[Change]) -> ArmSpec:
+        """GOOD with these changes."""
+        given = [*self.changes.overrides(changes), *self.common]
         label = " ".join(change.key for change in changes) or self.good.name
         try:
             return ArmSpec(label, self.good.changed(given), self.good.job(given), composes=self.good.job)
         except UserError as error:
             return ArmSpec(label, self.good.changed(given), None, error.problems)
 
-    def job(self, chosen: Subset) -> Job:
-        """The job of GOOD with these changes. Raises UserError."""
-        return self.good.job(self.overrides([self.numbered[number] for number in sorted(chosen)]))
-
-    def overrides(self, changes: Sequence[Change]) -> list[str]:
-        """The overrides that make these changes, and those of every arm."""
-        return [*self.changes.overrides(changes), *self.common]
-
 
 @dataclass
-class Speed:
-    """Measures samples a second in rounds of fresh processes; an effect is the logarithm of the ratio to GOOD's."""
+class Measurer:
+    """Measures GOOD with subsets of the changes, and says on standard error which comparison is under way."""
 
     subsets: Subsets
     settings: Settings
     until: float  # of time.monotonic
-    rates: dict[Subset, tuple[list[float], list[float]]] = field(default_factory=dict)  # of the subset and of GOOD, by round
+    number: int = 0  # of the comparison
+    fails: bool = False  # the effect is whether a subset fails while it runs, for a BAD that does: 1 or 0
+    errors: dict[Subset, str | None] = field(default_factory=dict)  # of those that were asked whether they fail
 
-    margin = math.log1p(EQUIVALENCE)
-    unit = "samples/s"
+    unit, sign = "", ""
 
-    def shown(self, effect: Interval) -> tuple[str, str]:
-        """An effect and its interval as text: ratios to GOOD."""
-        return f"{math.exp(effect.middle):.3f} ×", f"{math.exp(effect.low):.3f} – {math.exp(effect.high):.3f}"
+    @property
+    @abstractmethod
+    def margin(self) -> float:
+        """The largest effect that does not matter."""
 
     def measure(self, chosen: Subset, decided: Decided) -> Measured:
-        """Add rounds until the interval decides the question, or the rounds or the time are used."""
+        """Measure a subset until its effect decides the question or the budget is used, and say what was found."""
+        self.number += 1
+        echo(f"comparison {self.number}: changes {numbers(chosen)} on top of GOOD", file=sys.stderr)
+        variant = self.subsets.variant(chosen)
+        if variant.job is None:
+            found = Measured(problem=f"refused: {'; '.join(variant.problems)}")
+        elif self.fails:
+            if chosen not in self.errors:
+                self.errors[chosen] = self.failure(chosen, variant)
+            failed = float(self.errors[chosen] is not None)
+            found = Measured(Interval(failed, failed, failed), 1, self.errors[chosen] or "")
+        else:
+            found = self.effect(chosen, variant, decided)
+        echo(f"comparison {self.number}: {' '.join(self.shown(found)) or found.problem}", file=sys.stderr)
+        return found
+
+    @abstractmethod
+    def effect(self, chosen: Subset, variant: ArmSpec, decided: Decided) -> Measured:
+        """The effect of a variant that can be composed."""
+
+    @abstractmethod
+    def failure(self, chosen: Subset, variant: ArmSpec) -> str | None:
+        """Why a variant fails while it runs; None where it runs."""
+
+    @abstractmethod
+    def value(self, effect: float) -> str:
+        """An effect as text."""
+
+    def shown(self, found: Measured) -> tuple[str, ...]:
+        """The effect and its interval as text; nothing where there is no figure."""
+        if found.effect is None:
+            return ()
+        if self.fails:
+            return ("fails" if found.effect.middle else "runs",)
+        if not found.pairs:
+            return (f"not measured within budget_s={self.settings.budget_s:g}",)
+        middle, *bounds = map(self.value, found.effect)
+        known = all(map(math.isfinite, found.effect))
+        return middle + self.sign, " – ".join(bounds) if known else "too few pairs for an interval"
+
+
+class Speed(Measurer):
+    """Measures samples a second in rounds of fresh processes; an effect is the logarithm of the ratio to GOOD's."""
+
+    margin = math.log1p(EQUIVALENCE)
+    unit, sign = "samples/s", " ×"
+
+    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
+        super().__init__(subsets, settings, until)
+        self.rates: dict[Subset, tuple[list[float], list[float]]] = {}  # of the subset and of GOOD, by round
+
+    def value(self, effect: float) -> str:
+        return f"{math.exp(effect):.3f}"
+
+    def effect(self, chosen: Subset, variant: ArmSpec, decided: Decided) -> Measured:
         mine, base = self.rates.setdefault(chosen, ([], []))
-        left = self.settings.rounds - len(mine)
-        if left <= 0 or time.monotonic() > self.until or _is_enough(mine, base, decided):
-            return _measured(mine, base)
-        arm = self.subsets.arm(chosen)
-        if arm.job is None:
-            return Measured(problem=f"refused: {'; '.join(arm.problems)}")
+
+        def is_over(new: Sequence[float] = (), old: Sequence[float] = ()) -> bool:
+            count = len(mine) + len(new)
+            enough = count >= LEAST_ROUNDS and decided(log_ratio([*mine, *new], [*base, *old]))
+            return enough or count >= self.settings.rounds or time.monotonic() > self.until
 
         def stop(live: Sequence[Arm], rounds: int) -> Iterator[Arm]:
             old, *others = ([block.rate for block in each.blocks] for each in live)
-            new = others[0] if others else []  # none where the arm has failed
-            if time.monotonic() > self.until or _is_enough([*mine, *new], [*base, *old], decided):
+            if is_over(others[0] if others else (), old):  # there are no others where the variant has failed
                 yield from live[1:]
 
-        done = self._compare(arm, left, stop)
-        mine += done.rows[1].rates
-        base += done.rows[0].rates[: len(done.rows[1].rates)]
-        if (error := done.rows[1].error) is not None:
-            return Measured(pairs=max(1, len(mine)), problem=f"failed: {error.splitlines()[0]}")
-        return _measured(mine, base)
+        if not is_over():
+            row = self._compare(variant, self.settings.rounds - len(mine), stop).rows
+            mine += row[1].rates
+            base += row[0].rates[: len(row[1].rates)]
+            if (error := row[1].error) is not None:
+                return Measured(pairs=max(1, len(mine)), problem=f"failed: {without_log(error)}")
+        return Measured(log_ratio(mine, base) if mine else UNKNOWN, len(mine))
 
-    def failure(self, chosen: Subset) -> str | None:
-        """Why a subset fails while it runs; None where it runs."""
-        return self._compare(self.subsets.arm(chosen), 1, never_stop).rows[1].error
+    def failure(self, chosen: Subset, variant: ArmSpec) -> str | None:
+        error = self._compare(variant, 1, never_stop).rows[1].error
+        return error and without_log(error)
 
-    def _compare(self, arm: ArmSpec, rounds: int, stop: StoppingRule) -> comparison.Comparison:
-        good = self.subsets.arm(frozenset())
+    def _compare(self, variant: ArmSpec, rounds: int, stop: StoppingRule) -> comparison.Comparison:
+        good = self.subsets.variant(frozenset())
         limits = comparison.Settings(rounds=rounds, block_s=self.settings.block_s)
-        done = comparison.measure([good, arm], limits, good.overrides, stop)
+        done = comparison.measure([good, variant], limits, good.overrides, stop)
         if done.rows[0].error is not None:
             raise GoodFails(done.rows[0].error)
         return done
 
 
-def _is_enough(mine: list[float], base: list[float], decided: Decided) -> bool:
-    return len(mine) >= LEAST_ROUNDS and decided(log_ratio(mine, base))
-
-
-def _measured(mine: list[float], base: list[float]) -> Measured:
-    return Measured(log_ratio(mine, base) if mine else UNKNOWN, len(mine))
+def without_log(error: str) -> str:
+    """An error's first line, without the place of its traceback, which is gone with the run."""
+    return error.splitlines()[0].partition(" (traceback in")[0]
 
 
 def log_ratio(mine: Sequence[float], base: Sequence[float]) -> Interval:
@@ -143,92 +193,62 @@ def log_ratio(mine: Sequence[float], base: Sequence[float]) -> Interval:
     return Interval(math.log(middle), math.log(low) if low else -math.inf, math.log(high))
 
 
-@dataclass
-class Trained:
-    """One training: the metric at its end, or why it has none."""
-
-    metric: float | None
-    error: str = ""
-    diverged: bool = False
-
-
-class Quality:
+class Quality(Measurer):
     """Trains GOOD and subsets with the same seeds; an effect is the mean difference of the final metric, seed by seed."""
 
     def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
-        self.subsets, self.settings, self.until = subsets, settings, until
-        good = subsets.arm(frozenset()).job
-        assert good is not None  # composed before
-        self.unit, self._good = selected(good.run).name, good
-        self._trained: dict[tuple[Subset, int], Trained] = {}
+        super().__init__(subsets, settings, until)
+        self._good = subsets.variant(frozenset())
+        self.unit = selected(baseline_job([self._good]).run).name
+        self._trained: dict[tuple[Subset, int], TrainedRun] = {}
 
     @property
     def margin(self) -> float:
         """The spread of GOOD over its seeds, or a small share of its mean where that is more."""
-        found = [run.metric for (chosen, _), run in self._trained.items() if not chosen and run.metric is not None]
+        runs = [run for (chosen, _), run in self._trained.items() if not chosen]
+        found = [run.figures[self.unit] for run in runs if self.unit in run.figures]
         if len(found) < 2:
             return 0.0
         return max(SPREADS * deviation(found), LEAST_MARGIN * abs(statistics.fmean(found)))
 
-    def shown(self, effect: Interval) -> tuple[str, str]:
-        """An effect and its interval as text: differences of the metric."""
-        return f"{effect.middle:+.4f}", f"{effect.low:+.4f} – {effect.high:+.4f}"
+    def value(self, effect: float) -> str:
+        return f"{effect:+.4f}"
 
-    def measure(self, chosen: Subset, decided: Decided) -> Measured:
-        """Add seeds until the interval decides the question, or the seeds or the time are used."""
-        arm = self.subsets.arm(chosen)
-        if arm.job is None:
-            return Measured(problem=f"refused: {'; '.join(arm.problems)}")
+    def effect(self, chosen: Subset, variant: ArmSpec, decided: Decided) -> Measured:
         differences: list[float] = []
         for number in range(self.settings.seeds):
             enough = len(differences) >= LEAST_SEEDS and decided(mean(differences))
             if (chosen, number) not in self._trained and (enough or time.monotonic() > self.until):
                 break
-            good, run = self._train(frozenset(), number), self._train(chosen, number)
-            if good.metric is None:
+            good, run = self._train(frozenset(), self._good, number), self._train(chosen, variant, number)
+            if good.error is not None:
                 raise GoodFails(good.error)
-            if run.metric is None:
-                return Measured(pairs=number + 1, problem=run.error, diverged=run.diverged)
-            differences.append(run.metric - good.metric)
+            if run.error is not None:
+                return Measured(pairs=number + 1, problem=run.error, diverged=run.error.startswith("diverged"))
+            differences.append(run.figures[self.unit] - good.figures[self.unit])
         return Measured(mean(differences) if differences else UNKNOWN, len(differences))
 
-    def failure(self, chosen: Subset) -> str | None:
-        """Why a subset fails while it is trained; None where it completes."""
-        return self._train(chosen, 0).error or None
+    def failure(self, chosen: Subset, variant: ArmSpec) -> str | None:
+        return self._train(chosen, variant, 0).error
 
-    def _train(self, chosen: Subset, number: int) -> Trained:
+    def _train(self, chosen: Subset, variant: ArmSpec, number: int) -> TrainedRun:
         """Train with a seed, once."""
         if (chosen, number) not in self._trained:
-            seed = self._good.run.runtime.seed + number
-            with Steps() as progress, trainings("bisect", self._good, progress=progress) as train:
-                run = train(self.subsets.arm(chosen), seed)
-            found = quality.trained_run(run, seed)
-            value = found.figures.get(self.unit)
-            error = found.error or ("" if value is not None else f"failed: it evaluates no {self.unit}")
-            self._trained[chosen, number] = Trained(value, error, run.status == "diverged")
+            first = baseline_job([self._good])
+            seed = first.run.runtime.seed + number
+            with Steps() as progress, trainings("bisect", first, progress=progress) as train:
+                found = self._trained[chosen, number] = quality.trained_run(train(variant, seed), seed)
+            if found.error is None and self.unit not in found.figures:
+                found.error = f"failed: it evaluates no {self.unit}"
         return self._trained[chosen, number]
 
 
-@dataclass
-class Fails:
-    """Measures only whether a subset fails while it runs, for a BAD that does: 1 if it fails, else 0."""
-
-    measurer: Speed | Quality
-    errors: dict[Subset, str | None] = field(default_factory=dict)
-
-    margin = 0.5
-    unit = "runs"
-
-    def shown(self, effect: Interval) -> tuple[str, str]:
-        """Whether it runs, as text."""
-        return "fails" if effect.middle else "runs", ""
-
-    def measure(self, chosen: Subset, decided: Decided) -> Measured:
-        """Run the subset for as long as it takes to fail."""
-        arm = self.measurer.subsets.arm(chosen)
-        if arm.job is None:
-            return Measured(problem=f"refused: {'; '.join(arm.problems)}")
-        if chosen not in self.errors:
-            self.errors[chosen] = self.measurer.failure(chosen)
-        found = float(self.errors[chosen] is not None)
-        return Measured(Interval(found, found, found), 1, self.errors[chosen] or "")
+def numbers(chosen: Iterable[int]) -> str:
+    """The numbers of changes, counted from 1, as ranges: 1–3, 5."""
+    ranges: list[list[int]] = []
+    for number in sorted(chosen):
+        if ranges and ranges[-1][1] == number:
+            ranges[-1][1] = number + 1
+        else:
+            ranges.append([number + 1, number + 1])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in ranges)

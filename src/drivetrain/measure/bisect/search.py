@@ -1,17 +1,17 @@
-"""Which of the changes from GOOD to BAD make the difference: delta debugging with measured effects.
+"""Which of the changes from GOOD to BAD make the difference: prefix halving on measured effects.
 
-As in Zeller & Hildebrandt (2002), subsets of the changes are put on top of GOOD, and each is asked whether it is like GOOD
-or like BAD. Here the answer is an effect with an interval, and a binary search follows the larger part of it: over the
-first changes, then over the first half or three quarters of them, and so on, until one change is left whose addition makes
-the larger step. If that change alone has the effect, it is the cause. Else it needs partners: the same search finds them
-among the changes before it. Then BAD is measured without the cause, and what remains is searched in the same way.
+Subsets of the changes are put on top of GOOD, and each has an effect with an interval. A binary search over the first changes
+follows the larger part of the effect: the first half of them, then the first quarter or three quarters, and so on, until one
+change is left whose addition makes the larger step. If it makes that step alone, it is a cause. Else it needs partners: the same
+search, with this change always there, finds them among those before it. Then BAD is measured without the cause, and what
+remains is searched in the same way, so causes that add up are all named.
 
 A single cause among n changes takes at most 3 + log2 n comparisons. A subset that cannot run counts as not bad.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -52,14 +52,9 @@ class Between(NamedTuple):
     low: float
     high: float
 
-    @property
-    def middle(self) -> float:
-        """The effect that is as near to one as to the other."""
-        return (self.low + self.high) / 2
-
     def excludes_middle(self, found: Interval) -> bool:
         """Whether the interval lies on one side of the middle."""
-        return not found.low <= self.middle <= found.high
+        return not found.low <= (self.low + self.high) / 2 <= found.high
 
     def decided(self, found: Interval) -> bool:
         """Whether the interval is narrow enough, and lies on one side; a very narrow one near the middle may go either way."""
@@ -68,7 +63,7 @@ class Between(NamedTuple):
 
     def is_high(self, found: Interval) -> bool:
         """The answer, by the estimate."""
-        return (found.middle - self.middle) * (self.high - self.low) > 0
+        return (found.middle - (self.low + self.high) / 2) * (self.high - self.low) > 0
 
 
 @dataclass
@@ -102,24 +97,23 @@ class Search:
     n: int
     measurer: Measurer
     tried: dict[Subset, Measured] = field(default_factory=dict)
-    _suspects: tuple[int, ...] = ()
+    _suspects: Iterable[int] = ()
 
     def run(self) -> Answer:
         """Search until the difference is explained, or the budget is used."""
-        whole = self._measure(frozenset(range(self.n)), self._whole_is_decided)
-        effect = whole.effect
-        if effect is None:
+        everything = range(self.n)
+        whole = self.tried[frozenset(everything)] = self.measurer.measure(frozenset(everything), self._whole_is_decided)
+        if whole.effect is None:
             return Answer(FAILS, whole)
-        if self._is_small(effect):
+        if self._is_small(whole.effect):
             return Answer(NONE, whole)
-        if effect.low <= 0 <= effect.high:
-            reason = "whether they differ is not certain"
-            return Answer(UNRESOLVED, whole, suspects=tuple(range(self.n)), reason=reason)
+        if whole.effect.low <= 0 <= whole.effect.high:
+            return Answer(UNRESOLVED, whole, suspects=tuple(everything), reason="whether they differ is not certain")
         answer = Answer(NAMED, whole)
         try:
-            self._explain(answer, effect.middle)
+            self._explain(answer, whole.effect.middle)
         except Unresolved as stopped:
-            answer.suspects, answer.reason = self._suspects, str(stopped)
+            answer.suspects, answer.reason = tuple(sorted(self._suspects)), str(stopped)
             answer.outcome = NAMED if answer.causes else UNRESOLVED
         return answer
 
@@ -130,81 +124,57 @@ class Search:
 
     def _explain(self, answer: Answer, whole: float) -> None:
         """Find causes until BAD without them is nearly as GOOD."""
-        left, target = list(range(self.n)), whole
-        while True:
-            cause = self._cause(left, target)
-            answer.causes.append(cause)
-            left = [change for change in left if change not in cause.changes]
-            self._suspects = tuple(left)
+        left, target, goes_on = [*range(self.n)], whole, True
+        while goes_on:
+            answer.causes.append(self._cause(left, target))
+            self._suspects = left = [change for change in left if change not in answer.causes[-1].changes]
             if not left:
                 return
-            question = Between(0.0, 2 * whole / REST)
-            answer.rest = self._measure(frozenset(left), question.decided)
-            if not self._answer(answer.rest, question):
-                return
-            target = answer.rest.effect.middle if answer.rest.effect is not None else target
+            goes_on, target = self._ask(left, 0.0, 2 * whole / REST)
+            answer.rest = self.tried[frozenset(left)]
 
-    def _cause(self, items: Sequence[int], target: float) -> Cause:
-        """A smallest set of `items` that has an effect near to that of all of them, which is `target`."""
+    def _cause(self, items: Sequence[int], high: float) -> Cause:
+        """A smallest set of `items` that makes the larger part of their effect, `high`."""
         cause: Subset = frozenset()
-        low, high = 0.0, target
-        while True:
-            first, high = self._smallest_prefix(cause, items, low, high)
-            cause |= {items[first - 1]}
-            items = items[: first - 1]
-            if not items:
-                break
-            question = Between(0.0, high)
-            alone = self._measure(cause, question.decided)
-            if self._answer(alone, question):
-                break
-            if len(cause) == LARGEST:
-                self._suspects = tuple(sorted(cause.union(items)))
-                raise Unresolved(f"no {LARGEST} changes make most of the difference: it is spread over many")
-            low = alone.effect.middle if alone.effect is not None else 0.0
-        return self._minimal(cause)
+        low = 0.0
+        while len(cause) < LARGEST:
+            good, bad = 0, len(items)
+            while bad - good > 1:  # the effect of so many items, with the cause so far, is low and high
+                self._suspects = cause.union(items[good:bad])
+                half = (good + bad) // 2
+                is_high, effect = self._ask(cause.union(items[:half]), low, high)
+                bad, high, good, low = (half, effect, good, low) if is_high else (bad, high, half, effect)
+            cause, items = cause | {items[bad - 1]}, items[: bad - 1]
+            is_cause, low = self._ask(cause, 0.0, high) if items else (True, low)
+            if is_cause:
+                return self._smallest(cause)
+        self._suspects = cause.union(items)
+        raise Unresolved(f"no {LARGEST} changes make most of the difference: it is spread over many")
 
-    def _smallest_prefix(self, fixed: Subset, items: Sequence[int], low: float, high: float) -> tuple[int, float]:
-        """How many of the first `items` it takes, with `fixed`, for the larger part of the step from `low` to `high`.
-
-        `low` is the effect of `fixed`, and `high` that with all items. Returns the number and the effect.
-        """
-        good, bad = 0, len(items)
-        while bad - good > 1:
-            self._suspects = tuple(sorted(fixed.union(items[good:bad])))
-            half, question = (good + bad) // 2, Between(low, high)
-            found = self._measure(fixed.union(items[:half]), question.decided)
-            if self._answer(found, question):
-                bad, high = half, found.effect.middle if found.effect is not None else high
-            else:
-                good, low = half, found.effect.middle if found.effect is not None else low
-        return bad, high
-
-    def _minimal(self, cause: Subset) -> Cause:
-        """The cause without the changes that it does not need."""
+    def _smallest(self, cause: Subset) -> Cause:
+        """The cause without the changes that it does not need, which noise may have put there."""
         for change in sorted(cause):
             effect, smaller = self.tried[cause].effect, cause - {change}
-            if smaller and effect is not None:
-                question = Between(0.0, effect.middle)
-                if self._answer(self._measure(smaller, question.decided), question):
-                    cause = smaller
+            if smaller and effect is not None and self._ask(smaller, 0.0, effect.middle)[0]:
+                cause = smaller
         return Cause(tuple(sorted(cause)), self.tried[cause].effect)
 
-    def _measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
-        found = self.tried[chosen] = self.measurer.measure(chosen, decided)
-        return found
+    def _ask(self, chosen: Iterable[int], low: float, high: float) -> tuple[bool, float]:
+        """Whether the effect of a subset is nearer to `high` than to `low`, and the effect. Raises Unresolved.
 
-    def _answer(self, found: Measured, question: Between) -> bool:
-        """Whether the effect is nearer to the question's `high`. Raises Unresolved where that is not known."""
+        Of one that diverges it counts as `high`, and of one that cannot run as `low`.
+        """
+        question, subset = Between(low, high), frozenset(chosen)
+        found = self.tried[subset] = self.measurer.measure(subset, question.decided)
         if found.effect is None:
-            return found.diverged
+            return found.diverged, high if found.diverged else low
         if not question.decided(found.effect) and not question.excludes_middle(found.effect):
             raise Unresolved("the noise is too large for the rounds, seeds or seconds that were allowed")
-        return question.is_high(found.effect)
+        return question.is_high(found.effect), found.effect.middle
 
     def _whole_is_decided(self, found: Interval) -> bool:
         known = found.high - found.low <= abs(found.middle) and not found.low <= 0 <= found.high
         return known or self._is_small(found)
 
     def _is_small(self, found: Interval) -> bool:
-        return max(abs(found.low), abs(found.high)) < self.measurer.margin
+        return max(abs(found.low), abs(found.high)) <= self.measurer.margin
