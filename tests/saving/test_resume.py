@@ -1,20 +1,24 @@
 """Saving and going on: whole or not there, verified, and bit for bit what the uninterrupted run comes to."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import drivetrain
+from drivetrain.core import streams
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest
+from tests.support import drawing_sets
 
 LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
 RUNS = {
@@ -28,6 +32,10 @@ RUNS = {
     "overflows": ["precision=amp", f"precision.init_scale={2.0**19}", "precision.growth_interval=2", "optimizer=adamw"],
     "bf16, recomputed dropout": ["precision=bf16", "checkpointing=blocks", "model.dropout=0.3"],
     "workers": ["data=digits", "loader=workers", "augment=[flip_crop]", "batch.global_batch=230"],
+    "samples and a model that draw": [
+        "data=own", "data.target=drawing_sets.All", "data.validation=null", "data.drop_last=false", "loader=workers",
+        "model=own", "model.target=drawing_sets.Net", "model.kwargs={noise: 0.1}", "trust=[drawing_sets]",
+    ],
 }  # fmt: skip
 
 
@@ -76,12 +84,13 @@ def numbers(run_dir: Path) -> list[tuple]:
     return [tuple(r.get(k) for k in keys) for r in lines(run_dir) if r["event"] != "resume"]
 
 
-NORMAL = ("accumulated, clipped", "augmented, batch norm, average", "overflows")
+NORMAL = ("accumulated, clipped", "augmented, batch norm, average", "overflows", "samples and a model that draw")
 
 
 @pytest.mark.parametrize("name", [n if n in NORMAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name):
-    words = [w for w in LENGTH if not (name == "workers" and w.startswith("data."))] + RUNS[name]
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name, monkeypatch):
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    words = [w for w in LENGTH if not (w.startswith("data.") and any(own.startswith("data=") for own in RUNS[name]))] + RUNS[name]
     whole = train(*words)
     assert whole.status == "completed", whole.error
     weights, state = checkpoint_io.load(newest(whole.run_dir))
@@ -299,11 +308,21 @@ def test_pruning_keeps_the_newest_by_number_and_those_that_are_chosen(tmp_path):
     assert checkpoint_io.updates(tmp_path) == [100]
 
 
+def draws() -> list[float]:
+    return [torch.rand(4).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1), random.random()]
+
+
 def test_random_streams_come_back():
-    state = checkpoint_io.random_state()
-    first = torch.rand(4)
-    checkpoint_io.restore_random_state([state])
-    assert torch.equal(torch.rand(4), first)
+    np.random.randn()  # the second number of the pair is kept for the next draw
+    random.gauss(0, 1)
+    state = streams.state()
+    first = draws()
+    streams.restore(state)
+    assert draws() == first
+    with streams.apart():
+        draws()
+    streams.restore(state)
+    assert draws() == first
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -315,9 +334,9 @@ def test_only_a_device_that_was_started_has_a_random_state(monkeypatch, started)
     )
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    saved = checkpoint_io.random_state()
-    assert set(saved) == ({"cpu", "cuda"} if started else {"cpu"})
-    checkpoint_io.restore_random_state([{**saved, "cuda": torch.zeros(2)}])
+    saved = streams.state()
+    assert set(saved) - {"cpu", "numpy", "python"} == ({"cuda"} if started else set())
+    streams.restore({**saved, "cuda": torch.zeros(2)})
     assert len(states) == (2 if started else 1)
 
 

@@ -36,10 +36,19 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= (1 << 63) else number
 
 
+def keys(seed: int, epoch: int, indices: torch.Tensor, stream: int) -> torch.Tensor:
+    """One seed of 63 bits for each sample index (n,)."""
+    return _hashed(seed, epoch, indices, stream) & _MASK
+
+
 def uniform(seed: int, epoch: int, indices: torch.Tensor, stream: int) -> torch.Tensor:
     """One float32 in [0, 1) for each sample index (n,), the same on every device."""
+    return _shift(_hashed(seed, epoch, indices, stream), 40).float() * 2.0**-24  # 24 bits are exact in float32
+
+
+def _hashed(seed: int, epoch: int, indices: torch.Tensor, stream: int) -> torch.Tensor:
+    """64 bits for each sample index, as int64."""
     x = indices ^ mix(seed, epoch, stream, 2)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    x = x ^ _shift(x, 31)
-    return _shift(x, 40).float() * 2.0**-24  # 24 bits are exact in float32
+    return x ^ _shift(x, 31)

@@ -24,6 +24,7 @@ class Source(Protocol):
     - `identities()`: a text for each sample that is the same in every run, on every machine. Those that share one stay together
       where a validation set is held out. Without it: the content of tensors, else the samples' numbers.
     - `subset(indices)`: a source of some of the samples; without it core.subset.Subset is one.
+    - `own_code = True`: samples are read by a user's code, which may draw random numbers (OwnCodeSource).
     - `parallel_read = True`: reading one sample is work, such as decoding, which threads should share.
     - `crops = True`: it crops samples while it reads them (CroppingSource).
     - `lengths` (n,), for sequences: the length of each sample, known without reading it (SequenceSource). Where there is a
@@ -44,6 +45,26 @@ class SequenceSource(Source, Protocol):
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
+        ...
+
+
+class OwnCodeSource(Source, Protocol):
+    """A source of samples that a user's code reads."""
+
+    def draws(self, indices: torch.Tensor | None = None) -> list[str]:
+        """Return what these samples draw from, such as numpy; without indices, some of the first ones."""
+        ...
+
+    def share(self, watch_torch: bool) -> None:
+        """Prepare for reads by threads. With `watch_torch` nobody else draws from torch's stream of the CPU meanwhile."""
+        ...
+
+    def suspected(self) -> bool:
+        """Return whether samples that threads have read since the last question may have drawn."""
+        ...
+
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
+        """Return the samples. What they draw follows from `draws`, a seed and an epoch; None: it is left as it comes."""
         ...
 
 

@@ -24,6 +24,7 @@ class Subset:
         lengths = getattr(source, "lengths", None)
         self.lengths = None if lengths is None else lengths[indices]
         self.parallel_read, self.crops = getattr(source, "parallel_read", False), getattr(source, "crops", False)
+        self.own_code = getattr(source, "own_code", False)
         if hasattr(source, "order"):
             self.order = self._order
         if hasattr(source, "name"):
@@ -36,6 +37,19 @@ class Subset:
         """Return the samples at these positions of the view."""
         read: tuple[Tree, Tree] = self.source.fetch(self.indices[indices], *options)
         return read
+
+    def draws(self, indices: torch.Tensor | None = None) -> list[str]:
+        """Return what these samples draw from, where they are read by a user's code."""
+        drawn: list[str] = self.source.draws(None if indices is None else self.indices[indices])
+        return drawn
+
+    def share(self, watch_torch: bool) -> None:
+        """Prepare a source of a user's code for reads by threads."""
+        self.source.share(watch_torch)
+
+    def suspected(self) -> bool:
+        """Return whether samples that threads have read since the last question may have drawn."""
+        return bool(self.source.suspected())
 
     def skipped(self) -> list[str]:
         """Return the names of the source's samples that could not be read."""

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from drivetrain.core import trees
@@ -29,8 +26,7 @@ def fingerprint(source: Any) -> dict[str, Any] | None:
     """Return `hash`, `of` (what was hashed) and `samples` (how many there are) of a source; None where it cannot be read."""
     digest = hashlib.blake2b(f"{len(source)} samples".encode(), digest_size=16)
     try:
-        with _same_random_numbers():
-            of = _add(digest, source)
+        of = _add(digest, source)
     except Exception as error:  # a user's own Dataset may raise anything
         logger.info("the training data has no fingerprint: %s: %s", type(error).__name__, error)
         return None
@@ -68,20 +64,3 @@ def _add_tensors(digest: Any, tree: Any) -> None:
 
 def _bytes(name: str | bytes) -> bytes:
     return name.encode(errors="surrogateescape") if isinstance(name, str) else name
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Within the context, a Dataset that augments its own samples draws the same numbers in every run; afterwards, as if not."""
-    import numpy as np
-
-    python, numpy_ = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            random.seed(0)
-            np.random.seed(0)
-            torch.random.default_generator.manual_seed(0)
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy_)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from drivetrain.core import user_code
+from drivetrain.core import trees, user_code
 from drivetrain.core.allowed import Arguments, ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
@@ -15,8 +15,9 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measure_on_some
-from drivetrain.data.padding import Lengths, padding_for
-from drivetrain.data.samples import TARGETS, Stack, TargetKey, read, tensors_of
+from drivetrain.data.draws import Reader, keys
+from drivetrain.data.padding import LOOKED_AT, Lengths, padding_for
+from drivetrain.data.samples import TARGETS, Stack, TargetKey, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +74,14 @@ class Own(Data):
         target = user_code.load(f"data.target={self.target}", str(self.target))
         own = isinstance(self.validation, str | dict)
         datasets = [self._dataset(target, split) for split in ("train", "test", *(["validation"] if own else []))]
-        with torch.random.fork_rng([]):  # a Dataset may draw random numbers, and what is read here is only looked at
-            try:
-                train, test, *validation = self._sources(*datasets)
-            except DataError as error:
-                raise DataError(f"data.target={self.target}: {error}") from None
-            example, images = self._example(train)
-            self._log_target(train.dataset, example)
-            if isinstance(example, torch.Tensor) and example.ndim == 1 and example.is_floating_point():
-                logger.warning("the input of a sample is a single number, and most models want a list: return [x] in place of x")
+        try:
+            train, test, *validation = self._sources(*datasets)
+        except DataError as error:
+            raise DataError(f"data.target={self.target}: {error}") from None
+        example, images = self._example(train)
+        self._log_target(train.dataset, example)
+        if isinstance(example, torch.Tensor) and example.ndim == 1 and example.is_floating_point():
+            logger.warning("the input of a sample is a single number, and most models want a list: return [x] in place of x")
         names = getattr(train.dataset, "classes", None)
         classes = self.classes or getattr(train.dataset, "num_classes", None) or names
         if isinstance(classes, list | tuple):
@@ -147,14 +147,20 @@ class Own(Data):
     def _example(self, source: OwnSource) -> tuple[Tree, str | None]:
         """Return the inputs of two samples, the longest where they have lengths, and the key of the images in them."""
         lengths = source.lengths if source.lengths is not None else torch.zeros(len(source))
-        x, _ = source.fetch(torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)]))
+        two = torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)])
+        x, y = source.fetch(two)
+        if not all(map(_same, trees.leaves((x, y)), trees.leaves(source.fetch(two)))):
+            logger.warning(
+                "a sample of data.target=%s is another one at each read, though torch, numpy and random draw the same, as where "
+                "__getitem__ makes a generator without a seed: such a run cannot be repeated",
+                self.target,
+            )
         images = [key for key in IMAGES if isinstance(x, dict) and isinstance(x.get(key), torch.Tensor) and x[key].ndim == 4]
         return x, next(iter(images), None)
 
     def _values(self, source: OwnSource) -> int:
         """Return how many numbers the target of a sample is, where targets are values. Raises UserError for classes."""
-        with torch.random.fork_rng([]):
-            _, y = source.fetch(torch.tensor([0]))
+        _, y = source.fetch(torch.tensor([0]))
         if isinstance(y, torch.Tensor) and self.targets == "values":
             return y.numel()
         problem = (
@@ -167,7 +173,7 @@ class Own(Data):
 
     def _log_target(self, dataset: Any, example: Tree) -> None:
         """Log which key of a sample was taken for its target, where none is named."""
-        if self.target_key is None and not self.collate and isinstance(sample := read(dataset, [0])[0], Mapping):
+        if self.target_key is None and not self.collate and isinstance(sample := Reader(dataset).look([0])[0], Mapping):
             target = next(key for key in TARGETS if key in sample)
             inputs = ", ".join(map(str, example)) if isinstance(example, dict) else "the other key"
             logger.info("the target of a sample is %s, the model gets %s (data.target_key)", target, inputs)
@@ -199,8 +205,10 @@ class OwnCollate:
 class OwnSource:
     """A map-style Dataset as a source; `together` makes a batch of a list of its samples."""
 
+    own_code = True
+
     def __init__(self, dataset: Any, setting: str, together: Any, lengths: torch.Tensor | None = None) -> None:
-        self.dataset, self.setting, self.together, self.lengths = dataset, setting, together, lengths
+        self.dataset, self.setting, self.lengths, self.reader = dataset, setting, lengths, Reader(dataset, together)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -212,13 +220,33 @@ class OwnSource:
             return None
         return torch.as_tensor(targets)
 
-    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
+    def draws(self, indices: torch.Tensor | None = None) -> list[str]:
+        """Return what these samples draw from, such as numpy; without indices, some of the first ones."""
+        self.fetch(torch.arange(min(LOOKED_AT, len(self))) if indices is None else indices)
+        return self.reader.names()
+
+    def share(self, watch_torch: bool) -> None:
+        """Prepare for reads by threads: see `Reader`."""
+        self.reader.share(watch_torch)
+
+    def suspected(self) -> bool:
+        """Return whether samples that threads have read since the last question may have drawn."""
+        suspected, self.reader.suspected = self.reader.suspected, False
+        return suspected
+
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
+        """Return the samples as a batch. What they draw follows from `draws`, a seed and an epoch; None: it is as it comes."""
         chosen = indices.tolist()
-        samples = read(self.dataset, chosen)
         try:
-            return self.together(samples, pad_to)
+            if draws is None:
+                return self.reader.plain(chosen, pad_to)
+            return self.reader.read(chosen, keys(*draws, indices).tolist(), pad_to)
         except DataError as error:
-            raise DataError(f"{self.setting}: samples {chosen[:4]} … do not make a batch of (x, y): {error}") from None
+            raise DataError(f"{self.setting}: {error}") from None
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _is_number(target: Any) -> bool:

@@ -12,7 +12,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX
-from drivetrain.data.samples import TargetKey, check_shapes, named_parts, read, stack, stacked, tensors_of
+from drivetrain.data.draws import Reader
+from drivetrain.data.samples import TargetKey, check_shapes, named_parts, stack, stacked, tensors_of
 
 MASK = "mask"  # the input that says which positions of a padded sequence are real
 LOOKED_AT = 16  # samples that show whether a set's samples differ in length
@@ -69,13 +70,13 @@ class Lengths:
     """The lengths of the parts of a set's samples, by name. A sample is read once for them."""
 
     def __init__(self, dataset: Any, target_key: TargetKey) -> None:
-        self.dataset, self.target_key = dataset, target_key
+        self.dataset, self.target_key, self._reader = dataset, target_key, Reader(dataset)
         self._read: dict[int, dict[str, int]] = {}
 
     def of(self, index: int) -> dict[str, int]:
         """Return the length of each part of a sample that has one."""
         if index not in self._read:
-            parts = named_parts(tensors_of(read(self.dataset, [index])[0], self.target_key, keep_dict=True))
+            parts = named_parts(tensors_of(self._reader.look([index])[0], self.target_key, keep_dict=True))
             self._read[index] = {name: len(t) for name, t in parts if t.ndim}
         return self._read[index]
 

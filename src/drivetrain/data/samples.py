@@ -89,21 +89,6 @@ def named_parts(pair: tuple[Tree, Tree]) -> list[tuple[str, torch.Tensor]]:
     return [(f"{part}.{name}" if name else part, t) for part, name, t in found]
 
 
-def read(dataset: Any, indices: list[int]) -> list[Any]:
-    """Return samples of a map-style Dataset, at once where it can. Raises DataError.
-
-    A StopIteration would end the loop that reads, and so the training, without a word.
-    """
-    many = getattr(dataset, "__getitems__", None)
-    try:
-        return list(many(indices)) if many is not None else [dataset[i] for i in indices]
-    except StopIteration:
-        raise DataError(
-            f"{type(dataset).__name__} raised StopIteration for a sample of {indices[0]} … {indices[-1]}, and says that it has "
-            f"{len(dataset)}: its __getitem__ must return a sample for each index"
-        ) from None
-
-
 @dataclass
 class Stack:
     """Makes a batch of samples of one shape."""

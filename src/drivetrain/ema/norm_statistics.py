@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from drivetrain.core import streams
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.saving import checkpoint_io
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -46,12 +46,12 @@ class NormStatistics:
             return
         model = context.model_call.taking_batches(parallel.inference_model(context.model))
         joined = context.loss.joined
-        random, momenta = checkpoint_io.random_state(), [norm.momentum for norm in norms]
+        momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # the mean over all batches
         try:
-            with parallel.evaluation_context():
+            with streams.apart(), parallel.evaluation_context():  # dropout draws some
                 for batch in context.loader.stream(context.train_data, self._requests(), context.device, context.memory_format):
                     with context.precision.autocast():
                         model(joined(batch.x))
@@ -62,7 +62,6 @@ class NormStatistics:
         finally:
             for norm, momentum in zip(norms, momenta, strict=True):
                 norm.momentum = momentum
-            checkpoint_io.restore_random_state([random])  # dropout has drawn some
 
     def _requests(self) -> Iterator[Request]:
         """Yield this rank's micro-batches of the first updates of epoch 0: whole ones, where there are any."""

@@ -12,7 +12,7 @@ import torch
 from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
-from drivetrain.core import files, stages
+from drivetrain.core import files, rng, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
@@ -44,6 +44,7 @@ from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
 
 FEW_TOKENS = 16
+EVALUATION = 12  # of the random numbers of the sets that are evaluated
 MORE_OUTPUTS = (
     "give its last layer more outputs. A class of yours (model=own) is told their number where it takes an argument `classes` or "
     "`num_classes`; one that takes it under another name gets it by model.kwargs"
@@ -97,6 +98,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     loader = context.loader = run.loader.build(context)
     batches = context.horizon.updates * batch.accumulation_steps
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
+    refusals = dict.fromkeys(map(loader.refusal, (context.train_data, context.judging_data, context.test_data)))
+    if problems := [problem for problem in refusals if problem is not None]:
+        raise UserError(problems)
 
     # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
     # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
@@ -202,8 +206,10 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
     # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
-    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, context.seed, **about)
-    judging = test if data.validation is None else test._replace(source=data.validation)
+    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, rng.mix(context.seed, EVALUATION, 0), **about)
+    judging = test
+    if data.validation is not None:
+        judging = test._replace(source=data.validation, seed=rng.mix(context.seed, EVALUATION, 1))
     context.train_data, context.judging_data, context.test_data = debug.choose_data(train, judging, test)
     if context.writes_files:
         for name, text in data.files.items():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from drivetrain.core import streams
 from drivetrain.core.microbatch import Request
 from drivetrain.engine.trainer import Trainer
-from drivetrain.saving import checkpoint_io
 
 
 def forward_backward(trainer: Trainer, size: int) -> None:
@@ -20,11 +20,10 @@ def forward_backward(trainer: Trainer, size: int) -> None:
 
 def preallocate(trainer: Trainer) -> None:
     """Allocate the memory of the largest micro-batch now. Buffers, gradients and random states are restored."""
-    random = checkpoint_io.random_state()
     buffers = {name: b.clone() for name, b in trainer.model.named_buffers()}
-    forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.data_world))
+    with streams.apart():
+        forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.data_world))
     trainer.step.zero_grad()
     trainer.parallel.rank_metrics(0.0, trainer.timer.wait)  # reset: the dry run does not count as a rank's work
     for name, buffer in trainer.model.named_buffers():
         buffer.copy_(buffers[name])
-    checkpoint_io.restore_random_state([random])

@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from drivetrain.core import streams
 from drivetrain.core.trees import Tree, call, length
-from drivetrain.saving import checkpoint_io
 
 _WITH_ADDEND = ("addmm", "baddbmm")  # their first argument is added to the product of the next two
 
@@ -30,14 +30,12 @@ def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
     It is a real forward: without values (on the device "meta") torch would import its compiler, for more than a second. Call it
     before activation checkpointing and sharding: what is computed a second time is not the model's work.
     """
-    random = checkpoint_io.random_state()
     try:
-        total, output = _count(model, example)
+        with streams.apart():
+            total, output = _count(model, example)
     except (Exception, SystemExit) as error:  # a forward that needs more than zeros; what is wrong in it ends the first step
         lines = str(error).strip().splitlines() or [""]
         return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
-    finally:
-        checkpoint_io.restore_random_state([random])
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
     if not total:
         return ModelFlops(None, "torch counts no operations of this model", shape)

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import trees
+from drivetrain.core import streams, trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
 from drivetrain.engine.whole_update import WholeUpdateStep
 from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
 from drivetrain.precision.base import Precision
-from drivetrain.saving import checkpoint_io
 
 
 @dataclass(eq=False)
@@ -50,7 +49,7 @@ class GlobalStep(WholeUpdateStep):
         random_states, found = [], []
         with torch.no_grad(), self._buffers_kept(), self.precision.autocast():
             for batch in batches:
-                random_states.append(checkpoint_io.random_state())
+                random_states.append(streams.state())
                 found.append(self.loss.embeddings(self.forward(batch.x)))
         embeddings = torch.cat(found).requires_grad_()
         loss = self.loss.over_ranks(embeddings, gathered)
@@ -60,7 +59,7 @@ class GlobalStep(WholeUpdateStep):
         unused = torch.zeros_like(loss_sum)
         parts: Any = gradient.split([len(f) for f in found])  # type: ignore[no-untyped-call]
         for batch, state, part in zip(batches, random_states, parts, strict=True):
-            checkpoint_io.restore_random_state([state])
+            streams.restore(state)
             target: Any = Gradient(part * ranks)
             self.inner.micro_batch(replace(batch, y=target, weight=torch.ones_like(batch.weight)), unused)
 

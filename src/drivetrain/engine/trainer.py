@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.core import streams
 from drivetrain.core.errors import Diverged
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -180,7 +181,7 @@ class Trainer:
             "progress": self.progress.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             **{part: getattr(self, part).state_dict() for part in STATEFUL},
-            "random": self.parallel.gather_object(checkpoint_io.random_state()),
+            "random": self.parallel.gather_object(streams.state()),
         }
 
     def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
@@ -191,4 +192,5 @@ class Trainer:
         checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
         for part in STATEFUL:
             getattr(self, part).load_state_dict(state.get(part, {}))
-        checkpoint_io.restore_random_state(state["random"], self.parallel.rng_rank())
+        if (rank := self.parallel.rng_rank()) < len(state["random"]):  # a rank beyond those that were saved keeps its own
+            streams.restore(state["random"][rank])

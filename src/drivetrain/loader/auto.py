@@ -68,6 +68,9 @@ class Auto(Loader):
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline)
 
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        return self._chosen.refusal(pipeline)
+
     def candidates(self, pipeline: Pipeline, device: torch.device) -> dict[str, Loader]:
         """Return the loaders to measure, the simplest first, by the overrides that choose them."""
         cores = usable_cores()
@@ -82,7 +85,8 @@ class Auto(Loader):
         return found
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
-        self._loaders = self.candidates(pipeline, device)
+        candidates = self.candidates(pipeline, device).items()
+        self._loaders = {name: loader for name, loader in candidates if loader.refusal(pipeline) is None}
         costs = self._measured(CostPerBatch(pipeline, size, device), batches)
         seconds = {name: statistics.median(cost.of(batches) for cost in found) for name, found in costs.items()}
         least = min(seconds.values())

@@ -17,7 +17,7 @@ from drivetrain.core.limits import too_many
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.signals import Overdue, StopFlag
-from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, SequenceSource, Source
+from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, OwnCodeSource, SequenceSource, Source
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
 from drivetrain.loader.side_stream import copy_ahead
@@ -50,12 +50,22 @@ class Pipeline(NamedTuple):
         """Return inputs and targets of `request.indices_to_read()` as the source has them."""
         return self.read_samples(request.indices_to_read(), request)
 
-    def read_samples(self, indices: torch.Tensor, request: Request) -> Batch:
-        """Return inputs and targets of some of the request's samples, cropped where source and first step support it."""
+    def read_samples(self, indices: torch.Tensor, request: Request, alone: bool = True) -> Batch:
+        """Return inputs and targets of some of the request's samples, cropped where source and first step support it.
+
+        What a user's code draws follows from seed, epoch and index. Beside other threads, not `alone`, it cannot.
+        """
+        if self.own_code is not None:
+            return self.own_code.fetch(indices, self.pad_to, (self.seed, request.epoch) if alone else None)
         if self.pad_to > 1:
             return cast(SequenceSource, self.source).fetch(indices, self.pad_to)
         boxes = self.crop_boxes(indices, request)
         return self.source.fetch(indices) if boxes is None else cast(CroppingSource, self.source).fetch(indices, boxes)
+
+    @property
+    def own_code(self) -> OwnCodeSource | None:
+        """The source, where a user's code reads its samples."""
+        return cast(OwnCodeSource, self.source) if getattr(self.source, "own_code", False) else None
 
     def crop_boxes(self, indices: torch.Tensor, request: Request) -> Sequence[CropBox] | None:
         """Return the crops that the source takes of the samples `indices` (n,) while it reads them; None: whole images."""
@@ -119,6 +129,10 @@ class Loader(Option):
     def readers(self) -> tuple[str, str, int]:
         """Return what reads ahead in each rank (processes or threads), the setting that says how many, and their number."""
         return "threads", "", 0
+
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        """Return why this loader cannot read a pipeline's samples, and what to set; None: it can."""
+        return None
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
         """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""

@@ -39,6 +39,9 @@ class Device(Loader):
         on_cpu = "loader=device: the device is the CPU, so batches are prepared between the steps, not beside them"
         return [on_cpu] if device.type == "cpu" else []
 
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        return self._cpu_loader().refusal(pipeline)
+
     def raise_if_worker_died(self, error: RuntimeError) -> None:
         self._cpu_loader().raise_if_worker_died(error)
 

@@ -43,6 +43,12 @@ class Resident(Loader):
                 "set loader=device, or batch=fixed"
             )
 
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        drawn = pipeline.own_code.draws() if pipeline.own_code is not None else []
+        if not drawn:
+            return None
+        return f"loader=resident reads each sample once, and these draw from {', '.join(drawn)} at each read: set loader=workers"
+
     def advice(self, pipeline: Pipeline) -> str | None:
         return None
 

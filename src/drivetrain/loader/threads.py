@@ -6,16 +6,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 from drivetrain.core import trees
 from drivetrain.core.cpus import usable_cores
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.source import OwnCodeSource
 from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
@@ -53,6 +55,9 @@ class Threads(Loader):
     def advice(self, pipeline: Pipeline) -> str | None:
         return reading_advice(pipeline, "loader.num_threads", self.threads())
 
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        return refused(pipeline.own_code.draws()) if pipeline.own_code is not None else None
+
     def threads(self) -> int:
         """Return the number of threads; auto is the number of cores that this rank may use."""
         return usable_cores() if self.num_threads == "auto" else self.num_threads
@@ -63,6 +68,9 @@ class Threads(Loader):
         started: deque[SharedBatch] = deque()
         remaining = iter(requests)
         pin = self.pin_memory and has_streams(device)
+        source = pipeline.own_code
+        if source is not None:
+            source.share(watch_torch=device.type != "cpu")
         pool = ThreadPool(self.threads())
         try:
             while True:
@@ -71,12 +79,21 @@ class Threads(Loader):
                     started[-1].start(pool)
                 if not started:
                     return
-                batch = started.popleft()
-                yield *self._result(batch), batch.request
+                read = self._result(started[0])
+                if source is not None and source.suspected():
+                    self._check(source, started)
+                yield *read, started.popleft().request
         finally:
             pool.close()
             for batch in started:
                 batch.future.cancel()
+
+    def _check(self, source: OwnCodeSource, started: Iterable[SharedBatch]) -> None:
+        """Read what was read while a stream moved, once more and alone: it may have been other code. Raises UserError."""
+        for batch in started:
+            self._result(batch)
+        if problem := refused(source.draws(torch.cat([batch.indices for batch in started]))):
+            raise UserError(problem)
 
     def _result(self, batch: SharedBatch) -> Batch:
         since = time.monotonic()
@@ -86,6 +103,16 @@ class Threads(Loader):
                 raise timeout_error(reader, self.timeout_s, batch.pipeline, index)
             wait([batch.future], min(left, LOOK_S))
         return batch.future.result()
+
+
+def refused(drawn: Sequence[str]) -> str | None:
+    """Return why samples that draw from these streams cannot be read by threads; None where there are none."""
+    if not drawn:
+        return None
+    return (
+        f"the samples draw from {', '.join(drawn)}, which all threads share, so that their draws would change from run to run: "
+        "set loader=workers, or with loader=device loader.reader=workers"
+    )
 
 
 class ThreadPool:
@@ -152,7 +179,7 @@ class SharedBatch:
             began = time.perf_counter()
             thread = threading.current_thread().name
             self.reading[thread] = int(indices[0])
-            piece = self.pipeline.read_samples(indices, self.request)
+            piece = self.pipeline.read_samples(indices, self.request, alone=False)
             del self.reading[thread]
             x, y = self._store(*piece, offset)
             with self.lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drivetrain.core import streams
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Positive, RunSpec, Share
@@ -57,15 +58,13 @@ class Distill(PartedLoss):
 
     def setup(self, context: BuildContext) -> None:
         from drivetrain.loss import teacher
-        from drivetrain.saving import checkpoint_io
 
         self.begin(context.device, "hard", "soft")
         self._hard = CrossEntropy(self.label_smoothing)
         self._autocast = context.precision.autocast
         path, key = expanded(str(self.teacher)), f"{self.target_key}.teacher"
-        random = checkpoint_io.random_state()
-        self._teacher = teacher.load(path, key, context).to(context.device)
-        checkpoint_io.restore_random_state([random])  # the student starts from the same weights as without a teacher
+        with streams.apart():  # the student starts from the same weights as without a teacher
+            self._teacher = teacher.load(path, key, context).to(context.device)
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[1] if len(output) > 1 else 1, classes)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from drivetrain.core import accelerators, rng
+from drivetrain.core import accelerators, rng, streams
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import keep_freed_memory
@@ -136,7 +136,7 @@ class Runtime(Option):
             torch.use_deterministic_algorithms(self.deterministic)
             # Filling all memory before its use finds kernels that read what nobody wrote; it makes none deterministic.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.manual_seed(rng.mix(self.seed, 3))  # the model starts the same on every rank
+        _seed(rng.mix(self.seed, 3))  # the model starts the same on every rank
         return device
 
     def thread_count(self, ranks: int) -> int:
@@ -146,7 +146,7 @@ class Runtime(Option):
 
     def seed_rank(self, world: World) -> None:
         """Seed each rank differently from here on, for dropout."""
-        torch.manual_seed(rng.mix(self.seed, 4, world.rank))
+        _seed(rng.mix(self.seed, 4, world.rank))
 
     def zero(self, parameters: list[torch.nn.Parameter]) -> None:
         """Clear the gradients. None rather than zero saves the memset, and the next backward writes instead of adding."""
@@ -156,6 +156,11 @@ class Runtime(Option):
         else:
             for p in parameters:
                 p.grad = None
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)  # also a device that is not started yet
+    streams.seed_all(number)
 
 
 def asked_of_openmp() -> str:

@@ -274,32 +274,6 @@ def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[next(indices) for _ in group["params"]] for group in optimizer.param_groups]
 
 
-def random_state() -> dict[str, torch.Tensor]:
-    """Return the state of this process's random generators. They serve the model only: data order needs no state."""
-    return {"cpu": torch.get_rng_state()} | {kind: device.get_rng_state() for kind, device in _device_in_use().items()}
-
-
-def restore_random_state(states: list[dict[str, torch.Tensor]], rank: int = 0) -> None:
-    """Restore this rank's `random_state()`. A rank beyond those that were saved keeps its own."""
-    if rank >= len(states):
-        return
-    state = states[rank]
-    torch.set_rng_state(state["cpu"])
-    for kind, device in _device_in_use().items():
-        if kind in state:
-            device.set_rng_state(state[kind])
-
-
-def _device_in_use() -> dict[str, Any]:
-    """Return torch's module of the accelerator by its type, such as "cuda", if this process has started it."""
-    device = torch.accelerator.current_accelerator()  # the type that torch was built for, whether there is one or not
-    if device is None:
-        return {}
-    module = torch.get_device_module(device)
-    in_use = module.is_available() if device.type == "mps" else module.is_initialized()
-    return {device.type: module} if in_use else {}
-
-
 def _contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy the weights to the CPU as contiguous tensors: safetensors keeps neither strides nor shared storage.
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drivetrain.core import streams
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.step import WrappingStep
-from drivetrain.saving import checkpoint_io
 
 if TYPE_CHECKING:
     from drivetrain.measure.certify.record import Recorder
@@ -31,9 +31,9 @@ class WatchedStep(WrappingStep):
         if not self.begun:
             self.begun, self.before = True, float(loss_sum)
         self.loss = lambda: float(loss_sum)
-        state = checkpoint_io.random_state()
+        state = streams.state()
         self.recorder.rounding(self.inner.micro_batch)(batch, loss_sum)
-        if any(not torch.equal(now, state[kind]) for kind, now in checkpoint_io.random_state().items()):
+        if any(not torch.equal(now, state[kind]) for kind, now in streams.state().items()):
             self.recorder.trace.random = ["the forward"]
 
     def update(self) -> bool:

@@ -1,0 +1,46 @@
+"""Whole runs of code that draws random numbers: what differs between two of them is what was asked for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.core.errors import UserError
+from drivetrain.saving import checkpoint_io, manifest
+from tests.support import drawing_sets
+
+WORDS = [
+    "data=own", "data.target=drawing_sets.All", "data.validation=null", "model=own", "model.target=drawing_sets.Net",
+    "trust=[drawing_sets]", "runtime.device=cpu", "runtime.threads=1", "epochs=2", "updates=null",
+]  # fmt: skip
+
+
+@pytest.fixture
+def weights(train, monkeypatch):
+    """The weights that a run of these words ends with."""
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+
+    def ended(*words: str) -> torch.Tensor:
+        result = train(*WORDS, *words)
+        assert result.status == "completed", result.error
+        newest, _ = manifest.newest_valid(result.run_dir)
+        assert newest is not None
+        return torch.cat([w.flatten() for w in checkpoint_io.load(newest)[0].values()])
+
+    return ended
+
+
+def test_ranks_workers_and_micro_batches_draw_as_one_process_does(weights):
+    alone = weights()
+    assert torch.equal(weights("loader=workers", "loader.num_workers=3"), alone)
+    assert torch.equal(weights("loader=workers", "loader.persistent_workers=false"), alone)
+    ranks = ("parallel=ddp", "parallel.nproc=2", "loader=workers")
+    assert torch.allclose(weights(*ranks), alone, atol=1e-6)
+    assert torch.allclose(weights("batch=accumulate", "batch.accumulation_steps=3"), alone, atol=1e-6)
+    assert not torch.allclose(weights("runtime.seed=1"), alone, atol=1e-3)
+
+
+def test_a_run_in_threads_is_refused_with_what_to_set(train, monkeypatch):
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    with pytest.raises(UserError, match=r"the samples draw from numpy, random, torch, .*: set loader=workers"):
+        train(*WORDS, "loader=threads")

@@ -1,0 +1,150 @@
+"""What a user's code draws for a sample follows from seed, epoch and index, whoever reads it; the streams stay as they were."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drivetrain.batch import Accumulate
+from drivetrain.core import streams
+from drivetrain.core.errors import UserError
+from drivetrain.core.subset import subset
+from drivetrain.core.world import World
+from drivetrain.data import Own
+from drivetrain.data.own import OwnCollate, OwnSource
+from drivetrain.data.samples import Stack
+from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
+from tests.support import drawing_sets
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
+CPU = torch.device("cpu")
+KINDS = ("Nothing", "Torch", "Numpy", "Python", "Gaussian", "All", "Sometimes", "Together", "Kept", "Late", "Quiet")
+WORKERS = {
+    "workers(1)": lambda: Workers(num_workers=1),
+    "workers(3)": lambda: Workers(num_workers=3),
+    "workers(2), not persistent": lambda: Workers(num_workers=2, persistent_workers=False),
+}
+
+
+def source(kind: str) -> OwnSource:
+    together = OwnCollate(drawing_sets.noisy, "data.collate", None) if kind == "Quiet" else Stack()
+    return OwnSource(getattr(drawing_sets, kind)(), "data.target", together)
+
+
+def read(loader: Loader, samples, seed: int = 0, epochs: int = 2, world: World | None = None, steps: int = 2) -> torch.Tensor:
+    """The samples of some epochs in their order, (n, 3): 48 of 53 in each epoch, in updates of 16."""
+    batch = Accumulate(global_batch=16, accumulation_steps=steps)
+    requests = (r for e in range(epochs) for r in batch.requests(len(samples), seed, e, world or World(), drop_last=True))
+    found = loader.stream(Pipeline(samples, (), None, seed), requests, CPU, torch.contiguous_format)
+    return torch.cat([micro.x for micro in found])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_draw_the_same_for_any_reader_ranks_and_micro_batches(kind):
+    expected = read(Loader(), source(kind))
+    assert torch.equal(read(Loader(), source(kind)), expected)
+    for make in WORKERS.values():
+        assert torch.equal(read(make(), source(kind)), expected)
+    if kind == "Quiet":  # its batches draw, and others have other first samples
+        return
+    assert torch.equal(read(Loader(), source(kind), steps=4), expected)
+    ranks = [read(Workers(num_workers=2), source(kind), world=World(rank, 2)).split(8) for rank in range(2)]
+    assert torch.equal(torch.cat([part for parts in zip(*ranks, strict=True) for part in parts]), expected)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Nothing", "Sometimes")])
+def test_draws_differ_from_sample_to_sample_epoch_to_epoch_and_seed_to_seed(kind):
+    drawn = torch.cat([read(WORKERS["workers(3)"](), source(kind), seed) for seed in (0, 1)])
+    apart = (drawn % 1)[:, :2].flatten()  # without the class, which is a whole number
+    assert len(apart.unique()) >= 0.99 * len(apart)
+
+
+def test_torch_and_numpy_do_not_draw_alike():
+    drawn = read(Loader(), source("All"), epochs=10) % 1
+    assert torch.corrcoef(drawn.T).sub(torch.eye(3)).abs().max() < 0.15
+
+
+def test_samples_that_are_only_looked_at_are_the_same_in_every_run():
+    first, second = (source("All").fetch(torch.arange(53))[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_the_key_is_the_datasets_own_number_of_a_sample():
+    whole, some = source("All"), torch.tensor([40, 3, 17])
+    assert torch.equal(subset(whole, some).fetch(torch.tensor([2, 0]), 1, (5, 6))[0], whole.fetch(some[[2, 0]], 1, (5, 6))[0])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_streams_of_the_process_stay_as_they_were(kind, kept):
+    streams.seed_all(7)
+    if kept:  # a normal number is kept for the next draw
+        np.random.randn()
+        random.gauss(0, 1)
+    before = streams.state()
+    read(Loader(), source(kind))
+    assert all(torch.equal(now, before[name]) for name, now in streams.state().items())
+
+
+class Failing(drawing_sets.All):
+    def draw(self, index):
+        if index == 30:
+            np.random.rand()
+            raise ValueError("sample 30 is broken")
+        return super().draw(index)
+
+
+def test_a_sample_that_fails_leaves_the_streams_too():
+    before = streams.state()
+    with pytest.raises(ValueError, match="sample 30"):
+        read(Loader(), OwnSource(Failing(), "data.target", Stack()))
+    assert all(torch.equal(now, before[name]) for name, now in streams.state().items())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Nothing", "Sometimes")])
+@pytest.mark.parametrize("loader", [Threads(num_threads=2), Device(num_readers=2), Resident()])
+def test_threads_and_the_resident_loader_refuse_what_draws(loader, kind):
+    pipeline = Pipeline(source(kind), (), None, 0)
+    assert "set loader=workers" in loader.refusal(pipeline)
+    assert Device(reader="workers").refusal(pipeline) is None
+    assert not any(isinstance(loader, Threads) and loader.refusal(pipeline) is None for loader in candidates(pipeline))
+
+
+def candidates(pipeline: Pipeline) -> list[Loader]:
+    auto = Auto(budget_s=0.01)
+    auto.autotune(pipeline, 8, 2, CPU)
+    return list(auto._loaders.values())
+
+
+class Rarely(drawing_sets.Base):
+    def draw(self, index):
+        return np.random.rand(3) if index == 40 else [0.0, 0.0, 0.0]
+
+
+def test_a_rare_draw_among_threads_ends_the_run():
+    rare = OwnSource(Rarely(), "data.target", Stack())
+    assert Threads(num_threads=2).refusal(Pipeline(rare, (), None, 0)) is None  # none of the first samples draws
+    with pytest.raises(UserError, match=r"the samples draw from numpy, .*set loader=workers"):
+        read(Threads(num_threads=2), rare, epochs=3)
+
+
+def test_what_others_draw_beside_the_threads_is_no_reason():
+    quiet = source("Nothing")
+    batch = Accumulate(global_batch=16, accumulation_steps=2)
+    requests = batch.requests(53, 0, 0, World(), drop_last=True)
+    found = []
+    for micro in Threads(num_threads=1).stream(Pipeline(quiet, (), None, 0), requests, CPU, torch.contiguous_format):
+        np.random.rand()  # as a callback may
+        quiet.reader.suspected = True
+        found.append(micro.x)
+    assert torch.equal(torch.cat(found), read(Loader(), source("Nothing"), epochs=1))
+
+
+def test_a_generator_without_a_seed_is_said(monkeypatch, caplog):
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    Own("drawing_sets.All").load(CPU)
+    assert not caplog.records
+    Own("drawing_sets.Entropy").load(CPU)
+    assert "is another one at each read" in caplog.text
