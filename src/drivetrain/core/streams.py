@@ -231,7 +231,7 @@ def _is_library(module: str | None) -> bool:
 
 
 def salt(number: int) -> int:
-    """Return what the seed of stream `number` differs by: of one seed torch and numpy would make the same draws."""
+    """Return what the seed of stream `number` differs by: two generators of one kind would draw alike."""
     return rng.mix(6, number) if number else 0
 
 
