@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from tests.support import drawing_sets
 
 from drivetrain.data.draws import Reader, keys
-from tests.support import drawing_sets
 
 KINDS = ("Nothing", "Torch", "Numpy", "Python", "All")
 
