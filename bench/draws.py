@@ -1,6 +1,6 @@
 """What draws by key cost a sample of a user's Dataset: `python -m bench.draws [--quick]`.
 
-Each kind of Dataset (tests/support/drawing_sets.py) is read in batches as it is, and by key, in turns; the least time of each counts.
+Each kind of Dataset (tests/support/drawing_sets.py) is read in batches as it is, and by key, in turns; the least time counts.
 """
 
 from __future__ import annotations
