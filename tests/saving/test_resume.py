@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,7 @@ def stop_at(monkeypatch):
     def arm(step: int | None) -> None:
         def stopped(self: Trainer, epoch_end: bool) -> bool:
             if self.progress.steps == step:
-                self._stop.raised = 15
+                self._stop.raised = signal.SIGURG  # which ends no program
             return after(self, epoch_end)
 
         monkeypatch.setattr(Trainer, "_after_update", stopped)
