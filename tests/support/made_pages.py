@@ -8,10 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from drivetrain.measure.benchmark import compare
+from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
-from drivetrain.measure.benchmark.page import ablation_page
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import report as bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
@@ -19,9 +18,9 @@ from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile.diagnose import Problem
 from drivetrain.measure.profile.doctor import Diagnosis, Gain
 from drivetrain.measure.profile.page import doctor_page
+from drivetrain.measure.report import page as report_page
 from drivetrain.measure.report import report
-from drivetrain.measure.report.page import report_page
-from drivetrain.measure.tune import page as tune
+from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.run import reader
 from drivetrain.ui.pages import run as run_page
@@ -131,14 +130,15 @@ def every(folder: Path) -> dict[str, str]:
     found = report.table(runs, 0.2)
     rates = [10 ** (-6 + n / 10) for n in range(60)]
     tested = RangeTest(rates, [2.0 - 0.02 * n if n < 40 else 3.0 for n in range(60)], 0.1)
+    tuning: Any = SimpleNamespace(notes=[HOSTILE], comparisons={"The proof": comparison(), "Alone": comparison(quality=False)})
     both = {"Alone": comparison(quality=False), "The proof": comparison()}
     return {
-        "run": run_page.run_page(runs[1]),
-        "failed run": run_page.run_page(failed),
-        "report": report_page(runs, found, report.verdict(runs, found.names), 0.2, []),
+        "run": run_page.sheet_of(runs[1]).page(),
+        "failed run": run_page.sheet_of(failed).page(),
+        "report": report_page.sheet_of(runs, found, report.verdict(runs, found.names), 0.2, []).page(),
         "compare": compare.sheet(comparison()).page(),
-        "ablate": ablation_page("fast", HOSTILE, both, ["recipe=fast"]),
-        "tune": tune.tuning_page("precision=bf16 makes it faster", ["drivetrain train"], both, tested, [HOSTILE], ["what=all"]),
+        "ablate": ablate.sheet("fast", HOSTILE, both).page(),
+        "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),
         "doctor": doctors(),
         "bisect": bisected().sheet().page(),
     }

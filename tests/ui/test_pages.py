@@ -95,7 +95,7 @@ def test_a_full_disk_loses_the_page_and_not_the_run(tmp_path, monkeypatch):
 
 
 def test_the_page_says_what_differs_from_the_default(tmp_path):
-    page = run.run_page(reader.read(made_pages.run_folder(tmp_path / "run", 0.1)))
+    page = run.sheet_of(reader.read(made_pages.run_folder(tmp_path / "run", 0.1))).page()
     rows = re.findall(r'<tr><th scope="row">([\w.]+)</th><td class="text">([^<]*)</td><td class="text">([^<]*)</td></tr>', page)
     assert ("model", "mlp", "resnet9") in rows
     assert ("optimizer.lr", "0.1", "0.003") in rows
@@ -110,7 +110,7 @@ def test_the_page_has_a_best_checkpoint_only_where_it_was_kept(tmp_path, saving,
     (folder / "result.json").write_text(json.dumps(result))
     recipe = (folder / "recipe.yaml").read_text().replace("[{override", f"[{{override /saving: {saving}}}, {{override", 1)
     (folder / "recipe.yaml").write_text(recipe)
-    page = run.run_page(reader.read(folder))
+    page = run.sheet_of(reader.read(folder)).page()
     assert ("best checkpoint" in page) == kept
     assert ("<tr class=winner>" in page) == kept
 

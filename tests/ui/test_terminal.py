@@ -10,7 +10,7 @@ from drivetrain.cli import main
 from drivetrain.launch.job import prepare
 from drivetrain.measure.report import report
 from drivetrain.ui import output, recipe_tree, terminal
-from drivetrain.ui.sheet import Table
+from drivetrain.ui.sheet import Sheet, Table
 
 RECORD = {
     "epoch": 3, "update": 1200, "loss": 0.123456, "lr": 3e-4, "samples_per_second": 12345.6, "mfu": 0.41, "data_wait": 0.02,
@@ -117,7 +117,7 @@ def test_a_report_fits_100_columns_without_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(report, "table", lambda runs, target, first: report.Table(["a", "b"], header, rows))
     monkeypatch.setattr(report, "verdict", lambda runs, names, target: "a is the best")
     monkeypatch.setattr(report, "summarize_seeds", lambda runs, target: [])
-    monkeypatch.setattr("drivetrain.measure.report.page.report_page", lambda *given: "")
+    monkeypatch.setattr("drivetrain.measure.report.page.sheet_of", lambda *given: Sheet("", "", []))
     assert report.command(["out=page"]) == 0
     shown, _, left_out = capsys.readouterr().out.partition("not shown here")
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 100

@@ -12,7 +12,7 @@ from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
 from drivetrain.ui.output import echo
-from drivetrain.ui.sheet import Section, Sheet, commands, facts, heading
+from drivetrain.ui.sheet import Section, Sheet, commands, machine, under
 
 
 def folder(job: Job, verb: str) -> Path:
@@ -30,7 +30,5 @@ def leave(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: d
 
 def origin(command: Sequence[str], about: dict[str, Any]) -> list[Section]:
     """The command that repeats a measurement, and the environment in which it ran."""
-    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash") if about[k]]
-    rows += [(name, str(version)) for name, version in about["versions"].items() if version]
     again = commands(shlex.join(["drivetrain", *command]))
-    return [heading("How to reproduce it"), again, heading("Where it ran"), facts(rows, "Versions and machine")]
+    return [*under("How to reproduce it", again), *under("Where it ran", machine(about))]

@@ -207,6 +207,19 @@ def facts(rows: Sequence[tuple[str, str]], name: str) -> Table:
     return Table(("", ""), rows, name, ("",))
 
 
+def machine(about: Mapping[str, Any]) -> Table:
+    """The versions and the machine of an environment.json, as far as it says them."""
+    versions = about.get("versions")
+    named = {name: about.get(name) for name in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash")}
+    named |= versions if isinstance(versions, dict) else {}
+    return facts([(name, str(value)) for name, value in named.items() if value], "Versions and machine")
+
+
+def under(title: str, *sections: Section, level: int = 2) -> list[Section]:
+    """Sections under a heading."""
+    return [heading(title, level), *sections]
+
+
 def joined(sections: Sequence[Section]) -> str:
     """The HTML of several sections."""
     return "".join(section.html for section in sections)

@@ -6,8 +6,8 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.times_to_target import TimesToTarget, proven, ranked
-from drivetrain.measure.tune import times_to_target
+from drivetrain.measure.benchmark.times_to_target import TimesToTarget, columns, proven, ranked
+from drivetrain.measure.tune import by_target
 
 
 def arm(label, *seconds):
@@ -16,21 +16,21 @@ def arm(label, *seconds):
 
 def test_batches_near_the_noise_scale_are_tried_with_a_rate_that_follows():
     run = prepare(["data=digits", "model=mlp", "batch.global_batch=128"]).run
-    found = times_to_target.candidates(run, 60.0, 1150)
+    found = by_target.candidates(run, 60.0, 1150)
     assert found == [
         f"batch.global_batch={n} batch.lr_scaling=sqrt batch.base_batch=128" for n in (32, 64)
     ]  # 128 is the run's own
-    assert times_to_target.candidates(run, None, 1150) == []
-    assert times_to_target.candidates(run, 1e6, 1150) == []
+    assert by_target.candidates(run, None, 1150) == []
+    assert by_target.candidates(run, 1e6, 1150) == []
     two = prepare(["data=digits", "model=mlp", "batch=accumulate", "batch.accumulation_steps=3", "batch.global_batch=12"]).run
-    assert [int(w.split()[0].rpartition("=")[2]) % 3 for w in times_to_target.candidates(two, 60.0, 1150)] == [0, 0, 0]
+    assert [int(w.split()[0].rpartition("=")[2]) % 3 for w in by_target.candidates(two, 60.0, 1150)] == [0, 0, 0]
 
 
 def test_what_does_not_arrive_is_last_and_stays():
     never, slow, soon, half = arm("n", None, None), arm("s", 9.0, 9.1), arm("f", 3.0, 3.1), arm("h", 1.0, None)
     assert [a.label for a in ranked([never, slow, half, soon])] == ["f", "s", "h", "n"]
     assert math.isinf(never.median)
-    assert never.cells(slow)[1:4] == ["0 of 2", "not reached", "–"]
+    assert [cell for (cell,) in columns([never], slow, "it").values()] == ["0 of 2", "not reached", "–", "–"]
 
 
 def test_only_what_is_sooner_beyond_doubt_is_kept():
@@ -53,7 +53,7 @@ def test_more_than_three_seeds_are_trained_only_while_there_is_time(seconds, tra
         return (1.0 + n, 10)
 
     arms = [arm("a"), arm("b")]
-    times_to_target.train_all(arms, train, 5, seconds)
+    by_target.train_all(arms, train, 5, seconds)
     assert [len(a.seconds) for a in arms] == [trained, trained]
     assert order[:4] == [0, 1, 1, 0]
 

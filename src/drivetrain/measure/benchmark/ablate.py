@@ -5,24 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.files import write_json
 from drivetrain.core.option import Count
 from drivetrain.core.overrides import format_value
 from drivetrain.core.stages import Stage
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments
+from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.comparison import Comparison
-from drivetrain.measure.benchmark.page import ablation_page
-from drivetrain.run import directory
+from drivetrain.measure.benchmark.overview import headline, titled
 from drivetrain.run.identity import flatten
 from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Sheet, remarks
 
 STAGES = "stages"
 
@@ -182,13 +180,22 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         steps = {f"+ {technique.label}": found[: n + 1] for n, technique in enumerate(found)}
         ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True, f"{baseline} with all up to {{}}")
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
-    folder = directory.create(Path(ablation.baseline.run.values["output_dir"]), "ablate")
-    write_json(folder / "ablate.json", {title: done.as_dict() for title, done in comparisons.items()})
-    (folder / "ablate.html").write_text(ablation_page(recipe, baseline, comparisons, argv), encoding="utf-8")
-    echo(f"\nwritten to {folder}/ablate.json and ablate.html")
+    echo()
+    content = {title: done.as_dict() for title, done in comparisons.items()}
+    place, facts = leave.folder(ablation.baseline, "ablate"), next(iter(comparisons.values())).environment
+    leave.leave(place, "ablate", sheet(recipe, baseline, comparisons), ["ablate", *argv], facts, content)
     if hand_on is not None:
         hand_on(ladder, ablation.specs)
     return FAILED if any(done.failed for done in comparisons.values()) else DONE
+
+
+def sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison]) -> Sheet:
+    """What an ablation found; its answer is that of the first comparison."""
+    about = f"What each technique of the recipe {recipe} is worth against {baseline}."
+    if len(comparisons) > 1:
+        about += " Where a technique gains when it is added alone, and its removal costs nothing, another makes up for it."
+    answer = headline(next(iter(comparisons.values())))
+    return Sheet(f"{recipe} against {baseline} – drivetrain ablate", answer, [remarks(about), *titled(comparisons, answer)])
 
 
 def _by_gain(found: list[Technique], plus: Comparison) -> list[Technique]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.row import Row
+from drivetrain.measure.benchmark.times_to_target import columns as of_target
 from drivetrain.measure.benchmark.times_to_target import proven, ranked
 from drivetrain.measure.benchmark.times_to_target import times as times_as
 from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, folded, remarks, words
+from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, folded, remarks, under, words
 
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
@@ -173,8 +174,7 @@ def table(comparison: Comparison) -> Table:
     columns: dict[str, Sequence[Cell]] = {"arm": names(comparison)}
     if comparison.target is not None:
         times = comparison.times()
-        of_target = zip(*(arm.cells(times[0])[1:] for arm in times), strict=True)
-        columns |= zip(("reached", f"time to {comparison.target}", "updates to it", "sooner"), of_target, strict=True)
+        columns |= of_target(times, times[0], comparison.target)
     if comparison.settings.quality:
         metric = next((verdict.metric for verdict in verdicts if verdict is not None), "the metric")
         columns[f"{metric} of the validation set"] = [_difference(v) if v is not None else "–" for v in verdicts]
@@ -221,6 +221,15 @@ def sections(comparison: Comparison) -> list[Section]:
         remarks("A change that all arms share is the machine's; a change of one arm alone is its own."),
         *([folded("How it is decided whether the result is no worse", [words(*METHOD)])] if comparison.settings.quality else []),
     ]
+
+
+def titled(comparisons: Mapping[str, Comparison], said: str = "") -> list[Section]:
+    """The comparisons under their titles, each with its answer, unless that was `said` already."""
+    found: list[Section] = []
+    for title, comparison in comparisons.items():
+        answer = headline(comparison)
+        found += under(title, *([words(answer)] if answer != said else []), *sections(comparison))
+    return found
 
 
 def _because(name: str, verdict: Verdict) -> str:

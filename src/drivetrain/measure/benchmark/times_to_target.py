@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from drivetrain.measure.intervals import Interval, ratio
 
 MIN_SEEDS = 3  # for a verdict
-HEADER = ["arm", "reached", "time to the target", "updates", "faster"]
 
 
 @dataclass
@@ -41,17 +40,22 @@ class TimesToTarget:
         pairs = [(b, s) for b, s in zip(base.seconds, self.seconds, strict=False) if b is not None and s is not None]
         return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
 
-    def cells(self, base: TimesToTarget) -> list[str]:
-        """The row of the table."""
-        updates = [n for n in self.updates if n is not None]
-        faster = self.faster_than(base) if self is not base else None
-        made = f"{statistics.median(updates):,.0f}" if updates else "–"
-        return [self.label, f"{self.reached} of {len(self.seconds)}", self.when, made, times(faster) if faster else "–"]
-
     @property
     def when(self) -> str:
         """The median of the seconds in words."""
         return f"{self.median:.1f} s" if math.isfinite(self.median) else "not reached"
+
+
+def columns(arms: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
+    """The columns of a table: how many seeds reached the target, when, and how much sooner than those of `base`."""
+    made = [[n for n in arm.updates if n is not None] for arm in arms]
+    faster = [arm.faster_than(base) if arm is not base else None for arm in arms]
+    return {
+        "reached": [f"{arm.reached} of {len(arm.seconds)}" for arm in arms],
+        f"time to {target}": [arm.when for arm in arms],
+        "updates to it": [f"{statistics.median(found):,.0f}" if found else "–" for found in made],
+        "sooner": [times(found) if found else "–" for found in faster],
+    }
 
 
 def times(faster: Interval) -> str:

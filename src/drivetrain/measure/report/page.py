@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from drivetrain.core import tables
 from drivetrain.core.typed import is_number
 from drivetrain.run.reader import RunFiles, differing
-from drivetrain.ui.pages import blocks, charts, classes, run
+from drivetrain.ui.pages import charts, classes, run
 from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Table
+from drivetrain.ui.sheet import Part, Section, Sheet, Table, folded, remarks, under, words
 
 if TYPE_CHECKING:
     from drivetrain.measure.report.over_seeds import Target
@@ -23,10 +24,10 @@ MOST_KNOBS = 12  # knobs that are drawn
 OVER = ("updates", "samples", "seconds")
 
 
-def report_page(
+def sheet_of(
     runs: Sequence[RunFiles], found: RunTable, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
-) -> str:
-    """One file: the answer, the table, the metric over each knob, and curves.
+) -> Sheet:
+    """The answer, the table, the metric over each knob, and curves.
 
     `ranked`: the runs stand by their time to the target.
     """
@@ -35,25 +36,21 @@ def report_page(
     if not seeds and len(runs) > 1:
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
     differing_table, same = Table(found.header, found.rows).differing(always=3)
-    header, rows = differing_table.header, differing_table.texts()
-    body = [_table(runs, header, rows, target, ranked), *blocks.paragraphs(shown, soft=True)]
-    body += blocks.paragraphs([f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else [], True)
-    if seeds:
-        body += [blocks.heading("Over seeds"), *blocks.paragraphs(seeds)]
-    if knobs := _knobs(runs):
-        body += [blocks.heading("The metric over each knob"), charts.grid(knobs)]
+    shown += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
+    body: list[Section] = [_table(runs, differing_table, target, ranked), remarks(*shown)]
+    body += under("Over seeds", words(*seeds)) if seeds else []
+    body += under("The metric over each knob", Part(charts.grid(knobs))) if (knobs := _knobs(runs)) else []
     names = {id(each): name for each, name in zip(runs, found.names, strict=True)}
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:
         assert each.result is not None
         of_what, tables_found = tables.of_result(each.result.tables)
         title = f"Classes of {names[id(each)]}"
-        body.append(blocks.folded(title, classes.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
+        body.append(folded(title, classes.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
     commands = [(names[id(each)], f"drivetrain train {shlex.join(run.overrides_of(each))}".strip()) for each in drawn]
-    again = blocks.table(("run", "command"), commands, ("command",), name="Commands")
-    body += [blocks.heading("How to reproduce them"), blocks.folded("The command of each run", [again], len(runs) < 8)]
-    body += [blocks.heading("Where they ran"), *_environments(runs, names)]
-    return blocks.page("Runs compared – drivetrain report", verdict, body)
+    again = Table(("run", "command"), commands, "Commands", ("command",))
+    body += under("How to reproduce them", folded("The command of each run", [again], len(runs) < 8))
+    return Sheet("Runs compared – drivetrain report", verdict, [*body, *under("Where they ran", *_environments(runs, names))])
 
 
 def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:
@@ -64,18 +61,18 @@ def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | Non
     return runs.index(best) if best.best() is not None and len({r.metric for r in runs if r.metric}) == 1 else None
 
 
-def _table(runs: Sequence[RunFiles], header: Sequence[str], rows: Sequence[Sequence[str]], target: Target, ranked: bool) -> str:
+def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool) -> Table:
     """The table, with the best run highlighted, and bars of speed and memory."""
-    winner = _winner(runs, target, ranked)
     of: dict[str, Callable[[RunFiles], float | None]] = {
         "samples/s": lambda r: r.result.samples_per_second if r.result else None,
         "peak memory": lambda r: r.result.peak_memory_bytes if r.result else None,
         "run time": lambda r: r.result.wall_s if r.result else None,
     }
     if target is not None:
-        of[next((name for name in header if name.startswith("time to ")), "")] = lambda r: (r.to_target(target) or (None,))[0]
-    bars = {name: [_finite(value(r)) for r in runs] for name, value in of.items() if name in header}
-    return blocks.table(header, rows, ("error", "folder"), True, winner, bars, "The runs")
+        of |= {name: lambda r: (r.to_target(target) or (None,))[0] for name in found.header if name.startswith("time to ")}
+    bars = {name: [_finite(value(r)) for r in runs] for name, value in of.items()}
+    winner = _winner(runs, target, ranked)
+    return replace(found, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
 
 
 def _finite(value: float | None) -> float | None:
@@ -95,7 +92,7 @@ def _best(runs: Sequence[RunFiles], most: int) -> list[RunFiles]:
     return [runs[n] for n in sorted(sorted(range(len(runs)), key=rank)[:most])]
 
 
-def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[str]:
+def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
     """Loss and metric of the runs; the reader chooses over what."""
     metric = next((each.metric[0] for each in runs if each.metric), None)
     drawn: list[str] = []
@@ -108,7 +105,7 @@ def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[str]:
             of_set = next(each.evaluated.set for each in runs if each.metric)
             judged = [Curve(names[id(r)], run.points(r.evaluated, over, metric)) for r in runs]
             drawn.append(charts.curves(f"{metric.capitalize()}, {of_set} set", judged, over, kind=f"over{n}"))
-    return [blocks.heading("How they went"), run.switched(OVER, drawn)] if any(drawn) else []
+    return run.switched("How they went", OVER, drawn)
 
 
 def _knobs(runs: Sequence[RunFiles]) -> list[str]:
@@ -126,14 +123,15 @@ def _knobs(runs: Sequence[RunFiles]) -> list[str]:
     return found
 
 
-def _environments(runs: Sequence[RunFiles], names: dict[int, str]) -> list[str]:
+def _environments(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
     """Each environment once, with the runs in it."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, tuple[Section, list[str]]] = {}
     for each in runs:
-        found.setdefault(run.environment(each), []).append(names[id(each)])
+        about = run.environment(each)
+        found.setdefault(about.html, (about, []))[1].append(names[id(each)])
     if len(found) == 1:
-        return list(found)
+        return [about for about, _ in found.values()]
     return [
-        part for table, of in found.items()
-        for part in (*blocks.paragraphs([f"{'; '.join(of[:20])}{' …' if len(of) > 20 else ''}:"]), table)
+        part for about, of in found.values()
+        for part in (words(f"{'; '.join(of[:20])}{' …' if len(of) > 20 else ''}:"), about)
     ]  # fmt: skip

@@ -21,8 +21,8 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.sheet import Section, sentence
 from drivetrain.ui.sheet import Table as SheetTable
-from drivetrain.ui.sheet import sentence
 
 MAX_ROWS, WIDTH, LONGEST = 40, 100, 48  # rows in the terminal, characters where there is none, and of a cell
 # Columns that a narrow table leaves out, in order.
@@ -67,21 +67,21 @@ def command(argv: Sequence[str]) -> int:
 
 def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
     """Write the page of a run into its own folder, or into `out` with the CSV."""
-    echo(sentence(run_page.verdict(run)))
-    shown: list[str] = []
+    shown: list[Section] = []
     if settings.samples and (run.path / "checkpoints").is_dir():
         from drivetrain.measure.report import samples
 
-        shown = samples.section(run.path, settings.samples)
-    page = run_page.run_page(run, shown)
+        shown = samples.sections(run.path, settings.samples)
+    sheet = run_page.sheet_of(run, shown)
+    echo(sentence(sheet.answer))
     if settings.out is None:
         try:
-            echo(f"written to {run_page.write(page, run.path / run_page.FILE)}")
+            echo(f"written to {sheet.write(run.path / run_page.FILE)}")
             return DONE
         except OSError as error:
             echo(f"{run.path} takes no page ({error.strerror})")
     folder = _folder(settings)
-    run_page.write(page, folder / run_page.FILE)
+    sheet.write(folder / run_page.FILE)
     _write_csv(folder, found)
     echo(f"written to {folder}/{run_page.FILE} and report.csv")
     return DONE
@@ -105,11 +105,11 @@ def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> 
         echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
     for line in [*seeds, sentence(answer)]:
         echo(line)
-    from drivetrain.measure.report.page import report_page
+    from drivetrain.measure.report.page import sheet_of
 
     folder = _folder(settings)
     _write_csv(folder, found)
-    run_page.write(report_page(runs, found, answer, target, seeds, asked is not None), folder / run_page.FILE)
+    sheet_of(runs, found, answer, target, seeds, asked is not None).write(folder / run_page.FILE)
     echo(f"written to {folder}/{run_page.FILE} and report.csv")
     return DONE
 

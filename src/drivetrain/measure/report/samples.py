@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 import random
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.ui.pages import blocks
-from drivetrain.ui.sheet import escape
+from drivetrain.ui.sheet import Part, Section, Table, escape, remarks, under, words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,26 +39,23 @@ class Sample:
     loss: float  # by which the worst are found
 
 
-def section(run_dir: Path, count: int) -> list[str]:
-    """The section of a run's page, of `count` of the worst and as many others; where there are none, it says why."""
-    title = blocks.heading("Samples with predictions")
+def sections(run_dir: Path, count: int) -> list[Section]:
+    """What a run's page has of its samples: `count` of the worst and as many others; where there are none, it says why."""
+    title = "Samples with predictions"
     try:
         of_set, samples, total, show = _samples(run_dir)
     except (UserError, DataError) as error:
-        return [title, *blocks.paragraphs([f"There are none: {error}"])]
+        return under(title, words(f"There are none: {error}"))
     except Exception as error:  # the run's own code, or its data, may fail in any way: the page has more to show
         said = next(iter(str(error).splitlines()), "")
-        return [title, *blocks.paragraphs([f"There are none: {type(error).__name__}: {said}"])]
+        return under(title, words(f"There are none: {type(error).__name__}: {said}"))
     if not samples:
-        return [title, *blocks.paragraphs(["There are none: the set is empty."])]
-    at_random = samples[:count]  # they came in random order
+        return under(title, words("There are none: the set is empty."))
     worst = sorted(samples, key=lambda sample: -sample.loss)[:count]
     looked_at = f"of {total:,}" if len(samples) == total else f"of {len(samples):,} at random of {total:,}"
-    measured = blocks.paragraphs([f"The worst are those with the largest loss, {looked_at} of the {of_set} set."], soft=True)
-    return [
-        title, *measured, blocks.heading("The worst", 3), show(worst),
-        blocks.heading("At random", 3), show(at_random),
-    ]  # fmt: skip
+    measured = remarks(f"The worst are those with the largest loss, {looked_at} of the {of_set} set.")
+    at_random = under("At random", show(samples[:count]), level=3)  # they came in random order
+    return under(title, measured, *under("The worst", show(worst), level=3), *at_random)
 
 
 def _samples(run_dir: Path) -> tuple[str, list[Sample], int, Any]:
@@ -138,20 +133,19 @@ def _shown_as(loaded: LoadedRun) -> Any:
     return lambda samples: _table(samples, lambda sample: sample.name, "sample")
 
 
-def _table(samples: Sequence[Sample], text: Any, header: str) -> str:
+def _table(samples: Sequence[Sample], text: Any, header: str) -> Table:
     has_target = any(sample.target for sample in samples)
     rows = []
     for sample in samples:
         shown = str(text(sample) or sample.name)
         shown = shown if len(shown) <= CHARACTERS else f"{shown[:CHARACTERS]} …"
         rows.append([shown, *([sample.target] if has_target else []), sample.prediction, f"{sample.loss:.4g}"])
-    return blocks.table(
-        [header, *(["is"] if has_target else []), "predicted", "loss"], rows, ("is", "predicted"), name="Samples with predictions"
-    )
+    columns = [header, *(["is"] if has_target else []), "predicted", "loss"]
+    return Table(columns, rows, "Samples with predictions", ("is", "predicted"))
 
 
-def _tiles(samples: Sequence[Sample], top: float | None) -> str:
-    return f'<ul class="tiles">{"".join(_tile(sample, top) for sample in samples)}</ul>'
+def _tiles(samples: Sequence[Sample], top: float | None) -> Part:
+    return Part(f'<ul class="tiles">{"".join(_tile(sample, top) for sample in samples)}</ul>')
 
 
 def _tile(sample: Sample, top: float | None) -> str:
@@ -165,32 +159,17 @@ def _tile(sample: Sample, top: float | None) -> str:
     target = f"{escape(sample.target)}<br>" if sample.target else ""
     said = escape(f"{sample.name}: {sample.target}, predicted {sample.prediction}")
     return (
-        f'<li><img alt="{said}" src="data:image/png;base64,{base64.b64encode(_png(_small(picture))).decode()}">'
+        f'<li><img alt="{said}" src="data:image/png;base64,{base64.b64encode(_png(picture)).decode()}">'
         f'{target}<span class="{kind}">{mark}{escape(sample.prediction)}</span></li>'
     )
 
 
-def _small(picture: np.ndarray) -> np.ndarray:
-    """A picture of at most SIDE pixels: each is the mean of those that it stands for."""
-    import numpy as np
-
-    by = -(-max(picture.shape[:2]) // SIDE)
-    if by == 1:
-        return picture
-    height, width = (max(1, picture.shape[side] // by) for side in (0, 1))
-    cut = picture[: height * by, : width * by]
-    if cut.shape[0] != height * by or cut.shape[1] != width * by:  # thinner than one pixel of the small picture
-        return picture[::by, ::by]
-    return np.asarray(cut.reshape(height, by, width, by, 3).mean((1, 3)), dtype=np.uint8)
-
-
 def _png(picture: np.ndarray) -> bytes:
-    """Pixels (h, w, 3), uint8, as a PNG file."""
-    height, width, _ = picture.shape
-    lines = b"".join(b"\0" + line.tobytes() for line in picture)
+    """Pixels (h, w, 3), uint8, as a PNG file of at most SIDE pixels a side."""
+    from PIL import Image
 
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(lines, 9)) + chunk(b"IEND", b"")
+    image, file = Image.fromarray(picture), io.BytesIO()
+    if max(image.size) > SIDE:
+        image.thumbnail((SIDE, SIDE), Image.Resampling.BOX)  # each pixel is the mean of those that it stands for
+    image.save(file, "PNG")
+    return file.getvalue()

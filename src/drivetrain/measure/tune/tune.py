@@ -13,29 +13,31 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.core.files import write_json
 from drivetrain.core.option import Count, Positive
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments
+from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority, stopping
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
+from drivetrain.measure.benchmark.overview import titled
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of, unchanged
 from drivetrain.measure.tune import candidates, range_test
-from drivetrain.measure.tune.page import PROOF, conclusion, tuning_page
-from drivetrain.run import directory
+from drivetrain.measure.tune.range_test import RangeTest
+from drivetrain.run import environment
 from drivetrain.ui.output import echo
+from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import sentence
+from drivetrain.ui.sheet import Part, Sheet, commands, sentence, under, words
 
 logger = logging.getLogger(__name__)
 
 MAX_DATA_WAIT = 0.1  # of the step's time; above it the loaders are searched again
+PROOF = "All accepted candidates, measured again"
 SEARCH_BUDGET = 0.7  # share of the budget; the rest is for the proof
 CONFIDENCE = 0.8  # of the search: a candidate that it accepts is proven afterwards, one that it misses is lost
 MIN_SEEDS = 3  # for a verdict on quality
@@ -262,7 +264,7 @@ def _best(rows: Sequence[Row]) -> Row | None:
     return rows[max(faster, key=lambda n: ratios[n].middle)] if faster else None
 
 
-def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> range_test.RangeTest:
+def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> RangeTest:
     echo()
     logger.info("learning rate range test, %d updates", settings.lr_updates)
     job = prepare_job(overrides, config_dirs)
@@ -274,32 +276,51 @@ def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: 
 
 
 def _report(
-    tuning: Tuning, proof: Row | None, tested: range_test.RangeTest | None, job: Job, argv: Sequence[str], recipe: Path | None
+    tuning: Tuning, proof: Row | None, tested: RangeTest | None, job: Job, argv: Sequence[str], recipe: Path | None
 ) -> None:
     """Print the notes and what is kept, as a command and a recipe; write tune.json and the page."""
-    folder = directory.create(Path(job.run.values["output_dir"]), "tune")
+    place = leave.folder(job, "tune")
     echo()
     for note in tuning.notes:
         echo(note)
-    commands: list[str] = []
+    told: list[str] = []
     if proof is not None:
         base = tuning.comparisons[PROOF].rows[0]
         changes = [override for candidate in tuning.accepted.values() for override in candidate.split()]
-        commands = recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, folder, tuning.notes, recipe)
+        told = recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, place, tuning.notes, recipe)
     elif tuning.comparisons:
         echo(f"{recipe} is not written" if recipe else "no candidate is kept")
     content: dict[str, Any] = {title: done.as_dict() for title, done in tuning.comparisons.items()}
     if tested is not None:
-        content["range test"] = {
-            "rates": tested.rates,
-            "losses": tested.losses,
-            "steepest": tested.steepest,
-            "bound": tested.bound,
-        }
-    write_json(folder / "tune.json", content)
-    found = conclusion(tuning, proof, tested)
-    (folder / "tune.html").write_text(
-        tuning_page(found, commands, tuning.comparisons, tested, tuning.notes, argv), encoding="utf-8"
-    )
-    echo(sentence(found))
-    echo(f"written to {folder}/tune.json and tune.html")
+        content["range test"] = {name: getattr(tested, name) for name in ("rates", "losses", "steepest", "bound")}
+    found = sheet(tuning, conclusion(tuning, proof, tested), told, tested)
+    echo(sentence(found.answer))
+    leave.leave(place, "tune", found, ["tune", *argv], environment.describe(tuning.overrides, job.config_hash, {}), content)
+
+
+def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | None) -> Sheet:
+    """What was found, with the commands to use it, the notes, the comparisons, the proof first, and the range test."""
+    found = [*([commands(*told)] if told else []), words(*tuning.notes), *titled(dict(reversed(tuning.comparisons.items())))]
+    if tested is not None:
+        chart = Part(charts.grid([range_test.chart(tested)]))
+        found += under("Learning rate range test", words(*range_test.advice(tested)), chart)
+    return Sheet("What makes this run faster here – drivetrain tune", answer, found)
+
+
+def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> str:
+    """What was found, in one sentence."""
+    if proof is not None and proof.gain is not None:
+        speed = f"{proof.gain.middle:.2f} × as fast as it was ({proof.gain.low:.2f} to {proof.gain.high:.2f})"
+        outcome = proof.verdict.outcome if proof.verdict is not None else ""
+        quality = {
+            noninferiority.PASS: ", and its result is no worse",
+            noninferiority.INCONCLUSIVE: "; a few seeds do not tell whether its result is as good",
+        }.get(outcome, "; whether its result is as good was not measured")
+        return f"With {' '.join(tuning.accepted.values())} the run is {speed}{quality}"
+    if tuning.comparisons:
+        tried = sum(len(done.rows) - 1 for title, done in tuning.comparisons.items() if title != PROOF)
+        if tuning.unfinished:
+            over = f"before the search of {', '.join(dict.fromkeys(tuning.unfinished))} was done"
+            return f"The time was over {over}, and none of {tried} candidates is proven to be faster: the config stays as it was"
+        return f"None of the {tried} candidates is measurably faster: the config stays as it was"
+    return range_test.advice(tested)[0] if tested is not None else "Nothing was searched"

@@ -16,8 +16,9 @@ from drivetrain.core.typed import is_number
 from drivetrain.run.identity import flatten, reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
-from drivetrain.ui.pages import blocks, charts, classes
+from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages.charts import Curve
+from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, under, words
 from drivetrain.ui.terminal import duration, number
 
 FILE = "report.html"  # in the run's directory
@@ -37,37 +38,30 @@ def leave(run_dir: Path) -> Path | None:
     with contextlib.suppress(OSError):  # a full disk loses the page, not the run
         records = run_dir / "metrics.jsonl"
         if not records.exists() or records.stat().st_size <= MOST_AT_END:
-            return write(run_page(read(run_dir)), run_dir / FILE)
+            return sheet_of(read(run_dir)).write(run_dir / FILE)
     return None
 
 
-def write(page: str, path: Path) -> Path:
-    """Write a page. Raises OSError."""
-    files.write_bytes(path, page.encode("utf-8", errors="backslashreplace"))
-    return path
-
-
-def run_page(run: RunFiles, samples: Sequence[str] = ()) -> str:
-    """The page of a run, from its files; `samples` is the section that shows some, as HTML."""
+def sheet_of(run: RunFiles, samples: Sequence[Section] = ()) -> Sheet:
+    """What a run's files say of it; `samples` are sections that show some."""
     began = float(run.environment.get("time") or 0)
     started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
-    body = blocks.paragraphs([" · ".join([*place_of(run), *started])], soft=True)
+    body: list[Section] = [remarks(" · ".join([*place_of(run), *started]))]
     result = run.result
-    if result is not None and result.error:
-        body += [blocks.heading("What ended it"), blocks.command(result.error)]
     if result is not None:
+        body += under("What ended it", commands(result.error)) if result.error else []
         body += [*_results(result, run), *_speed(result)]
     body += _curves(run)
     if result is not None and result.tables:
         of_what, found = tables.of_result(result.tables)
         body += classes.sections(found, of_what)
-    body += samples or [
-        blocks.heading("Samples with predictions"),
-        *blocks.paragraphs(["This command adds the worst samples and some others, where the run has kept its weights:"]),
-        blocks.command(f"drivetrain report {shlex.quote(place_of(run)[0])}"),
-    ]
-    body += [*_changes(run), *_again(run), blocks.heading("Where it ran"), environment(run)]
-    return blocks.page(f"{run.label} – drivetrain run", verdict(run), body)
+    body += samples or under(
+        "Samples with predictions",
+        words("This command adds the worst samples and some others, where the run has kept its weights:"),
+        commands(f"drivetrain report {shlex.quote(place_of(run)[0])}"),
+    )
+    body += [*_changes(run), *_again(run), *under("Where it ran", environment(run))]
+    return Sheet(f"{run.label} – drivetrain run", verdict(run), body)
 
 
 def verdict(run: RunFiles) -> str:
@@ -120,7 +114,7 @@ def _best(run: RunFiles) -> str:
     return "best checkpoint" if kept else "best evaluation"
 
 
-def _results(result: Result, run: RunFiles) -> list[str]:
+def _results(result: Result, run: RunFiles) -> list[Section]:
     """A row for each set and weights, with the metric that ranks models first."""
     ranks = (result.selection or {}).get("metric")
     found = {
@@ -144,10 +138,10 @@ def _results(result: Result, run: RunFiles) -> list[str]:
         rows.append([f"{of_set} set, {words.get(when, when)}{ended}", *cells, f"{update:,}" if isinstance(update, int) else "–"])
     if not rows:
         return []
-    return [blocks.heading("Result"), blocks.table(["set and weights", *names, "update"], rows, winner=best, name="Result")]
+    return under("Result", Table(["set and weights", *names, "update"], rows, "Result", winner=best))
 
 
-def _speed(result: Result) -> list[str]:
+def _speed(result: Result) -> list[Section]:
     """What the run took."""
     form: list[tuple[str, Any, Callable[[Any], str]]] = [
         ("samples a second", result.samples_per_second, number),
@@ -165,23 +159,24 @@ def _speed(result: Result) -> list[str]:
         ("samples that could not be read", result.skipped_samples or None, "{:,}".format),
     ]
     rows = [(name, said(value)) for name, value, said in form if value is not None]
-    return [blocks.heading("What it took"), blocks.facts(rows, "Speed, memory and time")] if rows else []
+    return under("What it took", facts(rows, "Speed, memory and time")) if rows else []
 
 
-def _curves(run: RunFiles) -> list[str]:
+def _curves(run: RunFiles) -> list[Section]:
     """The curves, over updates and over seconds; the reader chooses."""
-    drawn = [chart for n, over in enumerate(OVER) for chart in _over(run, over, f"over{n}")]
-    return [blocks.heading("How it went"), switched(OVER, drawn)] if any(drawn) else []
+    return switched("How it went", OVER, [chart for n, over in enumerate(OVER) for chart in _over(run, over, f"over{n}")])
 
 
-def switched(over: Sequence[str], drawn: Sequence[str]) -> str:
+def switched(title: str, over: Sequence[str], drawn: Sequence[str]) -> list[Section]:
     """Charts of which the reader chooses over what they are drawn: those of class over0, over1, …"""
+    if not any(drawn):
+        return []
     buttons = "".join(
         f'<input type="radio" name="over" id="over{n}" value="{n}"{" checked" if not n else ""}>'
         f'<label for="over{n}">{name}</label>'
         for n, name in enumerate(over)
     )
-    return f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'
+    return under(title, Part(f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'))
 
 
 def _over(run: RunFiles, over: str, kind: str) -> Iterator[str]:
@@ -204,14 +199,13 @@ def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
     return [(x, y) for x, y in zip(getattr(found, over), found.curve(name), strict=True) if y is not None]
 
 
-def _changes(run: RunFiles) -> list[str]:
+def _changes(run: RunFiles) -> list[Section]:
     """What the run chose otherwise than the default recipe."""
-    title = blocks.heading("What differs from the default recipe")
-    if not run.changed:
-        return [title, *blocks.paragraphs(["Nothing." if run.config else "Its recipe.yaml cannot be read."])]
     defaults = _Defaults(run.config)
     rows = [(key, _written(value), _written(defaults.of(key))) for key, value in run.changed.items()]
-    return [title, blocks.table(("key", "this run", "default"), rows, ("this run", "default"), name="Keys that the run set")]
+    found = Table(("key", "this run", "default"), rows, "Keys that the run set", ("this run", "default"))
+    nothing = words("Nothing." if run.config else "Its recipe.yaml cannot be read.")
+    return under("What differs from the default recipe", found if rows else nothing)
 
 
 class _Defaults:
@@ -262,28 +256,24 @@ def overrides_of(run: RunFiles) -> list[str]:
     return [str(word) for word in found]
 
 
-def _again(run: RunFiles) -> list[str]:
+def _again(run: RunFiles) -> list[Section]:
     """The commands that make the run again, go on with it, and use it."""
-    place, words = shlex.quote(place_of(run)[0]), overrides_of(run)
+    place, given = shlex.quote(place_of(run)[0]), overrides_of(run)
     local = run.environment.get("machine_local")
-    own = [word for word in words if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
+    own = [word for word in given if isinstance(local, dict) and key_of(word) in local and key_of(word) != "output_dir"]
     recipe = shlex.join([f"recipe={place_of(run)[0]}/recipe.yaml", *own])
-    body = [blocks.heading("How to reproduce it"), *blocks.paragraphs(["The same command again:"])]
-    body.append(blocks.command(f"drivetrain train {shlex.join(words)}".strip()))
+    body = [words("The same command again:"), commands(shlex.join(["drivetrain", "train", *given]))]
     if run.config:
-        body += [*blocks.paragraphs(["Every setting as it was then, also where defaults have changed since:"])]
-        body.append(blocks.command(f"drivetrain train {recipe}"))
+        body += [words("Every setting as it was then, also where defaults have changed since:")]
+        body.append(commands(f"drivetrain train {recipe}"))
     body += [
-        *blocks.paragraphs(["To go on with it where it ended, evaluate it again, or use it:"]),
-        blocks.command(f"drivetrain train resume={place}", f"drivetrain evaluate {place}", f"drivetrain predict {place} FILE"),
+        words("To go on with it where it ended, evaluate it again, or use it:"),
+        commands(f"drivetrain train resume={place}", f"drivetrain evaluate {place}", f"drivetrain predict {place} FILE"),
     ]
-    return body
+    return under("How to reproduce it", *body)
 
 
-def environment(run: RunFiles) -> str:
-    """The table of where a run ran."""
-    about = run.environment
-    rows = [(k, str(about[k])) for k in ("drivetrain", "python", "platform", "processor", "git_commit") if about.get(k)]
-    versions = about.get("versions")
-    rows += [(k, str(v)) for k, v in (versions if isinstance(versions, dict) else {}).items() if v]
-    return blocks.facts(rows, "Versions and machine") if rows else "<p>It left no record of that.</p>"
+def environment(run: RunFiles) -> Section:
+    """Where a run ran."""
+    found = machine(run.environment)
+    return found if found.rows else words("It left no record of that.")
