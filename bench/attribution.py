@@ -13,7 +13,6 @@ backward. The campaign writes its results after each seed, and resumes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.drawn import Drawn, draw
-from bench.harness import RESULTS, machine, table, write
+from bench.harness import before, machine, parse, table, write
 
 MIN_COST = 0.12  # a cost below is too near to the least share that the doctor names
 PAIRS = 15
@@ -37,13 +36,8 @@ MAX_REPEATS = 3**14
 
 def main() -> None:
     """Run the campaign, or the rest of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--profile-s", type=float, default=2.0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "attribution-cpu.json")
-    given = parser.parse_args()
-    content: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"machine": machine(), "seeds": {}}
+    given = parse(__doc__, "attribution-cpu.json", seeds=20, first=0, profile_s=2.0)
+    content: dict[str, Any] = {"machine": machine(), "seeds": {}, **before(given.out)}
     for seed in range(given.first, given.first + given.seeds):
         if str(seed) not in content["seeds"]:
             content["seeds"][str(seed)] = found = examine(draw(seed), given.profile_s)

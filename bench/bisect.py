@@ -1,16 +1,15 @@
 """Does `drivetrain bisect` name the right knobs? Planted causes among 15 changes, many times over.
 
     python -m bench.bisect                       # 40 repeats of each kind, with simulated rounds: a minute
-    python -m bench.bisect --true single,pair    # and these kinds once more with true processes: minutes each
+    python -m bench.bisect --true single,pair    # and these kinds once more with true processes: minutes each; --quality KINDS
 
-The simulated rounds have the noise of compare's on the machine of bench/results/honest-cpu.json: the same against itself
-was known to 1.9 % on each side after 20 rounds of the first arm and three others, about 4 % in a round. Some rounds are outliers.
+The simulated rounds have the noise of compare's as it was measured on two cores: the same against itself was known to 1.9 % on
+each side after 20 rounds of the first arm and three others, about 4 % in a round. Some rounds are outliers.
 A true run bisects a model with 15 knobs (bench.planted.Knobs), of which the guilty ones make each forward sleep.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, machine, table
+from bench.harness import before, machine, parse, table
 from drivetrain.measure.bisect.measurers import LEAST_ROUNDS, Settings, log_ratio
 from drivetrain.measure.bisect.search import Measured, Search, Subset
 from drivetrain.measure.intervals import EQUIVALENCE, Interval
@@ -152,14 +151,8 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
 
 def main() -> None:
     """Run the campaign and write bench/results/bisect-cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=40, help="0: leave the simulated rounds out")
-    parser.add_argument("--true", default="", help="kinds to bisect with true processes as well, such as single,pair,none")
-    parser.add_argument("--quality", default="", help="kinds to bisect by true trainings as well")
-    parser.add_argument("--extra-ms", type=float, default=3.0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "bisect-cpu.json")
-    given = parser.parse_args()
-    found: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {}
+    given = parse(__doc__, "bisect-cpu.json", repeats=40, true="", quality="", extra_ms=3.0)
+    found = before(given.out)
     noise = {"sd": NOISE, "outliers": OUTLIERS, "outlier": OUTLIER}
     if given.repeats:
         found["simulated"] = {"changes": CHANGES, "noise": noise, "kinds": simulate(given.repeats, Settings.rounds)}

@@ -11,8 +11,6 @@ where that is so of half of the seeds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import signal
 import statistics
@@ -22,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, machine, table, write
+from bench.harness import before, parse, table, write
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.target import Reach
@@ -183,17 +181,13 @@ def judged(runs: dict[int, list[dict[str, Any]]], looks: Sequence[dict[str, Any]
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Train, print the tables and write the file. A call with more seeds trains only what the file does not have."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="the file keeps what it has of the others")
-    parser.add_argument("--out", type=Path, default=RESULTS / "critical-cpu.json")
-    given = parser.parse_args(argv)
-    found: dict[str, Any] = json.loads(given.out.read_text())["tasks"] if given.out.exists() else {}
+    given = parse(__doc__, "critical-cpu.json", seeds=5, tasks=TASKS)
+    found: dict[str, Any] = before(given.out).get("tasks", {})
     for name in given.tasks:
-        task, before = TASKS[name], found.get(name, {})
-        runs = {batch: _runs(before, batch) for batch in task["batches"]}
+        task, earlier = TASKS[name], {row["batch"]: list(row["runs"]) for row in found.get(name, {}).get("batches", [])}
+        runs = {batch: earlier.get(batch, []) for batch in task["batches"]}
         looks = [looked(task, seed) for seed in range(given.seeds)]
         for seed in range(given.seeds):
             for batch, of_batch in runs.items():
@@ -201,14 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     of_batch.append(trained(task, batch, seed))
                     print(name, batch, seed, of_batch[-1], flush=True)
             found[name] = {"overrides": [*COMMON, *task["words"]], **judged(runs, looks)}
-            write(given.out, {"environment": machine(), "tasks": found})
+            write(given.out, {"tasks": found})
         show(name, found[name])
-    return 0
-
-
-def _runs(before: dict[str, Any], batch: int) -> list[dict[str, Any]]:
-    """The runs that the file holds of a batch."""
-    return next((list(row["runs"]) for row in before.get("batches", []) if row["batch"] == batch), [])
 
 
 def show(name: str, found: dict[str, Any]) -> None:
@@ -231,4 +219,4 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

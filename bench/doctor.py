@@ -8,7 +8,6 @@ The campaign writes its results after each case, and resumes where it was stoppe
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,19 +21,13 @@ from typing import Any
 
 from bench import bottlenecks
 from bench.bottlenecks import CASES, Case
-from bench.harness import RESULTS, ROOT, machine, table, write
+from bench.harness import ROOT, before, machine, parse, table, write
 
 
 def main() -> None:
     """Run the campaign, or the rest of it, and write bench/results/doctor-cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--proofs", type=int, default=5, help="of cases that an override mends")
-    parser.add_argument("--profile-s", type=float, default=1.0)
-    parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--out", type=Path, default=RESULTS / "doctor-cpu.json")
-    given = parser.parse_args()
-    content: dict[str, Any] = json.loads(given.out.read_text()) if given.out.exists() else {"machine": machine()}
+    given = parse(__doc__, "doctor-cpu.json", repeats=20, proofs=5, profile_s=1.0, only=CASES)
+    content: dict[str, Any] = {"machine": machine(), **before(given.out)}
     content["profile_s"] = given.profile_s
     found = content.setdefault("cases", {})
     for n in range(

@@ -7,6 +7,7 @@ Ratios are taken between blocks of the same round.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import json
 import os
@@ -215,11 +216,39 @@ def version(package: str) -> str | None:
         return None
 
 
+def parse(doc: str | None, out: str | Path, argv: Sequence[str] | None = None, **options: Any) -> argparse.Namespace:
+    """The words of a benchmark: an option for each keyword with its default, and `--out`, a file of bench/results without it.
+
+    False is a switch, a type alone an option without a default, a list or a mapping the choices of one that takes several.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in options.items():
+        flag, of = f"--{name.replace('_', '-')}", default if isinstance(default, type) else type(default)
+        if default is False:
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list | dict):
+            parser.add_argument(flag, nargs="+", choices=list(default) or None, default=list(default))
+        else:
+            parser.add_argument(flag, type=of, default=None if of is default else default)
+    parser.add_argument("--out", type=Path, default=RESULTS / out)
+    return parser.parse_args(argv)
+
+
+def before(path: Path) -> dict[str, Any]:
+    """What a result file holds already: a campaign that was stopped goes on from there."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write a result file."""
+    """Write a result file, with the facts of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine(), **content}, indent=2) + "\n", encoding="utf-8")
     print(f"written to {path}")
+
+
+def ratio(of: dict[str, float]) -> str:
+    """A ratio with its interval, for a table."""
+    return f"{of['median']:.2f} ({of['low']:.2f} … {of['high']:.2f})"
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,86 +1,254 @@
-"""Is `drivetrain compare` honest? Equal arms against each other, and planted slowdowns, many times over.
+"""Are the verdicts of `quality=true` honest? `python -m bench.honest [--repeats N]` trains and judges many times over.
 
-    python -m bench.honest --repeats 40
-    python -m bench.honest --quality      verdicts on quality instead: the same again, planted breaks, harmless changes
-
-Each repeat compares an arm with the same again, and with slowdowns of about 5 % and 3 %, in fresh processes for each round.
-With --quality each repeat trains the arms with seeds of its own; --repeats are those of the same against itself, harmless
-changes have half as many, breaks a quarter (bench.honest_quality, bench.breaks).
+Harmless changes are judged half as often as the same against itself, planted breaks a quarter. Each repeat has seeds of its
+own. The same against itself is trained with other seeds than the first arm, so that nothing but chance tells them apart. What
+is planted in a break is no override, so the arm claims what its overrides claim: where it has none, the same mathematics. Runs
+are trained in this process, one after the other, and judged as `drivetrain compare` does.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
+import multiprocessing
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench import honest_quality
-from bench.harness import RESULTS, machine, table, write
-from drivetrain.measure.benchmark import arms, comparison
-from drivetrain.measure.benchmark.interleave import Arm, run_rounds
+import torch
 
-OVERRIDES = [
-    "data=digits", "model=own", "model.target=bench.planted.Slowed", "trust=[bench]", "runtime.device=cpu",
-    "scheduler=constant", "optimizer=sgd",
-]  # fmt: skip
-SHARES = {"the same": 0.0, "5 % planted": 0.05, "3 % planted": 0.03}
+from bench.harness import parse, table, write
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.selection import selected
+from drivetrain.core.signals import StopFlag
+from drivetrain.core.world import World
+from drivetrain.data import Normalize, digits
+from drivetrain.engine.trainer import Trainer
+from drivetrain.launch.job import Job, prepare
+from drivetrain.launch.worker import run_rank
+from drivetrain.measure import effects
+from drivetrain.measure.benchmark import noninferiority, quality
+from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial, Verdict
+from drivetrain.run.reader import read
 
-
-def main() -> None:
-    """Run the campaign and write bench/results/honest-cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--block-s", type=float, default=0.3)
-    parser.add_argument("--quality", action="store_true", help="judge verdicts on quality")
-    parser.add_argument("--processes", type=int, default=2, help="with --quality: repeats that run at a time")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if given.quality:
-        repeats = {"same": given.repeats, "harmless": -(-given.repeats // 2), "break": -(-given.repeats // 4)}
-        honest_quality.main(repeats, given.processes, given.out or RESULTS / "honest-quality-cpu.json")
-        return
-    step_ms = _step_ms()
-    found: dict[str, list[Any]] = {name: [] for name in SHARES}
-    for repeat in range(given.repeats):
-        specs = [arms.compose("base", [*OVERRIDES, "model.kwargs.extra_ms=0.0"])]
-        for name, share in SHARES.items():  # relative to the slowed arm's own step, so that its rate is 1 - share
-            specs.append(arms.compose(name, [*OVERRIDES, f"model.kwargs.extra_ms={step_ms * share / (1 - share):.5f}"]))
-        done = comparison.measure(specs, comparison.Settings(rounds=given.rounds, block_s=given.block_s), OVERRIDES)
-        for row in done.rows[1:]:
-            found[row.label].append(row.ratio)
-            print(f"{repeat + 1:3d}/{given.repeats} {row.label:12s} {row.ratio}", flush=True)
-    summaries = {name: _summary(ratios) for name, ratios in found.items()}
-    write(
-        given.out or RESULTS / "honest-cpu.json",
-        {"machine": machine(), "rounds": given.rounds, "block_s": given.block_s, "step_ms": step_ms, "arms": summaries},
-    )
-    header = ("planted", "median ratio", "called different", "of", "median width")
-    rows = [(n, f"{a['median']:.3f}", str(a["different"]), str(a["repeats"]), f"{a['width']:.3f}") for n, a in summaries.items()]
-    table("compare, over fresh processes", header, rows)
+OVERRIDES = (
+    "data=digits", "model=mlp", "model.hidden=[128]", "epochs=8", "evaluate_every=8", "log_every=11", "saving=none", "logger=[]",
+    "optimizer.lr=0.03", "runtime.device=cpu", "runtime.threads=1",
+)  # fmt: skip
+SAME = "the same"
+SEEDS_OF_A_REPEAT = 1000
 
 
-def _summary(ratios: list[Any]) -> dict[str, Any]:
+# --- what is planted ---
+
+Plant = Callable[[Trainer], None]
+
+
+class Arm(NamedTuple):
+    """An arm: what its overrides say, from which its claim follows, and what is planted beside them."""
+
+    overrides: tuple[str, ...] = ()
+    plant: Plant | None = None
+
+
+def _each_batch(change: Callable[[MicroBatch], MicroBatch]) -> Plant:
+    def watch(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        return (change(batch) for batch in stream)
+
+    return lambda trainer: trainer.stream_watchers.append(watch)
+
+
+def _shift_labels(batch: MicroBatch) -> MicroBatch:
+    """One row in ten has the label of the row before it."""
+    y = batch.y.clone()
+    rows = torch.arange(0, len(y), 10)
+    y[rows] = batch.y[rows - 1]
+    return replace(batch, y=y)
+
+
+def _drop_half(batch: MicroBatch) -> MicroBatch:
+    """The second half of each batch is the first one again, as where two ranks read the same part."""
+    half = len(batch.y) // 2
+    return replace(batch, x=torch.cat([batch.x[:half]] * 2), y=torch.cat([batch.y[:half]] * 2))
+
+
+def _keep_first_label(trainer: Trainer) -> None:
+    """Images are mixed, and labels are not."""
+    (step,) = trainer.train_data.steps
+    mix = step.mix  # type: ignore[attr-defined]
+
+    def mixed(x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor) -> Any:
+        return mix(x, other, share, *draws)[0], torch.ones_like(share)
+
+    step.mix = mixed  # type: ignore[attr-defined]
+
+
+def _stay_at_first_lr(trainer: Trainer) -> None:
+    step = trainer.scheduler.step
+    trainer.scheduler.step = lambda updates: step(0)  # type: ignore[method-assign, assignment]
+
+
+def _no_average(trainer: Trainer) -> None:
+    trainer.ema.update = lambda: None  # type: ignore[method-assign]
+
+
+def _lose_first_gradient(trainer: Trainer) -> None:
+    for parameter in next(m for m in trainer.model.modules() if isinstance(m, torch.nn.Linear)).parameters():
+        parameter.register_hook(torch.zeros_like)
+
+
+def _forget_moments(trainer: Trainer) -> None:
+    def watch(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in stream:
+            yield batch  # control returns after the step
+            if batch.last:
+                trainer.optimizer.state.clear()
+
+    trainer.stream_watchers.append(watch)
+
+
+def _dropout_in_evaluation(trainer: Trainer) -> None:
+    trainer.model.eval = lambda: trainer.model  # type: ignore[method-assign]
+
+
+def _no_normalisation_in_evaluation(trainer: Trainer) -> None:
+    trainer.evaluator.data = trainer.evaluator.data._replace(normalize=Normalize([0.0], [1.0]))
+
+
+def _overwrite_gradients(trainer: Trainer) -> None:
+    """Each micro-batch's gradient replaces the one before it instead of being added to it."""
+
+    def watch(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        for batch in stream:
+            trainer.step.zero_grad()
+            yield batch
+
+    trainer.stream_watchers.append(watch)
+
+
+BREAKS = {
+    "labels of one row in ten are shifted": Arm((), _each_batch(_shift_labels)),
+    "half of each batch is not seen": Arm((), _each_batch(_drop_half)),
+    "mixup without mixing labels": Arm(("augment=[mixup]", "augment.mixup.alpha=1"), _keep_first_label),
+    "the learning rate stays at its start": Arm((), _stay_at_first_lr),
+    "ema is never updated": Arm(("ema=ema",), _no_average),
+    "the first layer's gradient is lost": Arm((), _lose_first_gradient),
+    "the optimizer forgets its moments": Arm((), _forget_moments),
+    "dropout also in the evaluation": Arm(("model.dropout=0.5",), _dropout_in_evaluation),
+    "no normalisation in the evaluation": Arm((), _no_normalisation_in_evaluation),
+    "accumulation overwrites gradients": Arm(("batch=accumulate", "batch.accumulation_steps=8"), _overwrite_gradients),
+    "a learning rate 30 times as high": Arm(("optimizer.lr=1.0",)),
+    "a weight decay 500 times as high": Arm(("optimizer.weight_decay=5.0",)),
+}
+HARMLESS = {
+    "label smoothing 0.1": Arm(("loss.label_smoothing=0.1",)),
+    "dropout 0.3": Arm(("model.dropout=0.3",)),
+    "mixup": Arm(("augment=[mixup]",)),
+    "ema": Arm(("ema=ema",)),
+    "accumulation": Arm(("batch=accumulate",)),
+}
+
+
+# --- the campaign ---
+
+
+def arms_of(kind: str) -> dict[str, Arm]:
+    """Name → arm of one kind."""
+    return {"same": {SAME: Arm()}, "break": BREAKS, "harmless": HARMLESS}[kind]
+
+
+def trained(arm: Arm, seed: int) -> TrainedRun:
+    """One arm trained with one seed, in this process."""
+    job = _job(arm.overrides)
+    job.run.runtime.seed, job.attach = seed, arm.plant
+    with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:
+        result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
+        run = read(Path(folder))
+    run.result, run.status = result, result.status
+    return quality.trained_run(run, seed)
+
+
+@cache
+def _job(overrides: tuple[str, ...]) -> Job:
+    return prepare([*OVERRIDES, *overrides])
+
+
+@cache
+def _base_run(seed: int) -> TrainedRun:
+    return trained(Arm(), seed)
+
+
+def judged(arm: Arm, repeat: int, plan: quality.Plan, shift: int = 0) -> Verdict:
+    """The verdict on one arm in one repeat. `shift` is added to its seeds, of which the first arm's are not."""
+    base = _job(())
+    claim = effects.between(base, _job(arm.overrides))
+    selection = selected(base.run)
+    trial = Trial.of(selection.name, {1: claim}, {1: noninferiority.figures_for(claim[0], selection)})
+
+    def train(number_of_arm: int, number: int) -> TrainedRun:
+        seed = repeat * SEEDS_OF_A_REPEAT + number
+        return trained(arm, seed + shift) if number_of_arm else _base_run(seed)
+
+    quality.sequentially(trial, plan, train)
+    return trial.verdicts[1]
+
+
+def _repeat(task: tuple[int, dict[str, int], quality.Plan]) -> list[tuple[str, Verdict]]:
+    """All arms of one repeat, those that are repeated so often."""
+    repeat, repeats, plan = task
+    torch.set_num_threads(1)
+    digits.read_digits = cache(digits.read_digits)
+    found = []
+    for kind, times in repeats.items():
+        for name, arm in arms_of(kind).items() if repeat < times else ():
+            shift = SEEDS_OF_A_REPEAT // 2 if name == SAME else 0
+            found.append((name, judged(arm, repeat, plan, shift)))
+    return found
+
+
+def campaign(repeats: dict[str, int], processes: int, out: Path) -> dict[str, Any]:
+    """All verdicts, by kind and arm, as the result file has them; the file is written after each repeat."""
+    began, plan = time.perf_counter(), quality.Plan()
+    verdicts: dict[str, list[Verdict]] = {name: [] for kind in repeats for name in arms_of(kind)}
+    tasks = [(number, repeats, plan) for number in range(max(repeats.values()))]
+    content: dict[str, Any] = {}
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        for done, found in enumerate(pool.imap_unordered(_repeat, tasks), 1):
+            for name, verdict in found:
+                verdicts[name].append(verdict)
+            print(f"repeat {done} of {len(tasks)}", *(f"{name}: {v.outcome}" for name, v in found), sep="; ", flush=True)
+            content = {
+                "overrides": OVERRIDES, "seeds": plan.seeds, "max_seeds": plan.max_seeds,
+                "seconds": time.perf_counter() - began, "repeats": done,
+                **{kind: {name: _summary(verdicts[name]) for name in arms_of(kind)} for kind in repeats},
+            }  # fmt: skip
+            write(out, content)
+    return content
+
+
+def _summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    outcomes = Counter(v.outcome for v in verdicts)
     return {
-        "repeats": len(ratios), "different": sum(r.differs for r in ratios),
-        "median": statistics.median(r.middle for r in ratios),
-        "width": statistics.median(r.high - r.low for r in ratios), "ratios": [list(r) for r in ratios],
+        "repeats": len(verdicts), **{outcome: outcomes[outcome] for outcome in (PASS, INCONCLUSIVE, FAIL)},
+        "effect": verdicts[0].effect if verdicts else None, "seeds": sorted(len(v.runs) for v in verdicts),
+        "reasons": [v.reason for v in verdicts],
     }  # fmt: skip
 
 
-def _step_ms() -> float:
-    """Milliseconds of a step without a planted slowdown."""
-    import tempfile
-
-    import torch  # noqa: F401 - before the fork
-
-    with tempfile.TemporaryDirectory() as folder:
-        job = arms.compose("base", [*OVERRIDES, "model.kwargs.extra_ms=0.0"]).job
-        assert job is not None
-        arm = Arm("base", job, Path(folder) / "arm")
-        run_rounds([arm], 6, 0.5)
-        return 1e3 * statistics.median(s for block in arm.blocks for s in block.step_s)
+def main() -> None:
+    """Run the campaign and show it."""
+    given = parse(__doc__, "honest-quality-cpu.json", repeats=40, processes=2)
+    repeats = {"same": given.repeats, "harmless": -(-given.repeats // 2), "break": -(-given.repeats // 4)}
+    content = campaign(repeats, given.processes, given.out)
+    rows = [
+        [kind, name, str(row["effect"]), *(str(row[outcome]) for outcome in (PASS, INCONCLUSIVE, FAIL))]
+        for kind in repeats
+        for name, row in content[kind].items()
+    ]
+    table("verdicts on quality", ("kind", "arm", "claims", PASS, INCONCLUSIVE, FAIL), rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast samples are read: the usual code and ours, on the same JPEG files, and on small images in memory.
 
-`python -m bench.loader [--quick] [--groups jpeg,memory] [--rounds N] [--out FILE]`
+`python -m bench.loader [--quick] [--groups jpeg memory] [--rounds N] [--out FILE]`
 
 The JPEG files are crops of the two photographs that scikit-learn ships, about 500×400, quality 90. Every arm gives
 random-resized, mirrored 224×224 uint8 in batches of 64 (`memory`: 32×32, cropped and mirrored, 256), is a live process,
@@ -10,7 +10,6 @@ it is there.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import resource
@@ -96,16 +95,20 @@ def inputs(loader: Any) -> Iterator[Any]:
 
 def usual(folder: Path, workers: int, sync: BlockSync) -> None:
     """torchvision's ImageFolder and transforms in torch's DataLoader: the code that everybody writes."""
-    import torch
-    from torch.utils.data import DataLoader
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
     chain = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
-    dataset = ImageFolder(str(folder), transforms.Compose(chain))
+    drain(ImageFolder(str(folder), transforms.Compose(chain)), BATCH, workers, sync)
+
+
+def drain(dataset: Any, batch: int, workers: int, sync: BlockSync) -> None:
+    """Read a dataset by torch's DataLoader."""
+    import torch
+
     torch.set_num_threads(1)
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
-    loader = DataLoader(dataset, BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
+    loader = torch.utils.data.DataLoader(dataset, batch, shuffle=True, num_workers=workers, drop_last=True, **more)
     take(sync, lambda: inputs(loader))
 
 
@@ -150,7 +153,7 @@ def ours(overrides: Sequence[str], epochs: int, sync: BlockSync) -> None:
 def in_memory(workers: int, sync: BlockSync) -> None:
     """Small images in memory in torch's DataLoader, transformed one at a time."""
     import torch
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import Dataset
     from torchvision.transforms import v2
 
     chain = v2.Compose([v2.RandomCrop(32, padding=4, padding_mode="reflect"), v2.RandomHorizontalFlip()])
@@ -163,13 +166,10 @@ def in_memory(workers: int, sync: BlockSync) -> None:
         def __getitem__(self, index: int) -> Any:
             return chain(images[index]), 0
 
-    torch.set_num_threads(1)
-    more: dict[str, Any] = {"persistent_workers": True} if workers else {}
-    loader = DataLoader(Images(), MEMORY_BATCH, shuffle=True, num_workers=workers, drop_last=True, **more)
-    take(sync, lambda: inputs(loader))
+    drain(Images(), MEMORY_BATCH, workers, sync)
 
 
-def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
+def jpeg_arms(folder: Path, quick: bool) -> dict[str, Any]:
     """The usual code first."""
     from drivetrain.cli.main import main as drivetrain
 
@@ -178,35 +178,20 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None],
     write_shard(images, shard)
     if drivetrain(["pack", str(images), str(packed), "--size", "224"]):
         raise SystemExit("packing failed")
-    files = ("data=imagefolder", f"data.root={images}", "data.holdout=0.05", "data.verify=0")
-    base = (f"batch.global_batch={BATCH}", "model=mlp", *JPEG_WORDS)
-    tar = ("data=webdataset", f"data.train={shard}", f"data.test={shard}", f"data.cache={folder}/cache")
-    arms: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+    base = (f"batch.global_batch={BATCH}", "model=mlp")
+    cropped = (*base, *JPEG_WORDS)
+    files = (*cropped, "data=imagefolder", f"data.root={images}", "data.holdout=0.05", "data.verify=0")
+    tar = ("data=webdataset", f"data.train={shard}", f"data.test={shard}", f"data.cache={folder}/cache", "loader=threads")
+    shards = ("data=packed", f"data.root={packed}", "loader=threads")
+    return without_missing({
         "DataLoader, 2 workers": (usual, (images, 2)),
         "DataLoader, in the loop": (usual, (images, 0)),
         "timm, 2 workers": (timms, (images, 2)),
-        "ours, sync": (ours, ((*base, *files, "loader=sync"), 2)),
-        "ours, workers": (ours, ((*base, *files, "loader=workers"), 2)),
-        "ours, threads": (ours, ((*base, *files, "loader=threads"), 2)),
-        "ours, dali": (ours, ((*base, *files, "loader=dali"), 2)),
-        "ours, webdataset": (ours, ((*base, *tar, "loader=threads"), 2)),
-        "ours, packed": (ours, ((*base, "data=packed", f"data.root={packed}", "loader=threads"), 4)),
-        "ours, packed, centre": (
-            ours,
-            (
-                (
-                    *base[:2],
-                    "data=packed",
-                    f"data.root={packed}",
-                    "augment=[flip_crop]",
-                    "augment.flip_crop.pad=0",
-                    "loader=threads",
-                ),
-                8,
-            ),
-        ),
-    }
-    return without_missing(arms)
+        **{f"ours, {name}": (ours, ((*files, f"loader={name}"), 2)) for name in ("sync", "workers", "threads", "dali")},
+        "ours, webdataset": (ours, ((*cropped, *tar), 2)),
+        "ours, packed": (ours, ((*cropped, *shards), 4)),
+        "ours, packed, centre": (ours, ((*base, *shards, "augment=[flip_crop]", "augment.flip_crop.pad=0"), 8)),
+    })  # fmt: skip
 
 
 def without_missing(arms: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +203,7 @@ def without_missing(arms: dict[str, Any]) -> dict[str, Any]:
     return {name: arm for name, arm in arms.items() if not (missing and name == "ours, dali")}
 
 
-def memory_arms(folder: Path, quick: bool) -> dict[str, tuple[Callable[..., None], tuple[Any, ...]]]:
+def memory_arms(folder: Path, quick: bool) -> dict[str, Any]:
     """32×32 in memory."""
     write_cifar(folder, 1000 if quick else 10_000)
     overrides = ("data=cifar10", f"data.root={folder}", "augment=[flip_crop]", f"batch.global_batch={MEMORY_BATCH}", "model=mlp")
@@ -263,31 +248,18 @@ def measure(arms: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, show, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few files, two rounds: whether it works")
-    parser.add_argument("--groups", default="jpeg,memory")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
     groups = {"jpeg": jpeg_arms, "memory": memory_arms}
+    given = harness.parse(__doc__, "loader-cpu.json", quick=False, groups=groups, rounds=int)
     found = {}
-    for group in given.groups.split(","):
+    for group in given.groups:
         with tempfile.TemporaryDirectory() as folder:
             found[group] = measure(groups[group](Path(folder), given.quick), given.rounds or (2 if given.quick else 8))
-        show(group, found[group])
-    out = given.out or harness.RESULTS / "loader-cpu.json"
-    harness.write(out, {"machine": harness.machine(), "device": "cpu", "rows": found})
-
-
-def show(title: str, arms: dict[str, Any]) -> None:
-    """One group's table."""
-    rows = []
-    for name, a in arms.items():
-        ratio = a["to_best_dataloader"]
-        between = f"{ratio['median']:.2f} ({ratio['low']:.2f} … {ratio['high']:.2f})"
-        rate, peak = f"{a['images_per_second']['median']:,.0f}", f"{a['peak_bytes'] / 2**20:,.0f}"
-        rows.append([name, rate, between, f"{a['first_batch_s']:.3f}", peak])
-    harness.table(title, [title, "images/s", "of the best DataLoader", "first batch s", "peak MiB"], rows)
+        rows = [
+            [name, f"{a['images_per_second']['median']:,.0f}", harness.ratio(a["to_best_dataloader"]),
+             f"{a['first_batch_s']:.3f}", f"{a['peak_bytes'] / 2**20:,.0f}"] for name, a in found[group].items()
+        ]  # fmt: skip
+        harness.table(group, [group, "images/s", "of the best DataLoader", "first batch s", "peak MiB"], rows)
+    harness.write(given.out, {"device": "cpu", "rows": found})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a loop costs a step: ours against hand-written loops, Lightning Fabric, accelerate and Lightning.
 
-`python -m bench.overhead [--quick] [--arms hand,ours,…] [--out FILE]`
+`python -m bench.overhead [--quick] [--arms hand ours …] [--out FILE]`
 
 The model is so small that the loop shows: an MLP 32 → 64 → 64 → 10, batch 64, SGD with momentum, one thread. Every arm
 holds the same amount of data in memory and picks each batch by a shuffled index. A block is a few epochs.
@@ -16,12 +16,12 @@ a sink, whose `log` is called at each epoch's end and ends the block there. Noth
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,21 @@ def epochs(work: Work, sync: BlockSync, x: Any) -> Iterator[Any]:
         yield torch.randperm(len(x))
 
 
+def bare(work: Work, sync: BlockSync, x: Any, y: Any, model: Any, optimizer: Any, backward: Callable[[Any], None]) -> None:
+    """The loop that everyone writes; each library has its own backward."""
+    from torch.nn.functional import cross_entropy
+
+    for order in epochs(work, sync, x):
+        for begin in range(0, len(x), work.batch):
+            optimizer.zero_grad()
+            picked = order[begin : begin + work.batch]
+            loss = cross_entropy(model(x[picked]), y[picked])
+            backward(loss)
+            optimizer.step()
+
+
 def hand(work: Work, sync: BlockSync, fused: bool | None = None) -> None:
-    """The loop that everyone writes."""
+    """By hand. Its loop is written out: a call of `backward` more would be a part of what is measured."""
     from torch.nn.functional import cross_entropy
 
     x, y, model, optimizer = start(work, sync, fused)
@@ -93,44 +106,23 @@ def hand(work: Work, sync: BlockSync, fused: bool | None = None) -> None:
             optimizer.step()
 
 
-def hand_fused(work: Work, sync: BlockSync) -> None:
-    """The same with the fused optimizer."""
-    hand(work, sync, fused=True)
-
-
 def fabric(work: Work, sync: BlockSync) -> None:
     """Lightning Fabric as its guide says."""
     from lightning.fabric import Fabric
-    from torch.nn.functional import cross_entropy
 
     x, y, module, sgd = start(work, sync)
     runner = Fabric(accelerator="cpu", devices=1)
     runner.launch()
-    model, optimizer = runner.setup(module, sgd)
-    for order in epochs(work, sync, x):
-        for begin in range(0, len(x), work.batch):
-            optimizer.zero_grad()
-            picked = order[begin : begin + work.batch]
-            loss = cross_entropy(model(x[picked]), y[picked])
-            runner.backward(loss)
-            optimizer.step()
+    bare(work, sync, x, y, *runner.setup(module, sgd), runner.backward)
 
 
 def accelerate(work: Work, sync: BlockSync) -> None:
     """accelerate as its guide says."""
     from accelerate import Accelerator
-    from torch.nn.functional import cross_entropy
 
     x, y, module, sgd = start(work, sync)
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(module, sgd)
-    for order in epochs(work, sync, x):
-        for begin in range(0, len(x), work.batch):
-            optimizer.zero_grad()
-            picked = order[begin : begin + work.batch]
-            loss = cross_entropy(model(x[picked]), y[picked])
-            accelerator.backward(loss)
-            optimizer.step()
+    bare(work, sync, x, y, *accelerator.prepare(module, sgd), accelerator.backward)
 
 
 def lightning(work: Work, sync: BlockSync) -> None:
@@ -178,23 +170,8 @@ def _lightning(work: Work, sync: BlockSync, log: bool, **options: Any) -> None:
     Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options).fit(Module(), Batches())
 
 
-def ours(work: Work, sync: BlockSync) -> None:
-    """drivetrain's loop, nothing logged but each epoch's mean loss."""
-    _ours(work, sync, (f"log_every={work.updates}",), default_logging=False)
-
-
-def ours_default(work: Work, sync: BlockSync) -> None:
-    """drivetrain's loop as it comes: the loss to files every 20 updates, the live line."""
-    _ours(work, sync, (f"log_every={LOG_EVERY}",), default_logging=True)
-
-
-def ours_everyday(work: Work, sync: BlockSync) -> None:
-    """drivetrain's loop with accumulation and clipping, and as it comes otherwise."""
-    overrides = ("batch=accumulate", f"batch.accumulation_steps={work.steps}", "clip=norm", f"log_every={LOG_EVERY}")
-    _ours(work, sync, overrides, default_logging=True)
-
-
-def _ours(work: Work, sync: BlockSync, overrides: Sequence[str], default_logging: bool) -> None:
+def ours(overrides: Sequence[str], default_logging: bool, work: Work, sync: BlockSync) -> None:
+    """drivetrain's loop: nothing logged but each epoch's mean loss, or as it comes, with files and the live line."""
     from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
@@ -205,7 +182,7 @@ def _ours(work: Work, sync: BlockSync, overrides: Sequence[str], default_logging
         "data=synthetic", "data.shape=[32]", f"data.samples={work.samples}", "model=mlp", "model.hidden=[64,64]",
         "optimizer=sgd", f"optimizer.lr={LR}", "optimizer.nesterov=false", "optimizer.weight_decay=0", "scheduler=constant",
         "saving=none", "runtime.device=cpu", "runtime.threads=1", f"batch.global_batch={work.batch * work.steps}",
-        "epochs=10000", "evaluate_every=10000", *overrides,
+        "epochs=10000", "evaluate_every=10000", f"log_every={work.updates}", *overrides,
     ])  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         sinks: list[Any] = []
@@ -255,11 +232,6 @@ def hand_everyday(work: Work, sync: BlockSync, fused: bool | None = None) -> Non
                 if updates % LOG_EVERY == 0:
                     report(updates, float(total) / LOG_EVERY)
                     total.zero_()
-
-
-def hand_everyday_fused(work: Work, sync: BlockSync) -> None:
-    """The same with the fused optimizer."""
-    hand_everyday(work, sync, fused=True)
 
 
 def accelerate_everyday(work: Work, sync: BlockSync) -> None:
@@ -332,14 +304,16 @@ class Report:
         self._file.close()
 
 
+EVERYDAY = ("batch=accumulate", "batch.accumulation_steps=4", "clip=norm", f"log_every={LOG_EVERY}")
 Loop = Callable[[Work, BlockSync], None]
 GROUPS: dict[str, dict[str, Loop]] = {
     "bare": {
-        "hand": hand, "hand_fused": hand_fused, "ours": ours, "ours_default": ours_default, "fabric": fabric,
-        "accelerate": accelerate, "lightning": lightning, "lightning_default": lightning_default,
+        "hand": hand, "hand_fused": partial(hand, fused=True), "ours": partial(ours, (), False),
+        "ours_default": partial(ours, (f"log_every={LOG_EVERY}",), True), "fabric": fabric, "accelerate": accelerate,
+        "lightning": lightning, "lightning_default": lightning_default,
     },
     "everyday": {
-        "hand": hand_everyday, "hand_fused": hand_everyday_fused, "ours": ours_everyday,
+        "hand": hand_everyday, "hand_fused": partial(hand_everyday, fused=True), "ours": partial(ours, EVERYDAY, True),
         "accelerate": accelerate_everyday, "lightning": lightning_everyday,
     },
 }  # fmt: skip
@@ -366,52 +340,35 @@ def _trained(marker: dict[str, Any], expected: int) -> bool:
     return marker["updates"] == expected and marker["loss_last"] < marker["loss_first"]
 
 
-def show(group: str, figures: dict[str, Any]) -> None:
-    """The figures as a table."""
-
-    def row(name: str, arm: dict[str, Any]) -> list[str]:
-        us, (difference, ratio) = arm["us"], arm["to_hand"].values()
-        return [
-            name, f"{us['median']:.1f}", f"{us['p10']:.1f} – {us['p90']:.1f}",
-            f"{difference['median']:+.1f} [{difference['low']:+.1f}, {difference['high']:+.1f}]",
-            f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]", f"{arm['cpu_to_hand']['ratio']['median']:.3f}",
-            f"{arm['updates']:,}", f"{arm['loss_first']:.3f} → {arm['loss_last']:.3f}" + ("" if arm["trained"] else " FAILED"),
-        ]  # fmt: skip
-
-    header = ("arm", "µs/update", "p10 – p90", "to hand, µs [95 %]", "ratio [95 %]", "CPU ratio", "updates", "loss")
-    harness.table(f"{group} ({figures['rounds']} rounds)", header, [row(n, a) for n, a in figures["arms"].items()])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measure both groups; exit code 1 if an arm did not train."""
-    parser = argparse.ArgumentParser(prog="bench.overhead", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a few short blocks: does it run?")
-    parser.add_argument("--arms", help="comma-separated; the hand loop is always among them (default: all)")
-    parser.add_argument("--groups", default="bare,everyday")
-    parser.add_argument("--rounds", type=int, help="blocks of each arm")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "overhead-cpu.json")
-    given = parser.parse_args(argv)
+    everyone = list(dict.fromkeys(name for loops in GROUPS.values() for name in loops))
+    given = harness.parse(__doc__, "overhead-cpu.json", quick=False, arms=everyone, groups=GROUPS, rounds=int)
     if given.quick:
         works, rounds, warmup = {"bare": Work(20, 1), "everyday": Work(20, 1, steps=4)}, given.rounds or 4, 1
     else:  # an everyday block spans several refreshes of a live progress line
         works, rounds, warmup = {"bare": Work(500, 1), "everyday": Work(240, 2, steps=4)}, given.rounds or 30, 3
-    everyone = list(dict.fromkeys(name for loops in GROUPS.values() for name in loops))
-    requested = ["hand", *given.arms.split(",")] if given.arms else everyone
-    if unknown := set(requested) - set(everyone) | set(given.groups.split(",")) - set(GROUPS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}: arms are {', '.join(everyone)}; groups {', '.join(GROUPS)}")
+    requested = ["hand", *given.arms]
     skipped = {name: f"{NEEDS[name]} is not installed" for name in requested if name in NEEDS and find_spec(NEEDS[name]) is None}
     for name, why in skipped.items():
         print(f"skipped {name}: {why}")
-    content: dict[str, Any] = {"machine": harness.machine(), "unit": "µs per update", "skipped": skipped, "groups": {}}
-    for group in given.groups.split(","):
-        figures = measure(group, works[group], [n for n in requested if n not in skipped], rounds, warmup)
-        content["groups"][group] = figures
-        show(group, figures)
-    harness.write(given.out, content)
-    failed = [f"{g}/{n}" for g, f in content["groups"].items() for n, a in f["arms"].items() if not a["trained"]]
-    for name in failed:
-        print(f"{name} did not train: its figures mean nothing")
-    return 1 if failed else 0
+    found = {}
+    for group in given.groups:
+        found[group] = measure(group, works[group], [n for n in requested if n not in skipped], rounds, warmup)
+        rows = [
+            [name, f"{a['us']['median']:.1f}", f"{a['us']['p10']:.1f} – {a['us']['p90']:.1f}",
+             f"{a['to_hand']['difference']['median']:+.1f}",
+             "{median:.3f} [{low:.3f}, {high:.3f}]".format(**a["to_hand"]["ratio"]),
+             f"{a['cpu_to_hand']['ratio']['median']:.3f}", f"{a['updates']:,}",
+             f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else " FAILED")]
+            for name, a in found[group]["arms"].items()
+        ]  # fmt: skip
+        header = ("arm", "µs/update", "p10 – p90", "to hand, µs", "ratio [95 %]", "CPU ratio", "updates", "loss")
+        harness.table(f"{group} ({rounds} rounds)", header, rows)
+    harness.write(given.out, {"unit": "µs per update", "skipped": skipped, "groups": found})
+    failed = [f"{g}/{n}" for g, f in found.items() for n, a in f["arms"].items() if not a["trained"]]
+    print("\n".join(f"{name} did not train: its figures mean nothing" for name in failed))
+    return bool(failed)
 
 
 if __name__ == "__main__":

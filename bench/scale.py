@@ -8,7 +8,6 @@ are left out where namespaces are not allowed). Speeds are ratios of whole runs 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -16,11 +15,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, ROOT, machine, table, write
+from bench.harness import ROOT, before, machine, parse, table, write
 
 WIDTH, BATCH = 1024, 512
 MLP = [
@@ -66,7 +66,7 @@ def _environment() -> dict[str, str]:
 
 def by_hand(ranks: int, updates: int) -> float:
     """Milliseconds of a step, p50, of a DistributedDataParallel script as one writes it."""
-    command = [sys.executable, "-m", "bench.ddp_by_hand", str(ranks), str(updates), str(WIDTH), str(BATCH)]
+    command = [sys.executable, "-m", "bench.scale", "by_hand", str(ranks), str(updates)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
     return float(done.stdout.split()[-1])
 
@@ -139,14 +139,14 @@ def prediction(rounds: int) -> dict[str, Any]:
     ddp: work + an all-reduce of the gradients. fsdp: work + two gatherings and a scattering, layer by layer. Nothing
     overlaps: on a CPU the ranks compute and communicate with the same cores.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "bench.collectives", str(WIDTH)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "bench.scale", "collectives"]
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
         costs = json.loads(done.stdout.strip().splitlines()[-1])
         # Two processes at once: they share caches and memory as two ranks do.
         half = [*MLP, f"batch.global_batch={BATCH // 2}"]
-        pair = [subprocess.Popen([sys.executable, "-m", "bench.scale", "--one", *half], stdout=subprocess.PIPE, text=True,
+        pair = [subprocess.Popen([sys.executable, "-m", "bench.scale", "one", *half], stdout=subprocess.PIPE, text=True,
                                  env=_environment(), cwd=ROOT) for _ in range(2)]  # fmt: skip
         work = statistics.mean(float(p.communicate()[0].split()[-1]) for p in pair)
         measured = {name: trained([*MLP, *STRATEGIES[name]], 60)["step_ms_p50"] for name in ("ddp", "fsdp")}
@@ -165,36 +165,117 @@ def prediction(rounds: int) -> dict[str, Any]:
     return {"predicted_over_measured": ratios, **found}
 
 
+def by_hand_rank(number: int, ranks: int, updates: int) -> None:
+    """One rank of DistributedDataParallel as one writes it by hand; the first prints a step's ms."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29517", RANK=str(number), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    x, y = torch.randn(65536, 192), torch.randint(10, (65536,))
+    layers = [nn.Linear(192, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers, nn.Linear(WIDTH, 10)), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    share, times = BATCH // ranks, []
+    for update in range(updates):
+        began = time.perf_counter()
+        at = (update * BATCH) % (len(x) - BATCH)
+        indices = order[at + number * share : at + (number + 1) * share]
+        loss = nn.functional.cross_entropy(model(x[indices]), y[indices])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    if number == 0:
+        print(1e3 * statistics.median(times[10:]))
+    dist.destroy_process_group()
+
+
+def collectives() -> None:
+    """Print what all-reduce, gathering and scattering of the network's weights take on these ranks, in ms, copies included."""
+    import torch
+    import torch.distributed as dist
+
+    from drivetrain.core.device import keep_freed_memory
+
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a run does
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    layers = [count + -count % ranks for count in (193 * WIDTH, (WIDTH + 1) * WIDTH, (WIDTH + 1) * WIDTH, (WIDTH + 1) * 10)]
+    wholes, parts = ([torch.zeros(count // share) for count in layers] for share in (1, ranks))
+    whole = torch.zeros(sum(layers))
+
+    # ddp's gradients meet in one bucket, fsdp's weights layer by layer.
+    def gather() -> None:
+        for part in parts:  # into a buffer, and from there to where the weights are used
+            buffer = torch.empty(len(part) * ranks)
+            dist.all_gather_into_tensor(buffer, part.clone())
+            torch.empty_like(buffer).copy_(buffer)
+
+    def scatter() -> None:
+        for gradient, part in zip(wholes, parts, strict=True):
+            dist.reduce_scatter_tensor(part, torch.cat(gradient.chunk(ranks)))
+            part.div_(ranks)
+
+    calls: dict[str, Callable[[], object]] = {"all_reduce": lambda: dist.all_reduce(whole), "gather": gather, "scatter": scatter}
+    found = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(15):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+        found[name] = 1e3 * statistics.median(times[3:])
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def child(task: str, *words: str) -> None:
+    """What a process of its own does for the campaign."""
+    if task == "one":
+        print(trained(words, 60)["step_ms_p50"])
+    elif task == "collectives":
+        collectives()
+    else:
+        import torch.multiprocessing as mp
+
+        ranks, updates = map(int, words)
+        mp.spawn(by_hand_rank, (ranks, updates), nprocs=ranks)
+
+
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "overhead": lambda given: overhead(given.rounds, given.updates),
+    "traffic": lambda _: traffic(),
+    "memory": lambda _: memory(),
+    "start": lambda _: start(),
+    "prediction": lambda given: prediction(max(1, given.rounds // 2)),
+}
+
+
 def main() -> None:
     """Run all parts, or those that are named, and write bench/results/scale-cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--updates", type=int, default=120)
-    parser.add_argument("--only", nargs="*", default=["overhead", "traffic", "memory", "start", "prediction"])
-    parser.add_argument("--one", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "scale-cpu.json")
-    given = parser.parse_args()
-    if given.one:
-        print(trained(given.one, 60)["step_ms_p50"])
-        return
-    parts = {
-        "overhead": lambda: overhead(given.rounds, given.updates), "traffic": traffic, "memory": memory, "start": start,
-        "prediction": lambda: prediction(max(1, given.rounds // 2)),
-    }  # fmt: skip
-    found = {name: parts[name]() for name in given.only}
-    before = json.loads(given.out.read_text()) if given.out.exists() else {}
-    write(given.out, {**before, "machine": machine(), "width": WIDTH, "batch": BATCH, **found})
-    if "overhead" in found:
-        print(f"ddp over a hand-written script: {found['overhead']['median']:.3f}")
+    if len(sys.argv) > 1 and sys.argv[1] in ("one", "collectives", "by_hand"):
+        return child(*sys.argv[1:])
+    given = parse(__doc__, "scale-cpu.json", rounds=8, updates=120, only=PARTS)
+    found = {name: PARTS[name](given) for name in given.only}
+    write(given.out, {**before(given.out), "machine": machine(), "width": WIDTH, "batch": BATCH, **found})
     if "traffic" in found:
         rows = [
-            (n, f"{t['bytes_per_update'] / 1e6:.2f}", f"{t['of_the_weights']:.2f}")
-            for n, t in found["traffic"].items()
-            if n[0] != "b"
+            (name, f"{of['bytes_per_update'] / 1e6:.2f}", f"{of['of_the_weights']:.2f}")
+            for name, of in found["traffic"].items()
+            if isinstance(of, dict)
         ]
         table("on 2 ranks", ("strategy", "MB an update", "× the weights"), rows)
-    print({k: v for k, v in found.items() if k in ("start",)}, found.get("prediction", {}).get("predicted_over_measured"))
+    print(found.get("start"), *(found[name].get(key) for name, key in SHOWN if name in found))
 
+
+SHOWN = ("overhead", "median"), ("prediction", "predicted_over_measured")
 
 if __name__ == "__main__":
     main()

@@ -9,8 +9,6 @@ seconds. A run that does not reach the target counts as not reached; ratios are 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, machine, table, write
+from bench.harness import before, parse, table, write
 from drivetrain.core.callback import Callback, Event
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
@@ -107,15 +105,11 @@ def against(runs: Sequence[Reached], base: Sequence[Reached]) -> dict[str, Any]:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train, print the table and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=RESULTS / "stages-cpu.json")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="the file keeps what it has of the others")
-    given = parser.parse_args(argv)
-    runs = earlier(given.out)
+def main() -> None:
+    """Train, print the table and write the file. A call with more seeds trains only what the file does not have."""
+    given = parse(__doc__, "stages-cpu.json", seeds=10, epochs=10, arms=ARMS)
+    earlier = before(given.out).get("arms", {})
+    runs = {name: [Reached(**run) for run in earlier.get(name, {}).get("runs", [])] for name in ARMS}
     trained((), 0, 1)  # what the process does once: imports, kernels
     for seed in range(given.seeds):
         turn = seed % len(given.arms)
@@ -125,13 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(seed, name, runs[name][-1], flush=True)
         write(given.out, summary(runs, given.epochs))
     show(runs)
-    return 0
-
-
-def earlier(file: Path) -> dict[str, list[Reached]]:
-    """The runs that a file holds already, by arm: a call with more seeds trains only what is missing."""
-    arms = json.loads(file.read_text())["arms"] if file.exists() else {}
-    return {name: [Reached(**run) for run in arms.get(name, {}).get("runs", [])] for name in ARMS}
 
 
 def summary(runs: dict[str, list[Reached]], epochs: int) -> dict[str, Any]:
@@ -147,7 +134,7 @@ def summary(runs: dict[str, list[Reached]], epochs: int) -> dict[str, Any]:
         for name, of_arm in runs.items()
     }
     about = {"target": f"accuracy>={TARGET} on the validation set", "epochs": epochs, "overrides": list(COMMON)}
-    return {**about, "environment": machine(), "arms": arms}
+    return {**about, "arms": arms}
 
 
 def show(runs: dict[str, list[Reached]]) -> None:
@@ -169,4 +156,4 @@ def show(runs: dict[str, list[Reached]]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

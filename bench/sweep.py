@@ -10,14 +10,12 @@ is paid once for a sweep, the import of torch, drops out); what it costs beyond 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,10 @@ OVERRIDES = [
     "model=mlp", "data=synthetic", "data.shape=[32]", "batch.global_batch=64", "scheduler=constant", "updates=5",
     "runtime.device=cpu", "runtime.threads=1",
 ]  # fmt: skip
+SHOWN = {
+    "processes": "a fresh process for each job", "sweep": "a sweep, its start shared", "job": "each further job of a sweep",
+    "beyond": "  of that, beyond the job itself",
+}  # fmt: skip
 
 
 def train(*overrides: str) -> tuple[float, list[float]]:
@@ -43,59 +45,33 @@ def train(*overrides: str) -> tuple[float, list[float]]:
     return wall, [r["wall_s"] for r in results]
 
 
-def sweep(jobs: int) -> tuple[float, list[float]]:
-    """A sweep of so many jobs."""
-    return train("-m", "runtime.seed=" + ",".join(map(str, range(jobs))))
-
-
-def processes(jobs: int) -> float:
-    """So many jobs, each in a fresh process."""
-    return sum(train(f"runtime.seed={seed}")[0] for seed in range(jobs))
-
-
 def measure(jobs: int, pairs: int) -> dict[str, Any]:
     """All figures, in seconds a job."""
     rows: list[dict[str, float]] = []
     for pair in range(pairs):
-        separate = processes(jobs) if pair % 2 else 0.0
-        one, _ = sweep(1)
-        many, own = sweep(jobs)
-        separate = separate or processes(jobs)
-        job = (many - one) / (jobs - 1)
-        rows.append({"sweep": many / jobs, "processes": separate / jobs, "job": job, "beyond": job - statistics.median(own)})
-    spreads = {name: harness.spread([row[name] for row in rows]) for name in rows[0]}
+        found: dict[str, float] = {}
+        for arm in ("processes", "sweep") if pair % 2 else ("sweep", "processes"):
+            if arm == "processes":
+                found[arm] = sum(train(f"runtime.seed={seed}")[0] for seed in range(jobs)) / jobs
+                continue
+            one, (many, own) = train("-m", "runtime.seed=0")[0], train("-m", f"runtime.seed={','.join(map(str, range(jobs)))}")
+            job = (many - one) / (jobs - 1)
+            found |= {"sweep": many / jobs, "job": job, "beyond": job - statistics.median(own)}
+        rows.append(found)
+    spreads = {name: harness.spread([row[name] for row in rows]) for name in SHOWN}
     ratio = harness.against([row["processes"] for row in rows], [row["sweep"] for row in rows])["ratio"]
     met = spreads["beyond"]["median"] <= TARGET_S if pairs > 1 else None
     return {"jobs": jobs, "pairs": pairs, **spreads, "processes_to_sweep": ratio, "target_s": TARGET_S, "met": met, "rows": rows}
 
 
-def show(figures: dict[str, Any]) -> None:
-    """The figures as a table."""
-    names = {
-        "processes": "a fresh process for each job", "sweep": "a sweep, its start shared", "job": "each further job of a sweep",
-        "beyond": "  of that, beyond the job itself",
-    }  # fmt: skip
-    rows = [
-        [text, f"{figures[name]['median']:.3f}", f"{figures[name]['p10']:.3f} – {figures[name]['p90']:.3f}"]
-        for name, text in names.items()
-    ]
-    harness.table(f"{figures['jobs']} jobs ({figures['pairs']} pairs)", ("", "s a job", "p10 – p90"), rows)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(prog="bench.sweep", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one pair of two jobs: does it run?")
-    parser.add_argument("--jobs", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "sweep-cpu.json")
-    given = parser.parse_args(argv)
-    jobs, pairs = (2, 1) if given.quick else (given.jobs, given.pairs)
-    content = {"machine": harness.machine(), "unit": "s", **measure(jobs, pairs)}
-    show(content)
-    harness.write(given.out, content)
-    return 0
+    given = harness.parse(__doc__, "sweep-cpu.json", quick=False, jobs=10, pairs=7)
+    found = measure(2, 1) if given.quick else measure(given.jobs, given.pairs)
+    rows = [[text, *(f"{found[name][key]:.3f}" for key in ("median", "p10", "p90"))] for name, text in SHOWN.items()]
+    harness.table(f"{found['jobs']} jobs ({found['pairs']} pairs)", ("", "s a job", "p10", "p90"), rows)
+    harness.write(given.out, {"unit": "s", **found})
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

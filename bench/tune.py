@@ -10,15 +10,13 @@ is too high.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, machine, table, write
+from bench.harness import before, machine, parse, table, write
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.interleave import never_stop
@@ -40,17 +38,8 @@ BATCH = 16  # arms alive at once
 
 def main() -> None:
     """Run both and write bench/results/tune-cpu.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="of the grid; 8, as many as tune has")
-    parser.add_argument("--block-s", type=float, default=0.3)
-    parser.add_argument("--budget-s", type=float, default=300.0, help="of tune")
-    parser.add_argument("--grid", type=Path, help="an earlier result, whose grid is reused")
-    parser.add_argument("--only", nargs="*", choices=list(GRID), help="the grid's keys")
-    parser.add_argument("--out", type=Path, default=RESULTS / "tune-cpu.json")
-    given = parser.parse_args()
-    if given.grid and (given.only or given.rounds):
-        parser.error("--only and --rounds are for a new grid, not for --grid")
-    grid = json.loads(given.grid.read_text()) if given.grid else _grid(given.only or list(GRID), given.rounds or 8, given.block_s)
+    given = parse(__doc__, "tune-cpu.json", rounds=8, block_s=0.3, budget_s=300.0, grid=Path, only=GRID)
+    grid = before(given.grid) if given.grid else _grid(given.only, given.rounds, given.block_s)
     best, grid_s = grid["best"], grid["grid_s"]
     tuning, tune_s = _tuned(given.budget_s, given.block_s)
     specs = [arms.compose("the grid's best", [*OVERRIDES, *best.split()]), arms.compose("tune's choice", tuning.current())]

@@ -1,8 +1,8 @@
 """The campaign on verdicts: what it plants does something, and is never a PASS."""
 
 import pytest
-from bench import honest_quality
-from bench.breaks import BREAKS, HARMLESS, Arm
+from bench import honest
+from bench.honest import BREAKS, HARMLESS, Arm
 
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS
 from drivetrain.measure.benchmark.quality import Plan
@@ -15,10 +15,10 @@ PLANTED_EACH_WAY = (
 
 
 def test_what_is_planted_changes_a_run_and_what_is_not_does_not():
-    base = honest_quality.trained(Arm(), 0)
-    assert honest_quality.trained(Arm(), 0).figures == base.figures
+    base = honest.trained(Arm(), 0)
+    assert honest.trained(Arm(), 0).figures == base.figures
     for name in PLANTED_EACH_WAY:
-        run = honest_quality.trained(BREAKS[name], 0)
+        run = honest.trained(BREAKS[name], 0)
         assert run.error is None, name
         assert run.figures != base.figures, name
 
@@ -26,10 +26,10 @@ def test_what_is_planted_changes_a_run_and_what_is_not_does_not():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_never_a_pass(name):
-    assert honest_quality.judged(BREAKS[name], 0, Plan()).outcome != PASS
+    assert honest.judged(BREAKS[name], 0, Plan()).outcome != PASS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_change_is_no_fail(name):
-    assert honest_quality.judged(HARMLESS[name], 0, Plan()).outcome != FAIL
+    assert honest.judged(HARMLESS[name], 0, Plan()).outcome != FAIL
