@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import sys
 import threading
@@ -150,14 +149,6 @@ def test_a_stuck_read_is_an_error_not_a_hang():
     loader = Workers(num_workers=1, timeout_s=0.2)
     with pytest.raises(Interrupted, match=r"worker 1 of 1 .*loader\.timeout_s.* begins with sample \d+:"):
         list(loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format))
-
-
-def test_a_wait_for_shared_memory_says_so(monkeypatch):
-    used = shutil.disk_usage("/")._replace(total=48 * 2**10, free=0)
-    monkeypatch.setattr(workers.shutil, "disk_usage", lambda path: used)
-    assert "/dev/shm, through which workers hand batches over, is full (of 48 KB)" in workers._full_shared_memory()
-    monkeypatch.setattr(workers.shutil, "disk_usage", lambda path: used._replace(free=2**30))
-    assert workers._full_shared_memory() == ""
 
 
 def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):

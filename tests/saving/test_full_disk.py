@@ -17,7 +17,6 @@ import torch
 import drivetrain
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.progress import Progress
-from drivetrain.launch import machine_limits
 from drivetrain.logger.files import Files
 from drivetrain.parallel.base import Parallel
 from drivetrain.run import records
@@ -160,14 +159,3 @@ def test_torchs_and_safetensors_errors_in_writing_are_known(disk):
         assert isinstance(error.value, CannotSave) or space.reason_of(error.value) is not None
     assert space.reason_of(RuntimeError("shape mismatch")) is None
     assert not list(disk.glob("*averaged*"))
-
-
-def test_what_is_exhausted_is_named_with_what_to_set():
-    files = machine_limits.explain(OSError(errno.EMFILE, "Too many open files"))
-    assert "its limit is" in files
-    assert "ulimit -n" in files
-    killed = RuntimeError("DataLoader worker (pid 3) is killed by signal: Bus error.")
-    shared = machine_limits.explain(killed)
-    assert "/dev/shm has" in shared
-    assert "loader.num_workers" in shared
-    assert machine_limits.explain(RuntimeError("shape mismatch")) is None

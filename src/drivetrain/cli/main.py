@@ -12,6 +12,7 @@ from drivetrain.cli import help, verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, Interrupted, UserError, wants_traceback
 from drivetrain.core.paths import remove_working_directory
 from drivetrain.core.signals import ended_by_signals
+from drivetrain.launch import machine_limits
 from drivetrain.recipe import cache
 from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # a bug of ours: one line, and the traceback on demand
         if wants_traceback():
             echo_traceback(error)
+        if (limit := machine_limits.explain(error)) is not None:
+            echo(f"error: {limit}", file=sys.stderr)
+            return FAILED
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             echo(f"error: {str(error.filename)[:60]}… is too long for the name of a file", file=sys.stderr)
             return BAD_CONFIG

@@ -113,13 +113,14 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
     # Those that this torch knows. With no `numa_options` it would ask for devices, and CUDA that is started does not survive
     # the fork; what it would choose is None.
     newer = {k: v for k, v in newer.items() if k in LaunchConfig.__dataclass_fields__}
-    address, rendezvous = ("localhost", {}) if parallel.nnodes == 1 else _rendezvous(parallel)
+    address, rendezvous = (network.own_address(), {}) if parallel.nnodes == 1 else _rendezvous(parallel)
+    own = f"[{address}]:0" if ":" in address else f"{address}:0"
     # Ranks other than the first write their output to files: a machine's terminal shows the lines of one rank.
     local = parallel.local_ranks()
     output = DefaultLogsSpecs(log_dir=str(folder), redirects=dict.fromkeys(range(1, local), Std.ALL))
     config = LaunchConfig(
         min_nodes=parallel.nnodes, max_nodes=parallel.nnodes, nproc_per_node=local, run_id="drivetrain", rdzv_backend="c10d",
-        rdzv_endpoint=parallel.rendezvous or "localhost:0", rdzv_configs=rendezvous, max_restarts=parallel.max_restarts,
+        rdzv_endpoint=parallel.rendezvous or own, rdzv_configs=rendezvous, max_restarts=parallel.max_restarts,
         monitor_interval=0.1, start_method="fork", local_addr=address, logs_specs=output, **newer,
     )  # fmt: skip
     config.numa_options = None

@@ -1,42 +1,60 @@
-"""Explains errors of a machine whose limits a run has reached: open files, and the memory that processes share."""
+"""Explains errors of a machine whose limits a run has reached: open files, shared memory, and a process's address space."""
 
 from __future__ import annotations
 
 import errno
-import shutil
+import os
+from typing import Any
 
-SHARED_MEMORY = ("insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_")
+SHARED_MEMORY = (
+    "insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_",
+    "unable to allocate shared memory",
+)  # fmt: skip
 TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
+FULL = 2**20  # bytes that are free of memory that processes share
 
 
 def explain(error: BaseException) -> str | None:
     """Return what is exhausted and what to set; None for other errors."""
     text = f"{error} {error.__cause__ or ''}"
-    refused = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-    if refused or any(sign in text for sign in TOO_MANY_FILES):
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE) or any(sign in text for sign in TOO_MANY_FILES):
         return (
-            f"this process may not open more files{_limit()}: raise the limit (`ulimit -n 65536` in the shell that starts "
-            "the run), or lower loader.num_workers"
+            f"this process may not open more files{_limit('NOFILE')}: raise the limit (`ulimit -n 65536` in the shell that "
+            "starts the run), or lower loader.num_workers"
         )
-    if any(sign in text for sign in SHARED_MEMORY):
+    size, free = _shared_memory()
+    no_file = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None  # a semaphore, say
+    if any(sign in text for sign in SHARED_MEMORY) or (no_file and free < FULL):
+        has = f" (/dev/shm has {size / 2**20:,.1f} MB, {free / 2**20:,.1f} MB free)" if size else ""
         return (
-            f"the memory that processes share is used up{_shared()}: make /dev/shm larger (docker run --shm-size=8g, or "
+            f"the memory that processes share is used up{has}: make /dev/shm larger (docker run --shm-size=8g, or "
             "--ipc=host), lower loader.num_workers or loader.prefetch_factor, or set loader=threads, whose threads need none"
+        )
+    if isinstance(error, MemoryError | ImportError) and (limit := _limit("AS")):
+        return (
+            f"this process may not have more memory{limit}, which its libraries count against: raise the limit of the address "
+            "space (`ulimit -v unlimited` in the shell that starts the run)"
         )
     return None
 
 
-def _limit() -> str:
+def _limit(name: str) -> str:
+    """A limit that is set for this process, in words; empty where it is none."""
     try:
         import resource
     except ImportError:  # on Windows
         return ""
-    return f" (its limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-
-
-def _shared() -> str:
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:
+    limit: Any = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+    if limit == resource.RLIM_INFINITY:
         return ""
-    return f" (/dev/shm has {usage.total / 2**20:,.0f} MB, {usage.free / 2**20:,.0f} MB free)"
+    return f" (its limit is {f'{limit / 2**30:,.3g} GiB' if name == 'AS' else limit})"
+
+
+def _shared_memory() -> tuple[float, float]:
+    """The bytes of /dev/shm, and those of it that are free; 0 and infinity where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except (OSError, AttributeError):  # another system than Linux
+        return 0, float("inf")
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

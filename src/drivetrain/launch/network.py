@@ -9,9 +9,11 @@ import struct
 import time
 from datetime import timedelta
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.forking import ForkedProcess
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+ANSWER_S = 2.0  # within which this machine answers itself
 _SIOCGIFADDR = 0x8915
 
 
@@ -21,6 +23,31 @@ def local_address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
         probe.connect((target, port))
         return str(probe.getsockname()[0])
+
+
+def own_address() -> str:
+    """The name or address at which this machine's processes reach each other: localhost, or what works in its place.
+
+    Raises UserError where nothing does.
+    """
+    why = {}
+    for host in ("localhost", "127.0.0.1", "::1"):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as listener, socket.socket(family, kind) as client:
+                listener.bind(address)
+                listener.listen()
+                client.settimeout(ANSWER_S)
+                client.connect(listener.getsockname())
+        except OSError as error:
+            why[host] = error.strerror or str(error)
+        else:
+            return host
+    told = "; ".join(f"{host}: {reason}" for host, reason in why.items())
+    raise UserError(
+        f"the ranks of a run talk to each other over this machine's loopback interface, and none answers ({told}): turn it on "
+        "(ip link set lo up), or set parallel=single"
+    )
 
 
 def is_local(host: str) -> bool:

@@ -151,7 +151,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         hint = f": go on with resume={run_dir}" if can_resume else "" if job.run.saving.active else ": saving=none kept nothing"
         result.status, result.error = "interrupted", (str(error) or "stopped by the keyboard") + hint
         return INTERRUPTED if can_resume else FAILED
-    if (explained := space.explain(error, run_dir) or machine_limits.explain(error)) is not None:
+    if (explained := machine_limits.explain(error) or space.explain(error, run_dir)) is not None:
         result.error = explained
         return FAILED
     result.error = f"{type(error).__name__}: {first_lines(error)}{job.run.compile.advice(error)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -27,7 +26,6 @@ from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
-FULL = 2**20  # bytes that are free of memory that processes share
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
 GRACE_S = 2.0  # after the wait for a batch's message has ended
 WATCH_S = 0.25  # between two looks at the workers
@@ -105,9 +103,7 @@ class Workers(Loader):
         def too_late() -> Interrupted:
             limit.kill()
             worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"  # they take turns
-            cause = _full_shared_memory()
-            about = worker, self.timeout_s, pipeline, int(pending[0].indices[0])
-            return timeout_error(*about, cause) if cause else timeout_error(*about)
+            return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
         with _sigterm_blocked():
             batches = iter(loader)
@@ -250,6 +246,8 @@ class _RequestDataset:
         began = time.perf_counter()
         try:
             x, y = self.work(request)
+            for tensor in (*trees.leaves(x), *trees.leaves(y)):  # in the queue's thread, where torch does it, errors are dropped
+                tensor.share_memory_()
             ready = time.perf_counter()
             return _Delivery(x, y, ready - began, ready)
         except DataError as error:  # raised in the parent: torch would wrap the worker's traceback around it
@@ -264,20 +262,6 @@ class _IteratorSampler:
 
     def __iter__(self) -> Iterator[Request]:
         return self.keys
-
-
-def _full_shared_memory() -> str:
-    """What to set where /dev/shm is full, through which workers hand batches over: torch then waits without a word."""
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError:  # another system than Linux
-        return ""
-    if usage.free > FULL:
-        return ""
-    return (
-        f"/dev/shm, through which workers hand batches over, is full (of {usage.total / 2**10:,.0f} KB): make it larger "
-        "(docker run --shm-size=8g, or --ipc=host), or set loader=threads, which needs none"
-    )
 
 
 @contextmanager

@@ -116,9 +116,12 @@ def _said(error: OSError) -> str:
 
 def _free(folder: Path) -> str:
     try:
-        return f", {_size(shutil.disk_usage(folder).free)} are free"
-    except OSError:
+        found = os.statvfs(folder)
+    except (OSError, AttributeError):  # Windows has no such function
         return ""
+    if found.f_files and not found.f_favail:
+        return ", which may hold no more files: all inodes are in use (df -i tells)"
+    return f", {_size(found.f_bavail * found.f_frsize)} are free"
 
 
 def _size(count: int) -> str:
