@@ -470,7 +470,7 @@ def test_auto_goes_on_with_the_loader_whose_samples_the_run_had(monkeypatch):
         later.autotune(work, 8, 10**9, CPU)
         later.load_state_dict(began.state_dict())
         assert type(later._chosen) is taken
-    later.load_state_dict({})  # a checkpoint of another loader, or of a former version
+    later.load_state_dict({})  # a checkpoint of another loader
     later.load_state_dict({"chosen": ["?"]})
     assert type(later._chosen) is Threads
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,34 +219,6 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), knobs.eval_weights(optimizer):
         look()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
-
-
-def test_a_schedulefree_state_of_a_former_version_is_read(tmp_path: Path) -> None:
-    """It had the weights that are trained in one list, beside the states."""
-    from drivetrain.saving import checkpoint_io
-
-    made = [(model, options.ScheduleFree().create(model)) for model in (net(), net())]
-    (model, optimizer), (other, again) = made
-    train(model, optimizer, 0, 4)
-    now = optimizer.state_dict()
-    groups = [(group["params"], group["param_names"]) for group in now["param_groups"]]
-    names = {i: name for indices, of in groups for i, name in zip(indices, of, strict=True)}
-    former = {
-        "state": {i: {k: v for k, v in state.items() if k != "y"} for i, state in now["state"].items()},
-        "param_groups": now["param_groups"],
-        "y": [dict(model.named_parameters())[names[i]].detach().clone() for i in sorted(names)],
-    }
-    with optimizer.averaged():
-        checkpoint_io.save(tmp_path, 4, model.state_dict(), {"optimizer": former}, {})
-    weights, state = checkpoint_io.load(tmp_path / "checkpoints" / "4")
-    other.load_state_dict(weights)
-    assert not torch.equal(other[0].weight, model[0].weight)
-    checkpoint_io.load_optimizer(again, state["optimizer"])
-    for trained, its in ((model, optimizer), (other, again)):
-        for group in its.param_groups:
-            group["lr"] = 0.01
-        train(trained, its, 4, 6)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
 @pytest.mark.slow

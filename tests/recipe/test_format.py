@@ -17,7 +17,7 @@ from drivetrain.config.compose import Composed, compose
 from drivetrain.core import paths, process
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import header, migrations, reader, write
+from drivetrain.recipe import header, reader, write
 from drivetrain.run import drift
 from drivetrain.run.recipe_file import to_recipe
 
@@ -192,30 +192,6 @@ def test_a_newer_form_is_refused_before_anything_else():
     told = r"newer\.yaml:2: schema: 7: drivetrain 3\.2\.1 wrote .* newer form.*'drivetrain>=3\.2\.1'$"
     with pytest.raises(UserError, match=told):
         prepare(["recipe=newer.yaml"])
-
-
-def test_names_of_earlier_versions_are_read_as_the_present_ones():
-    file = Path("old.yaml")
-    file.write_text(
-        "defaults:\n- override /batch: accumulate\n- override /debug: sync\nbatch.steps: 2\noptimizer:\n  lr_of:\n    head: 10\n"
-    )
-    recipe = reader.read(file)
-    assert recipe.choices == {"batch": "accumulate", "debug": "host_sync"}
-    assert recipe.values == {"batch.accumulation_steps": 2, "optimizer.lr_multipliers.head": 10}
-    assert [line.split(": ", 1)[0] for line in recipe.notices] == ["old.yaml:4", "old.yaml:7", "old.yaml:3"]
-    assert f"{file}:4: batch.steps is called batch.accumulation_steps now" in said(f"recipe={file}")
-    assert compose([f"recipe={file}"]).where("optimizer.lr_multipliers.head") == f"{file}:7: "
-    file.write_text("sweep:\n  batch: [accumulate]\n  batch.steps: [1, 2]\n")
-    assert reader.read(file).sweep == {"batch": ["accumulate"], "batch.accumulation_steps": [1, 2]}
-    file.write_text("batch:\n  steps: 2\n  accumulation_steps: 4\n")
-    with pytest.raises(UserError, match=r"old\.yaml:2: 'batch\.steps' is called .* leave one of them out"):
-        reader.read(file)
-    file.write_text("schema: 1\nbatch.steps: 2\n")  # a form that never had this name
-    assert "batch.steps" in reader.read(file).values
-
-
-def test_every_form_can_be_brought_to_the_present_one():
-    assert set(migrations.MIGRATIONS) == set(range(header.SCHEMA))
 
 
 # --- a default that changed ---

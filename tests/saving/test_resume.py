@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain.core import streams
+from drivetrain.core import sealed, streams
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
@@ -215,6 +215,12 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
+def manifest_says(checkpoint, **changed):
+    """Write a manifest, with its own hash, that says something else."""
+    said = {k: v for k, v in manifest.read(checkpoint).items() if k != sealed.OWN}
+    (checkpoint / "manifest.json").write_text(sealed.text({**said, **changed}))
+
+
 DAMAGE = {
     "a flipped bit in the weights": (lambda c: flip_a_bit(c / "model.safetensors"), "damaged model.safetensors"),
     "a flipped bit in the state": (lambda c: flip_a_bit(c / "state.pt"), "damaged state.pt"),
@@ -223,14 +229,14 @@ DAMAGE = {
     "a truncated state": (lambda c: (c / "state.pt").write_bytes((c / "state.pt").read_bytes()[:100]), "damaged state.pt"),
     "another length": (lambda c: (c / "state.pt").open("ab").write(b"x"), "its length differs"),
     "no manifest": (lambda c: (c / "manifest.json").unlink(), "no readable manifest.json"),
-    "half a manifest": (lambda c: (c / "manifest.json").write_text('{"format": 2, "sha'), "no readable manifest.json"),
+    "half a manifest": (lambda c: (c / "manifest.json").write_text('{"format": 3, "sha'), "no readable manifest.json"),
     "a manifest of another format": (
-        lambda c: (c / "manifest.json").write_text('{"format": 99, "sha256": {}}'),
+        lambda c: manifest_says(c, format=99),
         "has format 99",
     ),
-    "a manifest without files": (lambda c: (c / "manifest.json").write_text('{"format": 2, "sha256": {}}'), "is incomplete"),
+    "a manifest without files": (lambda c: manifest_says(c, sha256={}), "is incomplete"),
     "a manifest that leads outside": (
-        lambda c: (c / "manifest.json").write_text('{"format": 2, "sha256": {"../3/state.pt": "0"}}'),
+        lambda c: manifest_says(c, sha256={"../3/state.pt": "0"}),
         "names a file outside itself",
     ),
 }

@@ -18,9 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 from drivetrain.config import presets, recipe_references, recipe_values
 from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_several, option_keys, options, other_folders
 from drivetrain.config.catalog import problems as option_problems
+from drivetrain.config.elsewhere import suggestion
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
 from drivetrain.config.keys import KeySetter
-from drivetrain.config.renamed import suggestion
 from drivetrain.config.values import references
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
@@ -111,7 +111,6 @@ def compose(
     values: dict[str, Any] = {}
     if recipe is not None:
         recipe = recipe_values.for_task(recipe, chosen.get("task"), notices)
-        notices += recipe.notices
         values = _of_recipe(recipe, choices)
         notices += recipe_values.drop_those_of_other_options(recipe, values, chosen, given, config_dirs)
     for group, option in chosen.items():

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, root_config
-from drivetrain.config.renamed import SECTIONS, present_name, suggestion
+from drivetrain.config.elsewhere import ELSEWHERE, SECTIONS, suggestion
 from drivetrain.core.errors import did_you_mean
 
 # Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
@@ -27,7 +27,7 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     name, value = name.replace("-", "_"), own or value or "…"
     default = default_options()
     homes = [group for group, option in default.items() if group not in LISTS and name in option_keys(group, option)]
-    present = f"{homes[0]}.{name}" if len(homes) == 1 else present_name(name)
+    present = f"{homes[0]}.{name}" if len(homes) == 1 else ELSEWHERE.get(name, name)
     if present == name and name not in {*default, *root_config()}:
         return None
     group, _, knob = present.rpartition(".")
@@ -87,10 +87,10 @@ class KeySetter:
             rest = ".".join(parts[1:])
             homes = [rest] if rest in names else [f"{group}.{rest}" for group in self._groups_with(rest)]
             hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else suggestion(rest, rest, {*names, *known})
-            hint = hint if present_name(key) == key else suggestion(key, part, names)
+            hint = hint if key not in ELSEWHERE else suggestion(key, part, names)
             return f"the config has no '{part}' ({key}={value}): {hint}"
         given = f"{inside}.{part}" if inside else part
-        present = present_name(given)
+        present = ELSEWHERE.get(given, given)
         homes = [f"{group}.{part}" for group in self._groups_with(part)] if not depth and present == given else []
         hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else ""
         hint = hint or suggestion(given, part, {*names, *known} if not depth else names)

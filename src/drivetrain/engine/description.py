@@ -73,7 +73,7 @@ def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
         dtype=about["dtype"] and getattr(torch, about["dtype"]),
         vocabulary=about["vocabulary"],
         units=units and Units(torch.tensor(units["mean"]), torch.tensor(units["std"])),
-        files=RunFiles(run_dir, about.get("files")),
+        files=RunFiles(run_dir, about.get("files") or {}),
         example=example,
         images=about["images"],
     )
@@ -82,12 +82,12 @@ def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
 class RunFiles(dict[str, str]):
     """The texts of the files that a run keeps for its data (`Splits.files`), each read when it is first needed."""
 
-    def __init__(self, run_dir: Path, sha256: Mapping[str, str] | None) -> None:
+    def __init__(self, run_dir: Path, sha256: Mapping[str, str]) -> None:
         super().__init__()
-        self._run_dir, self._sha256 = run_dir, sha256  # None: of a checkpoint that was written before it had them
+        self._run_dir, self._sha256 = run_dir, sha256
 
     def __contains__(self, name: object) -> bool:
-        return (self._run_dir / str(name)).exists() if self._sha256 is None else name in self._sha256
+        return name in self._sha256
 
     def __missing__(self, name: str) -> str:
         path = self._run_dir / name
@@ -96,7 +96,7 @@ class RunFiles(dict[str, str]):
         except (OSError, ValueError) as error:  # ValueError: no UTF-8
             why = getattr(error, "strerror", None) or error
             raise UserError(f"{path} cannot be read ({why}): the run keeps there how its inputs are encoded") from None
-        if self._sha256 is not None and _sha256(text) != self._sha256.get(name):
+        if _sha256(text) != self._sha256.get(name):
             raise UserError(f"{path} is not what the run wrote (its SHA-256 differs): take it from a copy of the run")
         self[name] = text
         return text

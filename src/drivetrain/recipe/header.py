@@ -17,7 +17,7 @@ from drivetrain.core import process
 from drivetrain.core.errors import UserError
 from drivetrain.recipe.safe_yaml import printable
 
-SCHEMA = 1  # the form that is written here; recipe/migrations.py reads the older ones
+SCHEMA = 1  # the form that is written and read here
 HASH_DIGITS = 16
 FORMS = {  # key → what its text must look like, and that in words
     "schema": (r"[1-9]\d{0,5}", "a whole number from 1"),
@@ -65,7 +65,7 @@ def read(path: Path, root: yaml.MappingNode | None, problems: list[str]) -> Head
         version = f">={header.drivetrain}" if header.drivetrain else ""
         raise UserError(
             f"{where['schema']}: schema: {header.schema}: {header.writer} wrote this recipe in a newer form, and drivetrain "
-            f"{process.__version__} reads schema {SCHEMA} and older: pip install --upgrade 'drivetrain{version}'"
+            f"{process.__version__} reads schema {SCHEMA}: pip install --upgrade 'drivetrain{version}'"
         )
     if "hash" in where and "schema" not in where:
         problems.append(f"{where['hash']}: hash: says nothing without the schema that it was made by: give schema:, or remove it")

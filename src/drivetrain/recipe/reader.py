@@ -16,7 +16,7 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
-from drivetrain.recipe import migrations, safe_yaml
+from drivetrain.recipe import safe_yaml
 from drivetrain.recipe.header import Header
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
 from drivetrain.recipe.source import Source
@@ -40,7 +40,6 @@ class Recipe:
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
     header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
     unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
-    notices: list[str] = field(default_factory=list)  # what the user should know of the file, one line each
     source: Source | None = None  # where it came from; None for a run's own
 
     @property
@@ -109,7 +108,6 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
         elif key not in headers.FORMS:
             _section(recipe, key, key_node, node, problems)
     _take_unchanged(recipe, below)
-    migrations.migrate(recipe, problems)
     if recipe.claim is not None and recipe.sweep:
         problems.append(f"{path}: a recipe with sweep: cannot have claim:, which is about a single config")
     if problems:

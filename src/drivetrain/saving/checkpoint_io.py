@@ -153,8 +153,6 @@ def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torc
         shapes = state.pop("pieces")
         tensors = sharded_checkpoint.read(checkpoint, shapes, shards or Undivided(), alone=shards is None)
         weights, state = sharded_checkpoint.unflatten_state(tensors, state)
-    if "optimizer" in state:
-        state["optimizer"] = _as_now(state["optimizer"])
     return weights, state
 
 
@@ -216,13 +214,12 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
 
 def settings(state: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the first group of a saved state, as the update after it would have had them."""
-    group: dict[str, Any] = _as_now(state)["param_groups"][0]
+    group: dict[str, Any] = state["param_groups"][0]
     return group
 
 
 def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
-    state = _as_now(state)
     known = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups = list(state["param_groups"])
     unused = itertools.count(1 + max((index for group in groups for index in group["params"]), default=-1))
@@ -235,7 +232,6 @@ def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]
 
 def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
-    state = _as_now(state)
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
     if new := [name for group in optimizer.param_groups for name in group["param_names"] if name not in settings]:
@@ -252,20 +248,6 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
         saved = {i: saved_index[name] for i, name in zip(indices, names, strict=True)}
         states |= {i: state["state"][old] for i, old in saved.items() if old in state["state"]}
     return {**state, "state": states, "param_groups": groups}
-
-
-def _as_now(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as it is saved now.
-
-    A former version kept the states of several optimizers beside each other, and the weights that schedule-free ones train in
-    a list beside the states of all parameters.
-    """
-    if "members" in state:
-        return sharded_checkpoint.join_optimizer_states(state["members"])
-    if "y" not in state:
-        return state
-    states = {i: {**of_parameter, "y": state["y"][i]} for i, of_parameter in state["state"].items()}
-    return {"state": states, "param_groups": state["param_groups"]}
 
 
 def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:

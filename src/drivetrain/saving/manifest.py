@@ -23,8 +23,7 @@ FULL = {"model.safetensors", "state.pt"}
 PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
 SHARDED = {PIECES, "state.pt"}
 # What is read of a manifest, and of which type it must be.
-KINDS: dict[str, Any] = {"sha256": dict[str, str], "bytes": dict[str, int] | None, "about": dict[str, Any] | None}
-BEFORE = 2  # the format before, which is read: its manifest has no hash of itself, and its shards are listed in a pickle
+KINDS: dict[str, Any] = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, Any]}
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
 
 
@@ -35,16 +34,14 @@ def verify(checkpoint: Path) -> str | None:
         hashes: dict[str, str] = manifest["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"has no readable manifest.json ({error})"
-    if manifest.get("format") not in (BEFORE, FORMAT):
+    if manifest.get("format") != FORMAT:
         return f"has format {manifest.get('format')}, this drivetrain reads {FORMAT}"
-    if (wrong := about_model.problem(manifest.get("about") or {})) is not None:
+    if (wrong := about_model.problem(manifest["about"])) is not None:
         return f"has a manifest.json with {wrong}, which no run writes"
-    if ".metadata" in hashes:
-        return "is a sharded one of an earlier drivetrain, which lists its parts in a pickle: `export` it with that version"
     for name, expected in hashes.items():
         if Path(name).name != name:
             return f"names a file outside itself: {name!r}"
-        if (wrong := _wrong_with(checkpoint / name, expected, (manifest.get("bytes") or {}).get(name))) is not None:
+        if (wrong := _wrong_with(checkpoint / name, expected, manifest["bytes"].get(name))) is not None:
             return wrong
     return None if any(kind <= set(hashes) for kind in (FULL, SHARDED)) else "is incomplete"
 
@@ -57,8 +54,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
         raise TypeError("it is no mapping")
     if wrong := [name for name, kind in KINDS.items() if not fits(found.get(name), kind)]:
         raise TypeError(f"its {wrong[0]!r} is not what drivetrain writes")
-    if found.get("format") == FORMAT or not {sealed.OWN, "bytes"}.isdisjoint(found):  # a flipped bit makes 2 of 3
-        sealed.check(written, found)
+    sealed.check(written, found)
     return found
 
 
@@ -96,8 +92,9 @@ CHECKS = {".pt": check_state, ".safetensors": check_weights}
 
 
 def about(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint says of the model, such as input shape and classes; {} where it was written without it."""
-    return read(checkpoint).get("about") or {}
+    """Return what a checkpoint says of the model, such as input shape and classes."""
+    found: dict[str, Any] = read(checkpoint)["about"]
+    return found
 
 
 def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:

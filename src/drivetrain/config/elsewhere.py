@@ -1,11 +1,10 @@
-"""Former names of options and keys, and those of other frameworks: the answer to them gives drivetrain's name."""
+"""Names that other frameworks have for settings: the answer to them gives drivetrain's name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from drivetrain.core.errors import did_you_mean
-from drivetrain.recipe.migrations import RENAMED as RENAMED
 
 ELSEWHERE = {  # names of other frameworks → drivetrain's: Lightning's, Hugging Face's, timm's, and what people say
     "batch.size": "batch.global_batch",
@@ -144,17 +143,9 @@ NOTES = {  # of those that mean another amount, or need more
     "limit_train_batches": "of the whole run",
     "save_top_k": "with saving=best, the best ones",
 }
-SETTINGS = {"turn_s": "block_s", "look_s": "profile_s"}  # of the measuring commands
-
-
-def present_name(given: str) -> str:
-    """What a key, or group=option, is called here and now; itself where it was never called otherwise."""
-    return RENAMED.get(given) or ELSEWHERE.get(given) or given
 
 
 def suggestion(given: str, name: str, known: Iterable[str]) -> str:
-    """What to write instead of `given` (a key, or group=option), whose last part is `name`: its present or a similar name."""
-    if present := RENAMED.get(given) or SETTINGS.get(given):
-        return f"it is called {present} now"
+    """What to write instead of `given` (a key, or group=option), whose last part is `name`: its name here, or a similar one."""
     note = f" ({NOTES[given]})" if given in NOTES else ""
     return f"use {ELSEWHERE[given]}{note}" if given in ELSEWHERE else did_you_mean(name, known)
