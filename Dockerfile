@@ -1,7 +1,7 @@
 # drivetrain with CUDA: docker build -t drivetrain .
 #   docker run --rm --gpus all --shm-size 8g -v "$PWD:/work" -u "$(id -u)" -e HOME=/tmp drivetrain train precision=bf16
 # torch's wheels bring CUDA's libraries; the base gives the driver's place in the container. Another base: --build-arg BASE=…
-ARG BASE=nvidia/cuda:13.0.0-base-ubuntu24.04
+ARG BASE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
 FROM ${BASE}
 
 # The compiler is for compile=inductor, which builds the wrappers of its kernels.

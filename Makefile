@@ -10,7 +10,7 @@ MUTANTS := build/mutants
 TESTS  ?= $(sort $(foreach module,$(MODULES),tests/$(firstword $(subst /, ,$(module)))))
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
 
-.PHONY: train test test-slow fuzz mutants check docs bench wheel lock clean
+.PHONY: train test test-slow fuzz mutants check docs bench wheel audit lock clean
 
 train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
@@ -25,7 +25,7 @@ fuzz: $(VENV)/.tested              ## 10,000 pieces of odd input of each kind, d
 	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest -n 2 -m fuzz --timeout 0 $(ARGS)
 
 mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their code, one place at a time; which changes do their tests not see?
-	$(PIP) -c constraints.txt -e '.[mutants]'
+	$(PIP) $(LOCKED)/mutants.txt
 	rm -rf $(MUTANTS) && mkdir -p $(MUTANTS) && git ls-files | xargs cp -P --parents -t $(MUTANTS)
 	echo 'only_mutate = [$(MODULES:%="src/drivetrain/%*",)]' >> $(MUTANTS)/pyproject.toml
 	echo 'pytest_add_cli_args_test_selection = [$(TESTS:%="%",)]' >> $(MUTANTS)/pyproject.toml
@@ -37,22 +37,27 @@ check: $(VENV)/.tested
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed           ## the documentation as a site, to read and search without a network: outputs/site/index.html
-	$(PIP) -c constraints.txt -e '.[docs]'
+	$(PIP) $(LOCKED)/docs.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.tested             ## our step against other loops, interleaved; results to bench/results
-	$(PIP) -c constraints.txt -e '.[bench]'
+	$(UV) $(LOCKED)/bench.txt || $(PIP) $(LOCKED)/bench.txt
 	$(BIN)/python -m bench.overhead $(ARGS)
 
 wheel: $(VENV)/.installed          ## the wheel and its bill of materials (CycloneDX), in dist
 	$(PIP) $(LOCKED)/wheel.txt
 	$(BIN)/python -m build --wheel --no-isolation
-	$(BIN)/cyclonedx-py requirements requirements/run.txt --pyproject pyproject.toml -o dist/sbom.json
+	$(BIN)/cyclonedx-py requirements requirements/run.txt --pyproject pyproject.toml --validate -o dist/sbom.json
 	$(BIN)/twine check dist/*.whl
+
+audit: $(VENV)/.installed          ## do advisories name a package that is installed? It asks an advisory database over the network
+	$(PIP) $(LOCKED)/wheel.txt
+	$(BIN)/pip-audit --disable-pip --require-hashes -r requirements/run.txt -r requirements/test.txt
 
 lock: $(VENV)/.installed           ## lock everything that is installed, with hashes: after a change of pyproject.toml or constraints.txt
 	$(BIN)/$(LOCK) pyproject.toml --extra test -o requirements/test.txt
 	$(BIN)/$(LOCK) pyproject.toml --extra timm --extra metrics -c requirements/test.txt -o requirements/run.txt
+	for extra in docs bench mutants; do $(BIN)/$(LOCK) pyproject.toml --extra $$extra -c requirements/test.txt -o requirements/$$extra.txt; done
 	$(BIN)/$(LOCK) requirements/tools.in -c requirements/test.txt -o requirements/tools.txt
 	$(BIN)/$(LOCK) requirements/wheel.in -c requirements/test.txt -o requirements/wheel.txt
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("run", "test", "tools", "wheel")
+LOCKS = ("run", "test", "tools", "wheel", "docs", "bench", "mutants")
 
 
 def locked(name):
@@ -59,3 +59,22 @@ def test_make_lock_resolves_what_the_files_are_locked_from():
     assert {"timm", "torchvision"}.isdisjoint(
         wanted(r) for r in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     )
+
+
+def test_everything_that_make_the_workflow_and_the_image_install_is_locked():
+    texts = [(ROOT / name).read_text() for name in ("Makefile", "Dockerfile", ".github/workflows/test.yml")]
+    installs = [
+        line for text in texts for line in re.findall(r"^.*(?:pip|PIP\)|UV\)) install.*$|^\t\$\((?:PIP|UV)\).*$", text, re.M)
+    ]
+    assert len(installs) > 10
+    for line in (line for line in installs if ":=" not in line):
+        assert "--no-deps" in line or "LOCKED" in line or "--require-hashes" in line, line
+
+
+def test_actions_are_pinned_by_commit_and_images_by_digest():
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    used = re.findall(r"uses: (\S+)", workflow)
+    assert used
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in used), used
+    images = re.findall(r"^(?:FROM|ARG BASE=)\s*(?!\$)(\S+)", (ROOT / "Dockerfile").read_text(), re.M)
+    assert all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images), images
