@@ -1,29 +1,118 @@
-"""`python -m bench.pairwise`: every pair of options of two groups, trained together or refused with a reason that names both.
+"""Options together, by commands of two updates and a save: every pair of two groups, or random triples.
 
-Rows of many options cover the pairs (`bench.rows` runs them); a pair whose row fails is tried by itself. Writes
-docs/pairwise.md. With a journal the campaign can be broken off and gone on with.
+`python -m bench.pairwise [--jobs N] [--journal FILE]` covers the pairs by rows of many options. A pair trains, or is refused with
+a reason that names both; one whose row fails is tried by itself. It writes docs/pairwise.md.
+
+`python -m bench.pairwise --triples N [--first N]` draws options of three groups, the same ones every time. A tenth of those that
+train is certified beside the same run without its exact and close techniques. It writes bench/results/triples-cpu.json.
+
+With a journal either campaign can be broken off and gone on with. All that neither trains nor is refused is open.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
+import json
 import os
 import random
+import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.support import composed, pairwise
+from tests.support import command, composed, pairwise
 from tests.support.pairwise import Pair
 
 from bench import harness
-from bench.rows import OPEN, REFUSED, SLOW, TRAINED, Ended, Words, before, keep, run
 
-ROOT = Path(__file__).resolve().parents[1]
+PAGE = harness.ROOT / "docs" / "pairwise.md"
+TRAINED, REFUSED, OPEN = "trained", "refused", "open"
+# These take half a minute: they compile, or try sizes in processes of their own.
+SLOW = ("compile=inductor", "compile=regional", "compile=step", "checkpointing=budget", "batch=auto", "batch=critical")
+SLOW_IN = 20  # one triple in so many may have a slow option
+CERTIFIED = 10  # one triple in so many
+SAME, DIFFERS, SMALLER = "the same", "differs", "a BatchNorm sees smaller micro-batches"
+Words = tuple[str, ...]
+
+
+class Ended(NamedTuple):
+    """What became of a row."""
+
+    words: Words
+    outcome: str
+    said: str = ""
+    certified: str = ""  # the answer; empty where nobody asked
+    number: int = 0  # of the row, in the order in which they are drawn
+
+
+Try = Callable[[int, Words], Ended]
+
+
+def attempt(folder: Path, number: int, words: Words, certified: int = 0) -> Ended:
+    """Train with these options by a command, and certify one run in so many."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        shutil.copy(folder / "pairwise_net.py", place)
+        given = pairwise.complete(words, folder)
+        done = command.train(*given, f"output_dir={place}", cwd=place)
+        saved = "saving=none" in words or any(place.rglob("checkpoints/*/manifest.json"))
+        if done.code != 0 or not saved:
+            said = done.err.rpartition("error: ")[2].strip() or f"exit code {done.code}"
+            return Ended(words, REFUSED if done.code == 2 else OPEN, said, number=number)
+        answer = judged(given, place) if certified and number % certified == 0 else ""
+        return Ended(words, TRAINED, certified=answer, number=number)
+    except AssertionError as error:  # it hung
+        return Ended(words, OPEN, str(error)[-600:], number=number)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def judged(given: Sequence[str], place: Path) -> str:
+    """Certify a run beside its plain twin: the answer, or why there is none."""
+    done = command.run("certify", *(word for word in given if not word.startswith("saving=")), "steps=2", cwd=place)
+    if done.code == 1 and "micro-batches" in done.out:
+        return SMALLER
+    kind = {0: SAME, 1: DIFFERS}.get(done.code, "cannot be judged")
+    return kind if kind == SAME else f"{kind}: {(done.err.strip() or done.out.strip())[-600:]}"
+
+
+def run(rows: Iterable[tuple[int, Words]], attempt: Try, jobs: int = 1, seconds: float = 3600.0) -> Iterator[Ended]:
+    """Try numbered rows, some at a time, as far as the seconds last. A row is drawn when it can begin."""
+    until, waiting, running = time.monotonic() + seconds, iter(rows), set[Future[Ended]]()
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            while len(running) < jobs and time.monotonic() < until and (following := next(waiting, None)) is not None:
+                running.add(pool.submit(attempt, *following))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (each.result() for each in done)
+
+
+class Journal:
+    """The rows that have ended, and a file that holds them for a later call."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.file, lines = file, file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        self.ended = [Ended(**{**row, "words": tuple(row["words"])}) for row in map(json.loads, lines)]
+
+    def note(self, each: Ended) -> None:
+        """Keep what a row came to."""
+        self.ended.append(each)
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(each._asdict()) + "\n")
+        print(f"{len(self.ended)} {each.outcome}: {' '.join(each.words)} {each.said} {each.certified}", flush=True)
+
+
+# --- pairs ---
 
 
 @dataclass
@@ -130,54 +219,30 @@ def pairs_of(row: Words) -> set[Pair]:
 class Campaign:
     """The rows that ended, and what is left to try."""
 
-    folder: Path
     cover: Cover
-    journal: Path | None
-    jobs: int
-    ended: list[Ended] = field(default_factory=list)
+    journal: Journal
+    attempt: Try
 
-    def run(self, seconds: float) -> None:
-        """Try rows until all pairs have trained or failed by themselves, or the time is up."""
-        for each in run(enumerate(self.cover, len(self.ended)), self.folder, self.jobs, seconds):
-            self.note(each)
-            if each.outcome != TRAINED:
-                self.cover.failed(each.words, cause(self._fewer(each), self._fails))
-
-    def note(self, each: Ended) -> None:
-        """Keep what a row came to."""
-        self.ended.append(each)
-        keep(each, self.journal)
-        print(f"{len(self.cover.open)} open, {each.outcome}, {each.cpu:.1f} s: {' '.join(each.words)} {each.said}", flush=True)
-
-    def _fewer(self, failed: Ended) -> Words:
-        """Fewer of a failed row's words that fail as well, where they are found at once: without the slow ones, or as it says."""
-        words = failed.words
-        quick = tuple(word for word in words if word not in SLOW)
-        for fewer in (quick, tuple(word for word in quick if self._is_named(word, failed.said))):
-            if 1 < len(fewer) < len(words) and self._fails(fewer):
-                words = fewer
-        return words
-
-    def _is_named(self, word: str, said: str) -> bool:
-        return any(each in said for each in (word, *pairwise.needs(self.folder).get(word, [])))
-
-    def _fails(self, words: Words) -> bool:
-        each = next(run([(len(self.ended), words)], self.folder))
-        self.note(each)
-        return each.outcome != TRAINED
-
-    def resume(self) -> None:
-        """What has ended by the journal is not tried again."""
-        self.ended += before(self.journal)
+    def run(self, jobs: int, seconds: float) -> None:
+        """Try rows until all pairs have trained or failed by themselves, or the time is up. What has ended is not tried again."""
         self.cover.open -= self.trained()
-        for each in self.ended:
+        for each in self.journal.ended:
             if each.outcome != TRAINED and len(each.words) == 2:
                 self.cover.bad.append(set(each.words))
                 self.cover.open.discard(frozenset(each.words))
+        for each in run(enumerate(self.cover, len(self.journal.ended)), self.attempt, jobs, seconds):
+            self.journal.note(each)
+            if each.outcome != TRAINED:
+                self.cover.failed(each.words, cause(each.words, self._fails))
+
+    def _fails(self, words: Words) -> bool:
+        self.journal.note(self.attempt(len(self.journal.ended), words))
+        return self.journal.ended[-1].outcome != TRAINED
 
     def trained(self) -> set[Pair]:
         """The pairs that have trained together in some row."""
-        return {pair for each in self.ended if each.outcome == TRAINED for pair in pairs_of(each.words)} & self.cover.allowed
+        rows = (each.words for each in self.journal.ended if each.outcome == TRAINED)
+        return {pair for words in rows for pair in pairs_of(words)} & self.cover.allowed
 
 
 def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> str:
@@ -191,7 +256,7 @@ def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> 
         f"{len(pairs)} pairs of options: {len(trained)} trained together, two updates and a save; {len(refused)} refused",
         f"with a reason that names both, {alone} with an option that this machine cannot run, {left} not tried yet, or listed",
         "as open at the end.",
-        f"{len(campaign.ended)} runs covered them.",
+        f"{len(campaign.journal.ended)} runs covered them.",
         "", f"Written by `python -m bench.pairwise` on a CPU ({harness.machine()['cpu']}).",
         "", "## Refused together", "", "| pair | reason |", "|---|---|",
     ]  # fmt: skip
@@ -200,43 +265,80 @@ def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> 
     lines += [f"| {w} | {' '.join(r.split())} |" for w, r in asked.alone.items()]
     lines += ["", "## Tried", "", "| group | options |", "|---|---|"]
     lines += [f"| {group} | {' '.join(words)} |" for group, words in groups.items()]
-    if broken := [each for each in campaign.ended if each.outcome == OPEN]:
+    if broken := [each for each in campaign.journal.ended if each.outcome == OPEN]:
         lines += ["", "## Open", ""] + [f"- `{' '.join(each.words)}`: {' '.join(each.said.split())}" for each in broken]
     return "\n".join(lines) + "\n"
 
 
 def refusals(asked: Asked, campaign: Campaign) -> dict[Pair, str]:
     """The refused pairs with their reasons: by the rules, or by themselves when they were to train."""
-    told = {frozenset(each.words): each.said for each in campaign.ended if each.outcome == REFUSED and len(each.words) == 2}
+    told = {
+        frozenset(each.words): each.said for each in campaign.journal.ended if each.outcome == REFUSED and len(each.words) == 2
+    }
     return asked.together | told
 
 
-def main() -> None:
-    """Ask, try, show, write; exit code 1 if a pair is open, or is refused by words that do not name both options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=2, help="rows at a time")
-    parser.add_argument("--minutes", type=float, default=600.0)
-    parser.add_argument("--journal", type=Path, help="a file to which each ended row goes, and from which a later call goes on")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pairwise.md")
-    given = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = "1"
+def pairs(given: Any, folder: Path, journal: Journal) -> bool:
+    """Ask, try, write docs/pairwise.md. Return whether a pair is open, or is refused by words that do not name both options."""
     groups = pairwise.factors()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        os.environ["XDG_STATE_HOME"] = f"{name}/state"
-        pairwise.prepare_folder(folder)
-        composed.install()
-        asked = ask(folder, groups, given.jobs)
-        print(f"{len(asked.allowed)} pairs to train, {len(asked.together)} refused by the rules", flush=True)
-        cover = Cover(asked.allowed, groups, lambda words: pairwise.refused(words, folder))
-        campaign = Campaign(folder, cover, given.journal, given.jobs)
-        campaign.resume()
-        campaign.run(given.minutes * 60)
-    given.out.write_text(document(asked, groups, campaign).replace(name, "…"), encoding="utf-8")
+    composed.install()
+    asked = ask(folder, groups, given.jobs)
+    print(f"{len(asked.allowed)} pairs to train, {len(asked.together)} refused by the rules", flush=True)
+    cover = Cover(asked.allowed, groups, lambda words: pairwise.refused(words, folder))
+    campaign = Campaign(cover, journal, partial(attempt, folder))
+    campaign.run(given.jobs, given.minutes * 60)
+    given.out.write_text(document(asked, groups, campaign).replace(str(folder), "…"), encoding="utf-8")
     left = asked.allowed - campaign.trained() - set(refusals(asked, campaign))
     unclear = [pair for pair, reason in refusals(asked, campaign).items() if not pairwise.names_both(pair, reason)]
     print(f"{len(left)} pairs open, {len(unclear)} refused by words that do not name both", *map(sorted, unclear[:20]), sep="\n")
-    raise SystemExit(bool(left or unclear))
+    return bool(left or unclear)
+
+
+# --- triples ---
+
+
+def drawn(able: Callable[[str], bool], slow: bool = True) -> Iterator[Words]:
+    """Triples without an end, always the same ones, of options that this machine can run."""
+    dice, groups = random.Random(27), pairwise.factors()
+    for number in itertools.count():
+        allowed, words = slow and number % SLOW_IN == 0, Words()
+        while not words or not all(able(word) and (allowed or word not in SLOW) for word in words):
+            words = tuple(dice.choice(groups[group]) for group in dice.sample(sorted(groups), 3))
+        yield words
+
+
+def summary(ended: Sequence[Ended]) -> dict[str, Any]:
+    """Counts, and every open triple, also one that is not the same mathematics as it claims."""
+    counts = Counter(each.outcome for each in ended)
+    return {
+        "triples": len(ended), **{outcome: counts[outcome] for outcome in (TRAINED, REFUSED, OPEN)},
+        "certified": Counter(each.certified.partition(":")[0] for each in ended if each.certified),
+        "open_triples": [each._asdict() for each in ended if each.outcome == OPEN or each.certified.startswith(DIFFERS)],
+    }  # fmt: skip
+
+
+def triples(given: Any, folder: Path, journal: Journal) -> bool:
+    """Try, show, write. Return whether a triple is open."""
+    done, able = {each.number for each in journal.ended}, cache(lambda word: pairwise.refused([word], folder) is None)
+    numbers = range(given.first, given.first + given.triples)
+    rows = ((number, words) for number, words in enumerate(drawn(able)) if number in numbers and number not in done)
+    rows = itertools.islice(rows, len(set(numbers) - done))
+    for each in run(rows, partial(attempt, folder, certified=CERTIFIED), given.jobs, given.minutes * 60):
+        journal.note(each)
+    found = summary(journal.ended)
+    harness.table("triples of options", ["", ""], [[name, str(found[name])] for name in found if name != "open_triples"])
+    harness.write(harness.RESULTS / "triples-cpu.json" if given.out == PAGE else given.out, found)
+    return bool(found["open_triples"])
+
+
+def main() -> None:
+    """Run a campaign; exit code 1 where something is open."""
+    given = harness.parse(__doc__, PAGE, jobs=2, minutes=600.0, journal=Path, triples=0, first=0)
+    harness.fork_commands()
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["XDG_STATE_HOME"] = f"{name}/state"
+        pairwise.prepare_folder(Path(name))
+        raise SystemExit((triples if given.triples else pairs)(given, Path(name), Journal(given.journal)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 import itertools
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -76,34 +74,64 @@ def test_the_words_that_make_a_row_fail_are_found(culprits: tuple[str, ...]) -> 
 
 
 def test_the_campaign_covers_two_groups(tmp_path: Path) -> None:
-    """One pair is refused by the rules, one fails when it runs, and the journal keeps what has been tried.
-
-    In a process of its own: rows are forked, and a test before this one may have run a backward on a device.
-    """
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        pool.submit(_campaign_of_two_groups, tmp_path).result()
-
-
-def _campaign_of_two_groups(folder: Path) -> None:
-    pairwise.prepare_folder(folder)
+    """Some pairs fail when they run, and the journal keeps what has been tried."""
     groups = {
         "optimizer": ["optimizer=lion", "optimizer=sgd"],
         "data": ["data=digits", "data=wine"],
         "loss": ["loss=cross_entropy"],
     }
     pairs = {frozenset(pair) for pair in campaign.all_pairs(list(groups.values()))}
-    asked = campaign.Asked({}, {}, pairs)
+
+    def attempt(number: int, words: tuple[str, ...]) -> campaign.Ended:
+        return campaign.Ended(words, campaign.OPEN if "optimizer=lion" in words else campaign.TRAINED, number=number)
 
     def run() -> campaign.Campaign:
-        cover = campaign.Cover(pairs, groups, lambda words: pairwise.refused(words, folder))
-        found = campaign.Campaign(folder, cover, folder / "journal", 1)
-        found.resume()
-        found.run(100)
+        cover = campaign.Cover(pairs, groups, lambda words: None)
+        found = campaign.Campaign(cover, campaign.Journal(tmp_path / "journal"), attempt)
+        found.run(2, 100)
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drivetrain.optimizer.algorithms.lion.Lion.update", lambda *a: 1 / 0)
-        done = run()
-        assert done.trained() == {pair for pair in pairs if "optimizer=lion" not in pair}
-        assert "3 not tried yet" in campaign.document(asked, groups, done)
-        assert len(run().ended) == len(done.ended)
+    done = run()
+    assert done.trained() == {pair for pair in pairs if "optimizer=lion" not in pair}
+    assert "3 not tried yet" in campaign.document(campaign.Asked({}, {}, pairs), groups, done)
+    assert len(run().journal.ended) == len(done.journal.ended)
+
+
+def test_what_becomes_of_a_row(tmp_path: Path) -> None:
+    """One trains and is certified, one is refused with its reason, one fails and is open."""
+    pairwise.prepare_folder(tmp_path)
+    net = tmp_path / "pairwise_net.py"
+    net.write_text(net.read_text().replace("def my_loss(output, y):", "def my_loss(output, y):\n    1 / 0"))
+    given = [
+        ("model=mlp", "clip=value", "batch=accumulate"),
+        ("model=mlp", "loss=next_token", "data=digits"),
+        ("model=mlp", "loss=own", "data=digits"),
+    ]
+    ended = [campaign.attempt(tmp_path, number, words, certified=3) for number, words in enumerate(given)]
+    assert [each.outcome for each in ended] == ["trained", "refused", "open"], ended
+    assert ended[0].certified == campaign.SAME
+    assert "data=digits" in ended[1].said
+    assert "division by zero" in ended[2].said
+    found = campaign.summary([*ended, ended[0]._replace(certified="differs: by far")])
+    assert (found["triples"], found["trained"], found["refused"], found["open"]) == (4, 2, 1, 1)
+    assert [tuple(each["words"]) for each in found["open_triples"]] == [given[2], given[0]]
+
+
+def test_triples_are_the_same_ones_every_time() -> None:
+    def drawn() -> list[tuple[str, ...]]:
+        return list(itertools.islice(campaign.drawn(lambda word: word != "parallel=dp"), 1000))
+
+    found = drawn()
+    assert found == drawn()
+    assert all(len({word.partition("=")[0] for word in words}) == 3 for words in found)
+    compiled = [n for n, words in enumerate(found) if set(words) & set(campaign.SLOW)]
+    assert compiled
+    assert all(n % campaign.SLOW_IN == 0 for n in compiled)
+
+
+@pytest.mark.slow
+def test_twenty_triples(tmp_path: Path) -> None:
+    pairwise.prepare_folder(tmp_path)
+    drawn = campaign.drawn(lambda word: pairwise.refused([word], tmp_path) is None, slow=False)
+    ended = [campaign.attempt(tmp_path, n, words, certified=10) for n, words in enumerate(itertools.islice(drawn, 20))]
+    assert campaign.summary(ended)["open_triples"] == []
