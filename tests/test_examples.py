@@ -3,8 +3,10 @@
 import re
 import shlex
 import shutil
+import sqlite3
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 from unittest import mock
 
@@ -121,6 +123,7 @@ OPTIONS = {
     "loss=poly1": [],
     "loss=cross_entropy_top2": [],
     "parallel=local_sgd": [],
+    "logger=[sqlite]": [],
 }
 
 
@@ -282,6 +285,20 @@ def test_when_local_sgd_averages(my_pkg):
 def test_local_sgd_is_refused_where_ranks_could_skip_apart(job):
     with pytest.raises(UserError, match="precision=bf16"):
         job("parallel=local_sgd", "precision=amp")
+
+
+def test_the_tracker_holds_what_metrics_jsonl_holds_once(job):
+    """Also of a run that was killed after its last checkpoint: a resume takes back what it writes again."""
+    run_dir = Path(launcher.launch(job("logger=[sqlite]", "log_every=1"), quiet=True).result.run_dir)
+    with closing(sqlite3.connect("figures.db")) as database, database:
+        database.execute("INSERT INTO figures VALUES (?, 3, 'train/loss', 9.9)", (run_dir.name,))
+        database.execute("INSERT INTO figures VALUES ('another', 3, 'train/loss', 1.5)")
+    launcher.launch(prepare([f"resume={run_dir}", "updates=3"]), quiet=True)
+    with closing(sqlite3.connect("figures.db")) as database:
+        losses = database.execute(
+            'SELECT run, "update", value FROM figures WHERE name = ? ORDER BY 2, 1', ("train/loss",)
+        ).fetchall()
+    assert losses == [*((run_dir.name, r["update"], r["loss"]) for r in records(run_dir, "train")), ("another", 3, 1.5)]
 
 
 def test_the_verb_counts_parameters(tiny, my_pkg, capsys):

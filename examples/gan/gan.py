@@ -17,7 +17,7 @@ from drivetrain import Callback, Event
 from drivetrain.core.option import Momentum, Positive, RunSpec
 from drivetrain.optimizer import Optimizer
 from drivetrain.optimizer.algorithms.chained import ChainedOptimizer
-from drivetrain.optimizer.base import remove_step_wrappers
+from drivetrain.optimizer.torch_wrappers import remove_step_wrappers
 from drivetrain.task import Task
 
 NETWORKS = ("generator", "discriminator")

@@ -137,7 +137,7 @@ def test_ids_of_trackers_that_no_run_writes(content, tmp_path):
 def test_ids_of_trackers(tmp_path):
     file = tmp_path / "trackers.json"
     assert known_ids(file) == {}
-    write_ids(file, ids := {"mlflow": "0a1b", "trackio": "a name"})
+    write_ids(file, ids := {"mlflow": "0a1b", "wandb": "a name"})
     assert known_ids(file) == ids
     file.write_text(file.read_text().replace("0a1b", "0a1c"))
     with pytest.raises(UserError, match=r"SHA-256 differs\): remove it, and trackers begin a run of their own"):

@@ -106,43 +106,6 @@ def test_mlflow(train, uri, tmp_path, monkeypatch):
     assert len(client.list_artifacts(run.info.run_id, "images")) == 3
 
 
-def test_aim(train, tmp_path):
-    aim = pytest.importorskip("aim")
-    run_dir = tracked(train, "aim", "logger.aim.tags=[small]")
-    from aim.sdk.index_manager import RepoIndexManager
-
-    repo = aim.Repo(str(tmp_path / "outputs"))
-    (name,) = repo.list_all_runs()
-    RepoIndexManager.get_index_manager(repo).index(name)  # as `aim up` does
-    run = aim.Repo(str(tmp_path / "outputs")).get_run(name)
-    assert (run.experiment, run.tags, run["config"]["optimizer.lr"]) == ("drivetrain", ["small"], 0.05)
-    seen = {}
-    for metric in run.metrics():
-        steps, (values, _, _) = metric.data.items_list()
-        seen[f"{metric.context['subset']}/{metric.name}"] = list(zip(steps, values, strict=True))
-    assert seen == approx(told(run_dir))
-    assert {info["name"] for info in run.collect_sequence_info("images")["images"]} == {"samples", "predictions"}
-
-
-def test_trackio(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    trackio = pytest.importorskip("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    run_dir = tracked(train, "trackio")
-    (run,) = trackio.Api().runs("drivetrain")
-    assert run.config["optimizer.lr"] == 0.05
-    seen: dict[str, list[tuple[int, float]]] = {}
-    pictures = 0
-    for row in SQLiteStorage.get_logs("drivetrain", run.name):
-        pictures += sum(isinstance(value, dict) and value.get("_type") == "trackio.image" for value in row.values())
-        for name, value in row.items():
-            if "/" in name:
-                seen.setdefault(name, []).append((row["step"], value))
-    assert seen == approx(told(run_dir))
-    assert pictures == 3
-
-
 def test_tensorboard_shows_pictures(train):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -154,7 +117,7 @@ def test_tensorboard_shows_pictures(train):
         assert (events.Images("predictions")[0].width, events.Images("predictions")[0].height) == picture.size
 
 
-@pytest.mark.parametrize("package", ["wandb", "mlflow", "aim", "trackio"])
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_tracker_without_its_package_is_one_line(problems, package, monkeypatch):
     import importlib.util
 
@@ -182,15 +145,6 @@ def test_an_mlflow_server_that_does_not_answer_is_one_line(problems):
     pytest.importorskip("mlflow")
     (problem,) = problems("logger=[mlflow]", "logger.mlflow.uri=http://localhost:9")
     assert "http://localhost cannot be reached" in problem
-
-
-def test_a_trackio_space_without_a_login_is_one_line(tiny, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    from drivetrain.logger import Trackio
-
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    (problem,) = Trackio(space_id="me/runs").validate_device(None)
-    assert "hf auth login" in problem
 
 
 def test_images_are_refused_where_there_are_none(problems):
