@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.inference.evaluation import evaluate
+from drivetrain.inference.finished import Choice
 from drivetrain.saving import checkpoint_io, manifest
 from tests.support import drawing_sets
 
@@ -38,6 +41,35 @@ def test_ranks_workers_and_micro_batches_draw_as_one_process_does(weights):
     assert torch.allclose(weights(*ranks), alone, atol=1e-6)
     assert torch.allclose(weights("batch=accumulate", "batch.accumulation_steps=3"), alone, atol=1e-6)
     assert not torch.allclose(weights("runtime.seed=1"), alone, atol=1e-3)
+
+
+NOISY = ("data.target=drawing_sets.Nothing", "model.kwargs={noise: 0.3}", "data.validation=0.2")
+
+
+def test_the_number_of_evaluations_does_not_change_the_training(weights):
+    often = weights(*NOISY, "ema=ema")
+    assert torch.equal(weights(*NOISY, "ema=ema", "evaluate_every=2"), often)
+    assert not torch.equal(weights(*NOISY, "ema=ema", "model.kwargs={noise: 0.2}"), often)
+
+
+def test_evaluations_draw_the_same_for_both_kinds_of_weights_and_for_evaluate(train, monkeypatch):
+    """With a decay of 0 the average is the weights, so that only the draws could differ."""
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    result = train(*WORDS, *NOISY, "ema=ema", "ema.decay=0", "ema.warmup=false")
+    final = result.tested("final")
+    assert final["ema_loss"] == final["loss"]
+    assert final["loss"] != result.judged("final")["loss"]
+    assert evaluate(result.run_dir, ["trust=[drawing_sets]"]).metrics == final
+    split = Choice(split="validation")
+    assert evaluate(result.run_dir, ["trust=[drawing_sets]"], choice=split).metrics == result.judged("final")
+
+
+def test_a_forward_may_take_gradients_in_an_evaluation(train, monkeypatch):
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    result = train(*WORDS, "data.target=drawing_sets.Nothing", "model.target=drawing_sets.Forces")
+    assert result.status == "completed", result.error
+    found = drivetrain.load(result.run_dir, ["trust=[drawing_sets]"]).predict(torch.rand(2, 3))
+    assert found.probabilities.shape == (2, 4)
 
 
 def test_a_run_in_threads_is_refused_with_what_to_set(train, monkeypatch):

@@ -149,10 +149,10 @@ def test_evaluation_leaves_no_trace_in_the_model(make):
     state = {k: v.clone() for k, v in trainer.model.state_dict().items()}
     trainer.model.train()
     modes = []
-    trainer.model.register_forward_hook(lambda m, i, o: modes.append((m.training, torch.is_inference_mode_enabled(), o.grad_fn)))
+    trainer.model.register_forward_hook(lambda m, i, o: modes.append((m.training, torch.is_grad_enabled(), o.grad_fn)))
     before = torch.get_rng_state()
     trainer.evaluator.metrics()
-    assert set(modes) == {(False, True, None)}
+    assert set(modes) == {(False, False, None)}
     assert trainer.model.training
     assert all(torch.equal(v, state[k]) for k, v in trainer.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), before)

@@ -34,7 +34,7 @@ def test_an_update_does_not_wait_for_the_device(pretend, device_kind, name, kind
         for watched in (False, True):
             output, target = (t.to(device.device) for t in BATCHES[kind]())
             device.in_step = device.watching = watched
-            with torch.inference_mode():
+            with torch.no_grad():
                 metric.update(output, target)
             device.in_step = device.watching = False
     states = [state for value in metric.state.metric_state.values() for state in (value if isinstance(value, list) else [value])]

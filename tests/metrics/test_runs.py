@@ -58,7 +58,7 @@ def outputs_of(trainer) -> tuple[torch.Tensor, torch.Tensor]:
     data = trainer.evaluator.data
     x, y = data(Request(0, torch.arange(len(data.source)), 1.0))
     trainer.model.eval()
-    with torch.inference_mode():
+    with torch.no_grad():
         return trainer.model(x), y
 
 

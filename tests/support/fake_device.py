@@ -68,10 +68,6 @@ class FakeDevice(TorchDispatchMode):
         target = kwargs.get("device")
         if not any(isinstance(leaf, FakeTensor) for leaf in leaves) and (target is None or target.type != self.device.type):
             return func(*args, **kwargs)
-        if func.namespace == "aten" and torch.is_inference_mode_enabled():
-            with self:  # here operations that are composed of others arrive undivided
-                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return result
         wait = self._wait(func, args, kwargs, leaves) if self.in_step else None
         line = calling_line(sys._getframe(1)) if wait else None
         if line and self.watching:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.core import rng, streams
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.protocols import Loader
@@ -83,7 +84,8 @@ class Evaluator:
     def metrics(self, prefix: str = "", stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return the metrics of the model's current weights, and add their tables. Raises Diverged and, by `stops`, Interrupted.
 
-        Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks.
+        Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks. What a
+        forward draws follows from the seed, the set and the batch: training's random streams stay as they are.
         """
         self.model.eval()
         sums = torch.zeros(self.loss.evaluation_sums(), dtype=sum_dtype(self.device), device=self.device)
@@ -93,11 +95,12 @@ class Evaluator:
         stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
         for meter in self.meters:
             meter.reset()
-        with self.parallel.evaluation_context():
+        with self.parallel.evaluation_context(), streams.apart():
             with closing(stream):  # type: ignore[type-var]
-                for batch in stream:
+                for number, batch in enumerate(stream):
                     rounds -= 1
                     _stop_here(stops)
+                    streams.seed_all(rng.mix(self.data.seed, number * world.size + world.rank))
                     with self.precision.autocast():
                         output = self.forward(batch.x)
                     sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
@@ -107,7 +110,8 @@ class Evaluator:
                 _stop_here(stops)
             figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
             if not all(map(math.isfinite, figures.values())):
-                raise Diverged(f"an evaluation is not finite: {figures}")
+                weights = "averaged" if prefix else "trained"
+                raise Diverged(f"the loss of the {weights} weights on the {self.set} set is not finite: {figures}")
             for meter in self.meters:
                 found, tables = meter.result()
                 figures |= finite(found)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from drivetrain.config import validate as check
+from drivetrain.core import streams
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import DESCRIPTIONS, TargetKind
@@ -66,7 +67,7 @@ class LoadedRun:
     def predict_ready(self, x: Any) -> Predictions:
         """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
         try:
-            with torch.inference_mode(), self._precision.autocast():
+            with torch.no_grad(), self._precision.autocast():
                 output = self._forward(x)
         except MISFITS as error:
             if isinstance(error, KNOWN):
@@ -142,7 +143,7 @@ def open_run(finished: Finished) -> LoadedRun:
     check.validate_device(run, finished.used)
     about = manifest.about(finished.checkpoint)
     with ExitStack() as on_exit:  # also where it fails, the switches of torch that precision and runtime set are as before
-        on_exit.callback(torch.set_rng_state, torch.get_rng_state())  # building initialises the weights
+        on_exit.enter_context(streams.apart())  # building initialises the weights
         context = BuildContext(run, World(), finished.run_dir, on_exit=on_exit)
         data = recall(about, finished.run_dir) if about else run.data.load(torch.device("cpu"))
         try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import files
+from drivetrain.core import files, streams
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
@@ -81,7 +81,7 @@ class Images(Logger):
         evaluated_weights = precision.eval_weights(context.run.optimizer, context.optimizer)
         model.eval()
         try:
-            with evaluated_weights(), torch.inference_mode(), precision.autocast():
+            with evaluated_weights(), torch.no_grad(), streams.apart(), precision.autocast():
                 outputs = model(inputs).float().cpu()
         finally:
             model.train()

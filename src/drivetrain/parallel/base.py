@@ -146,7 +146,7 @@ class Parallel(Option):
 
     def evaluation_context(self) -> AbstractContextManager[Any]:
         """Return the context for evaluation: no gradients."""
-        return torch.inference_mode()
+        return torch.no_grad()
 
     def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
         """Return figures about the ranks for a log record. Called on all ranks.

@@ -236,9 +236,9 @@ class Pipeline(Sharded):
             self.overwriting = set(self._with_inplace_dropout)  # stages that change their input
             for stage in self.my_stages:
                 h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
-                version = None if h.is_inference() else h._version
+                version = h._version
                 out = self.stage_forward(stage, h, x)
-                if version is not None and h._version > version:
+                if h._version > version:
                     self.overwriting.add(stage)
                 self.shapes[stage] = _meta_like(h), _meta_like(out)
                 if stage + 1 < len(self._ranges):

@@ -142,7 +142,7 @@ class Sharded(ProcessGroupStrategy):
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
-        """Disable gradients and reshard afterwards. Inference mode would leave tensors that cannot be trained."""
+        """Disable gradients, and reshard afterwards."""
         from torch.distributed.fsdp import FSDPModule
 
         try:

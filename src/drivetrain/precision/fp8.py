@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import import_torchao, torch
@@ -83,15 +82,6 @@ class Fp8(Bf16):
             for layer in (m for m in model.modules() if isinstance(m, torch.nn.Linear) and self._is_convertible(m)):
                 layer.register_forward_pre_hook(lambda _, args: (args[0].to(torch.bfloat16),))
         return model
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self._autocast_without_inference_mode() if torch.is_inference_mode_enabled() else super().autocast()
-
-    @contextmanager
-    def _autocast_without_inference_mode(self) -> Iterator[None]:
-        """Use no_grad in place of inference mode, whose composite operations torchao's tensors do not implement."""
-        with torch.inference_mode(False), torch.no_grad(), super().autocast():
-            yield
 
     def _is_convertible(self, layer: torch.nn.Linear) -> bool:
         sizes = layer.in_features, layer.out_features
