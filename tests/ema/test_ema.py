@@ -1,9 +1,13 @@
 """The average of the weights: as by hand, swapped in and back, saved and gone on with."""
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from drivetrain.ema import Average, PostHoc
+from tests.support.context import context
 
 RESNET = ["model=resnet9", "model.width=8", "ema=ema", "ema.decay=0.6", "updates=4"]
 
@@ -33,6 +37,38 @@ def test_the_average_equals_the_hand_computation(make, each_update, float64, buf
         torch.testing.assert_close(average[name], value, rtol=1e-12, atol=1e-14)
     assert not torch.allclose(average["head.weight"], weights[-1]["head.weight"])
     assert average["features.0.1.num_batches_tracked"] == 4
+
+
+class Keeps(torch.nn.Module):
+    """A network with buffers that have no mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(4, 4))
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kind", [Average(decay=0.5), PostHoc()])
+def test_buffers_that_have_no_mean_are_copied(kind):
+    model = Keeps()
+    average = kind.build(context(model=model, horizon=SimpleNamespace(updates=3)))
+    for n in range(3):
+        with torch.no_grad():
+            model.linear.parametrizations.weight.original.normal_()
+            model.norm.running_mean += 1
+            model.seen += 1
+            model.linear(torch.ones(2, 4))  # moves the vectors
+        average.update()
+        kept = average.state_dict()["tensors"]
+        assert torch.equal(kept["mask"], model.mask)
+        assert kept["seen"] == n + 1
+        vectors = model.linear.parametrizations.weight[0]
+        assert torch.equal(kept["linear.parametrizations.weight.0._u"], vectors._u)
+    assert (kept["norm.running_mean"] < model.norm.running_mean).all()
+    with average.swapped():
+        assert torch.equal(model.mask, Keeps().mask)
 
 
 def test_it_stands_in_the_model_only_while_swapped_also_on_an_exception(make):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Relative widths of power-function averages: of one update in a thousand, and nearly the plain mean of a run's (1 / √12 = 0.289).
 NARROWEST, BELOW = 0.001, 0.28
+STATISTICS = ("running_mean", "running_var")  # the buffers that are means over batches, as torch's norms name them
 
 
 class Ema(Option):
@@ -44,9 +45,9 @@ class Ema(Option):
 class Kept(Ema):
     """The base of what keeps one average. A subclass says in `update` when it moves, and by how much.
 
-    Floating-point buffers (BatchNorm's statistics) are averaged too, or copied; other buffers are copied. Buffers that are not
-    saved with the weights, such as tables of positions, are the model's own. The average of 16-bit weights is float32, since in
-    16 bits small changes would be rounded away.
+    The running statistics of norms are averaged too, or copied; other buffers are copied: a mask of -inf, the vectors of a
+    spectral norm or a counter have no mean. Buffers that are not saved with the weights, such as tables of positions, are the
+    model's own. The average of 16-bit weights is float32, since in 16 bits small changes would be rounded away.
     """
 
     effect = "changes"
@@ -63,7 +64,7 @@ class Kept(Ema):
         for name, buffer in model.named_buffers():
             if name not in saved:
                 continue
-            average = buffer.is_floating_point() and self.buffers == "average"
+            average = name.rpartition(".")[2] in STATISTICS and self.buffers == "average"
             (averaged if average else copied)[name] = buffer
         self._names = list(averaged) + list(copied)
         self._tied = _other_names(model)
