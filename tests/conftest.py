@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of xdist and the ranks share the cores already
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
 
+from drivetrain.core import signals
 from tests.support import composed, fork_server
 
 sys.dont_write_bytecode = False
@@ -56,6 +58,7 @@ def _no_launcher() -> Iterator[None]:
 def _own_key(tmp_path_factory: pytest.TempPathFactory) -> None:
     """The key that signs runs stays in the tests' folder, also in programs that a test starts."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    fork_server.look_often()
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +95,15 @@ def _half_as_on_any_cpu(_no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> 
         return cpu_half.Slowness(1.0 if str(dtype) == "torch.bfloat16" else 50.0, 1.0)
 
     monkeypatch.setattr(cpu_half, "measure", measure)
+
+
+@pytest.fixture
+def own_handlers() -> Iterator[None]:
+    """This program answers the signals that stop a run itself: one that did ends no program after it."""
+    before = {number: signal.signal(number, lambda *_: None) for number in signals.STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

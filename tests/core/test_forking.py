@@ -12,6 +12,7 @@ import torch
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import launcher
+from tests.support.waiting import LIMIT_S
 
 
 def compute() -> None:
@@ -32,7 +33,7 @@ def _two_threads():
 def test_a_forked_process_computes_after_this_one_has():
     process = ForkedProcess(target=compute)
     process.start()
-    process.join(60)
+    process.join(LIMIT_S)
     process.kill()
     assert process.exitcode == 0
 
@@ -42,12 +43,12 @@ def test_a_forked_process_forks():
     def parent() -> None:
         child = ForkedProcess(target=compute)
         child.start()
-        child.join(60)
+        child.join(LIMIT_S)
         os._exit(5 if child.exitcode == 0 else 6)
 
     process = ForkedProcess(target=parent)
     process.start()
-    process.join(60)
+    process.join(LIMIT_S)
     assert process.exitcode == 5
 
 
@@ -78,7 +79,7 @@ def test_a_forked_process_leaves_its_parents_garbage():
     process = ForkedProcess(target=collect)
     Cycle()
     process.start()
-    process.join(60)
+    process.join(LIMIT_S)
     process.kill()
     assert process.exitcode == 5
     assert gc.isenabled()
@@ -116,7 +117,7 @@ def test_a_forked_process_ends_with_the_one_that_forked_it(number):
     assert not select.select([ended], [], [], 0)[0], "it is there still"
     process.kill()
     process.join()
-    assert select.select([ended], [], [], 60)[0], "it was left behind"
+    assert select.select([ended], [], [], LIMIT_S)[0], "it was left behind"
 
 
 def test_a_signal_while_it_forks_ends_each_of_both_in_its_own_way(monkeypatch):
@@ -135,7 +136,7 @@ def test_a_signal_while_it_forks_ends_each_of_both_in_its_own_way(monkeypatch):
 
     monkeypatch.setattr(ForkedProcess, "_Popen", staticmethod(fork))
     process.start()
-    process.join(60)
+    process.join(LIMIT_S)
     signal.signal(signal.SIGTERM, before)
     assert process.exitcode == -signal.SIGTERM
     assert handled == [os.getpid()]
@@ -151,7 +152,7 @@ def test_a_signal_in_a_destructor_is_answered_after_it():
 
     def wait() -> None:
         Last()
-        time.sleep(30)
+        time.sleep(LIMIT_S)
         waited.append(True)
 
     with pytest.raises(KeyboardInterrupt), ended_by_signals():

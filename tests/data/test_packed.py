@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from drivetrain.loader import Loader, Pipeline, Threads, Workers
 from tests.data.test_cifar10 import write as write_cifar
 from tests.loader.test_loader import read as read_all
 from tests.loader.test_loader import requests
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")
@@ -349,9 +349,7 @@ def test_a_kill_from_outside_goes_on_too(images, tmp_path):
     code += "sys.exit(main.main())"
     command = [sys.executable, "-c", code, "pack", str(root), str(out), "--size", "64"]
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and not ((out / "train.data").exists() and (out / "train.data").stat().st_size):
-            time.sleep(0.005)
+        until(lambda: (out / "train.data").exists() and (out / "train.data").stat().st_size)
         process.send_signal(signal.SIGKILL)
     assert not (out / "index.json").exists()
     begun = (out / "train.data").read_bytes()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -19,15 +20,18 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine import evaluator
 from drivetrain.saving import checkpoint_io
+from tests.support.waiting import LIMIT_S
 
 RUN = ["data=digits", "batch.global_batch=128", "model.dropout=0.2", "updates=9", "epochs=2", "log_every=3", "evaluate_every=2"]
 STOPPED = r"stopped by a signal while .* delivered nothing, of a batch that begins with sample \d+: go on with resume="
 fetch = Tensors.fetch
+pytestmark = pytest.mark.usefixtures("own_handlers")
 
 
 @pytest.fixture
 def stuck(monkeypatch, tmp_path):
-    """`stuck(number)`: the read of this number tells the run to end, and then lasts too long."""
+    """`stuck(number)`: the read of this number tells the run to end, and then lasts until the test is over."""
+    over = threading.Event()
 
     def at(number: int, told: signal.Signals = signal.SIGTERM) -> None:
         def read(self, indices):
@@ -36,8 +40,8 @@ def stuck(monkeypatch, tmp_path):
             if (tmp_path / "reads").stat().st_size < number:
                 return fetch(self, indices)
             os.kill(os.getpid() if torch.utils.data.get_worker_info() is None else os.getppid(), told)
-            ends = time.monotonic() + 2
-            while time.monotonic() < ends:
+            ends = time.monotonic() + LIMIT_S
+            while time.monotonic() < ends and not over.is_set():
                 time.sleep(0.01)
             return fetch(self, indices)
 
@@ -45,7 +49,8 @@ def stuck(monkeypatch, tmp_path):
 
     monkeypatch.setattr(signals, "SOON_S", 0.01)
     monkeypatch.setattr(signals, "NUDGE_S", 0.01)
-    return at
+    yield at
+    over.set()
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_a_signal_ends_it_at_the_next_batch(digits, told, tmp_path, monkeypatch,
     assert not list(tmp_path.glob("drivetrain*"))
 
 
+@pytest.mark.usefixtures("own_handlers")
 def test_a_signal_in_the_test_at_a_runs_end_ends_it_where_it_is_saved(told):
     """All is saved then, and resuming tests what the run has come to. A run that saves nothing is tested to its end."""
     words = ["data=digits", "data.validation=0.1", "model=mlp", "model.hidden=[8]", "epochs=1", "loader=sync"]

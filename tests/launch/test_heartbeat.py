@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,30 @@ from drivetrain.core.world import World
 from drivetrain.launch import heartbeat, network
 from drivetrain.launch.heartbeat import HeartbeatMonitor, ended_without_result
 from drivetrain.run import directory
+from tests.support.waiting import LIMIT_S, until
 
-SOON = 5.0
+
+class Looks:
+    """The monitor's event that ends it, after so many looks."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def wait(self, _: float) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def look(monitor: HeartbeatMonitor, count: int) -> None:
+    """Have the monitor look so many times, INTERVAL_S apart by its own count."""
+    monitor._stop = Looks(count)
+    monitor._run()
 
 
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(heartbeat, "ABANDONED_AFTER_S", 0.2)
+    monkeypatch.setattr(heartbeat, "ABANDONED_AFTER_S", 0.0)
 
 
 @pytest.fixture
@@ -46,39 +61,41 @@ def begin(folder: Path, rank: int, pid: int) -> None:
     (folder / f"{rank}.heartbeat").write_text(str(pid))
 
 
-def until(true) -> bool:
-    end = time.monotonic() + SOON
-    while not true() and time.monotonic() < end:
-        time.sleep(0.02)
-    return bool(true())
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    until(lambda: heartbeat._process_state(process.pid) in heartbeat.STOPPED)
 
 
 def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     begin(tmp_path, 3, process.pid)
-    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as monitor:
-        assert until(lambda: 3 in monitor.ended)
+    monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60)
+    look(monitor, 5)
+    assert not monitor.ended
+    look(monitor, 1)
     assert monitor.ended[3].startswith("rank 3 gave no heartbeat for")
     assert "stopped (SIGSTOP)" in monitor.ended[3]
-    assert process.wait(SOON) != 0
+    assert process.wait(LIMIT_S) != 0
 
 
 def test_a_rank_that_has_started_again_is_lost_no_more(quick, tmp_path, process):
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     begin(tmp_path, 3, process.pid)
-    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60) as monitor:
-        assert until(lambda: 3 in monitor.ended)
-        begin(tmp_path, 3, os.getppid())
-        assert until(lambda: 3 not in monitor.ended)
+    monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.2, stuck_s=60)
+    look(monitor, 6)
+    assert 3 in monitor.ended
+    begin(tmp_path, 3, os.getppid())
+    look(monitor, 1)
+    assert 3 not in monitor.ended
 
 
 def test_a_rank_that_is_only_busy_has_longer(quick, tmp_path, process):
     begin(tmp_path, 0, process.pid)
-    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.1, stuck_s=1.0) as monitor:
-        time.sleep(0.6)
-        assert not monitor.ended
-        assert process.poll() is None
-        assert until(lambda: 0 in monitor.ended)
+    monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.1, stuck_s=1.0)
+    look(monitor, 12)
+    assert not monitor.ended
+    assert process.poll() is None
+    look(monitor, 12)
     assert "stuck" in monitor.ended[0]
 
 
@@ -87,8 +104,8 @@ def test_nobody_else_is_ended(quick, tmp_path, process):
     begin(tmp_path, 0, process.pid)
     (tmp_path / "0.json").write_text(json.dumps({"code": 0}))
     begin(tmp_path, 1, os.getppid())
-    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.1, stuck_s=0.1) as monitor:
-        time.sleep(0.6)
+    monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=0.1, stuck_s=0.1)
+    look(monitor, 12)
     assert not monitor.ended
     assert process.poll() is None
 
@@ -96,11 +113,11 @@ def test_nobody_else_is_ended(quick, tmp_path, process):
 def test_signs_are_counted_and_not_timed(quick, tmp_path, process):
     """A machine that slept finds signs that are old by the clock, from ranks that slept with it."""
     begin(tmp_path, 0, process.pid)
-    with HeartbeatMonitor(tmp_path, heartbeat_timeout_s=2, stuck_s=2) as monitor:
-        for n in range(10):
-            os.utime(tmp_path / "0.heartbeat", (1000 + n, 1000 + n))
-            time.sleep(0.05)
-        assert not monitor.ended
+    monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=2, stuck_s=2)
+    for n in range(100):
+        os.utime(tmp_path / "0.heartbeat", (1000 + n, 1000 + n))
+        look(monitor, 1)
+    assert not monitor.ended
 
 
 @pytest.mark.parametrize(("codes", "called"), [((0, 0), False), ((0, 1), True), ((1, None), False)])
@@ -113,8 +130,8 @@ def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
     told = threading.Event()
     monitor = HeartbeatMonitor(tmp_path, heartbeat_timeout_s=60, stuck_s=60)
     monitor.abandoned = told.set
-    with monitor:
-        assert told.wait(SOON if called else 0.7) == called
+    look(monitor, 3)
+    assert told.is_set() == called
 
 
 # --- the rendezvous ---

@@ -124,7 +124,7 @@ def test_ranks_agree_on_the_run_that_goes_on(own_launcher: Path, tmp_path: Path)
     """torchrun with resume=auto: a rank that looks later, when the first already holds the run, goes on with the same."""
     late = empty(tmp_path / "late")
     (late / "sitecustomize.py").write_text("import os, time\nif os.environ.get('LOCAL_RANK') == '1':\n    time.sleep(8)\n")
-    words = (*DDP[:-1], "parallel=ddp", "parallel.timeout_s=30", "epochs=2")
+    words = (*DDP[:-1], "parallel=ddp", "parallel.timeout_s=240", "epochs=2")
     done = train(*words, "updates=11", cwd=tmp_path)
     assert done.code == 0, done
     run_dir = only_run(tmp_path / "outputs")

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,14 @@ from drivetrain.cli import main
 from drivetrain.core.errors import INTERRUPTED
 from drivetrain.launch import launcher
 from tests.support import command
+from tests.support.waiting import LIMIT_S, until
 
 LOOK = ("batch=critical", "batch.look_updates=100000", "epochs=20000", "updates=null")
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended, within a minute."""
-    until = time.monotonic() + 60
-    while (there := Path(f"/proc/{process}").exists()) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not there
+    """Wait for the end of a process."""
+    return until(lambda: not Path(f"/proc/{process}").exists())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -43,8 +40,7 @@ def test_a_signal_in_the_look_of_batch_critical_ends_its_process(tiny, tmp_path,
     looking: list[int] = []
 
     def tell() -> None:
-        while not (arrived := list(gate.iterdir())):
-            time.sleep(0.02)
+        arrived = until(lambda: list(gate.iterdir()))
         looking.append(int(arrived[0].name.rpartition("-")[2]))
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -69,12 +65,10 @@ def test_a_run_of_recipe_verify_ends_with_its_starter(tiny, tmp_path, monkeypatc
         [sys.executable, "-m", "drivetrain.cli.child", "train", "--quiet", *words], stdin=subprocess.PIPE, env=env
     )
     try:
-        while not any(gate.iterdir()):
-            assert run.poll() is None
-            time.sleep(0.02)
+        command.arrivals(gate, 1, run)
         assert run.stdin is not None
         run.stdin.close()
-        assert run.wait(command.TIMEOUT_S) == -signal.SIGKILL
+        assert run.wait(LIMIT_S) == -signal.SIGKILL
     finally:
         run.kill()
 
@@ -104,9 +98,7 @@ def a_program_at_the_gate(tmp_path, handler, *words):
     own = ("model=own", "model.target=my_nets.Gated", "trust=[my_nets]", "runtime.device=cpu", "epochs=20000", "updates=null")
     process = command.start(handler, *words, *own, cwd=place, how=["program.py"], env={"GATE": str(gate), "GATE_AT": "2"})
     ranks = 2 if "parallel=ddp" in words else 1
-    while len(arrived := list(gate.glob("arrived-*"))) < ranks:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
+    arrived = command.arrivals(gate, ranks, process)
     return process, [int(file.name.rpartition("-")[2]) for file in arrived], gate / "go"
 
 
@@ -149,9 +141,7 @@ def test_nothing_outlives_a_sweep_whose_jobs_have_ranks(tiny, tmp_path, number):
     own = ("model=own", "model.target=my_nets.Gated", "trust=[my_nets]", "runtime.device=cpu", "epochs=20000", "updates=null")
     words = [word for word in tiny(*own) if not word.startswith("optimizer=")]
     sweep = command.start("train", "-m", *words, *SWEEP, cwd=place, env={"GATE": str(gate), "GATE_AT": "2"})
-    while len(arrived := list(gate.glob("arrived-*"))) < 2:
-        assert sweep.poll() is None, sweep.communicate()
-        time.sleep(0.02)
+    arrived = command.arrivals(gate, 2, sweep)
     sweep.send_signal(number)
     (gate / "go").touch()
     command.finish(sweep)

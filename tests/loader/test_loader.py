@@ -25,6 +25,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, threads, workers
 from drivetrain.loader.auto import Cost, CostPerBatch
+from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU = torch.device("cpu")
@@ -140,8 +141,13 @@ def test_a_broken_file_is_named_whoever_reads_it(name):
 
 
 class Stuck(Pid):
+    """A source whose reads last until the test is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
     def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(3)
+        assert not self.over.wait(LIMIT_S)
         raise AssertionError
 
 
@@ -155,14 +161,21 @@ def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
     """It holds the memory of the batches that it has announced: torch waits for that without a limit."""
     monkeypatch.setattr(workers, "GRACE_S", 0.5)
     loader, before = Workers(num_workers=1, timeout_s=0.5, prefetch_factor=8), set(multiprocessing.active_children())
-    stream = loader.stream(pipeline(), requests(), CPU, torch.contiguous_format)
+    reads = multiprocessing.get_context("fork").Value("i", 0)
+
+    class Counted(Pid):
+        def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            reads.value += 1
+            return super().fetch(indices)
+
+    stream = loader.stream(Pipeline(Counted(), (), None, 0), requests(), CPU, torch.contiguous_format)
     next(stream)
     (worker,) = set(multiprocessing.active_children()) - before
-    time.sleep(0.3)  # until more batches are announced
+    until(lambda: reads.value >= 8)  # those before the last are announced
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(Interrupted, match=r"worker 1 of 1 .*loader\.timeout_s"):
         list(stream)
-    worker.join(5)
+    worker.join(LIMIT_S)
     assert worker.exitcode == -signal.SIGKILL
 
 
@@ -170,11 +183,13 @@ def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
 def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stuck_read(monkeypatch, loader):
     monkeypatch.setattr(signals, "STOP_WAIT_S", 0.1)
     monkeypatch.setattr(threads, "LOOK_S", 0.1)
-    stream = loader.stream(Pipeline(Stuck(), (), None, 0), requests(), CPU, torch.contiguous_format)
+    source = Stuck()
+    stream = loader.stream(Pipeline(source, (), None, 0), requests(), CPU, torch.contiguous_format)
     with StopFlag():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(Interrupted, match=r"stopped by a signal while loader \w+ 1 of 1 delivered nothing"):
             list(stream)
+    source.over.set()
 
 
 class Slow(Pid):
@@ -207,7 +222,7 @@ def test_a_stuck_thread_is_an_error_and_holds_nothing_up():
 
     class Held(Pid):
         def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            released.wait(60)
+            released.wait(LIMIT_S)
             ended.append(indices)
             return super().fetch(indices)
 
@@ -316,7 +331,15 @@ class Decoded(Pid):
 
 def test_threads_share_a_batch_out():
     """Each batch is read in pieces by all threads, and comes out whole and in order."""
-    source = Decoded()
+    both, mine = threading.Barrier(2, timeout=LIMIT_S), threading.local()
+
+    class Together(Decoded):
+        def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            if not hasattr(mine, "begun"):  # no thread is done before the other has begun
+                mine.begun = both.wait()
+            return super().fetch(indices)
+
+    source = Together()
     micros = list(Threads(num_threads=2).stream(Pipeline(source, (), None, 0), requests(1), CPU, torch.contiguous_format))
     expected = [r.indices for r in requests(1)]
     assert all(
@@ -345,9 +368,7 @@ def test_threads_read_ahead_and_no_further():
     wanted = (asked.append(request) or request for request in requests())
     stream = Threads(num_threads=2, prefetch_factor=2).stream(Pipeline(source, (), None, 0), wanted, CPU, torch.contiguous_format)
     next(stream)
-    deadline = time.monotonic() + 60
-    while sum(len(rows) for _, rows in source.reads) < 3 * 4 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: sum(len(rows) for _, rows in source.reads) >= 3 * 4)
     assert sum(len(rows) for _, rows in source.reads) == 3 * 4, "the one that is trained and two ahead"
     assert len(asked) == 3
     stream.close()

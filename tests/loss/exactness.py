@@ -17,6 +17,7 @@ from drivetrain.engine.step import PlainStep
 from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
+from tests.support.waiting import LIMIT_S
 
 Split = Sequence[Sequence[int]]  # of one rank: the samples of each micro-batch, in order
 
@@ -26,7 +27,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.tensors: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=20)
+        self.barrier = threading.Barrier(size, timeout=LIMIT_S)
 
 
 class Rank(Parallel):

@@ -15,8 +15,7 @@ from drivetrain.saving import checkpoint_io
 from drivetrain.saving.options import Last
 from drivetrain.saving.writer import Writer
 from tests.saving.test_host_copy import stub
-
-PATIENCE_S = 60
+from tests.support.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def held(monkeypatch) -> tuple[threading.Event, threading.Event, list[str]]:
     def waits(run_dir, update, *rest):
         calls.append(f"begins {update}")
         begun.set()
-        assert go_on.wait(PATIENCE_S)
+        assert go_on.wait(LIMIT_S)
         save(run_dir, update, *rest)
         calls.append(f"ends {update}")
 
@@ -44,7 +43,7 @@ def test_what_is_written_is_a_copy_of_the_save(tmp_path, held):
     trainer = stub(weights, progress)
     trainer.state().update(optimizer={"moment": moment})
     writer.save(trainer)
-    assert begun.wait(PATIENCE_S), "the loop goes on while the write has not ended"
+    assert begun.wait(LIMIT_S), "the loop goes on while the write has not ended"
     weights.add_(1)
     moment.add_(1)
     go_on.set()
@@ -57,7 +56,7 @@ def test_a_save_waits_for_the_write_before(tmp_path, held):
     begun, go_on, calls = held
     writer, progress = Writer(tmp_path, Last(asynchronous=True), Parallel(), contextlib.nullcontext), Progress(updates=1)
     writer.save(stub(torch.zeros(3), progress))
-    assert begun.wait(PATIENCE_S)
+    assert begun.wait(LIMIT_S)
     join = threading.Thread.join
 
     def joined(thread: threading.Thread, timeout: float | None = None) -> None:

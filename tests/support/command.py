@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
+from tests.support.waiting import LIMIT_S, until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PACKAGE = Path(drivetrain.__file__).parents[1]  # whichever drivetrain pytest tests: checkout, copy or wheel
-TIMEOUT_S = 180
 DRIVETRAIN = ("-m", "drivetrain")
 SRC_TRAIN = ("-m", "src.train")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "drivetrain")
@@ -62,7 +61,7 @@ def start(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[
 def finish(process: subprocess.Popen[str]) -> Done:
     """Wait for a command; one that hangs is killed with all its children, and the test fails."""
     try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
+        out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         kill_all(process)
         out, err = process.communicate()
@@ -91,16 +90,23 @@ def at_the_gate(place: Path, at: str, *words: str, ranks: int = 1) -> Iterator[t
     """A run of my_nets.Gated that waits, all its ranks at the gate; (process, the file that lets it go on)."""
     gate = empty(place.with_name(f"{place.name}-gate"))
     process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at})
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(gate.glob("arrived-*"))) < ranks:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "never came to the gate"
-        time.sleep(0.02)
+    arrivals(gate, ranks, process)
     try:
         yield process, gate / "go"
     finally:
         kill_all(process)
         process.communicate()
+
+
+def arrivals(gate: Path, count: int, process: subprocess.Popen[Any]) -> list[Path]:
+    """Wait until so many of a command's processes have come to the gate; the files that say so."""
+
+    def arrived() -> list[Path]:
+        assert process.poll() is None, process.communicate()
+        found = list(gate.glob("arrived-*"))
+        return found if len(found) >= count else []
+
+    return until(arrived, lambda: "never came to the gate")
 
 
 def empty(place: Path) -> Path:

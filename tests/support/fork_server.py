@@ -304,6 +304,13 @@ def do_not_wait_for_the_disk() -> None:
     os.fsync = os.fstat  # type: ignore[assignment]
 
 
+def look_often() -> None:
+    """Let a loader that closes look five times a second whether its workers have ended: torch waits for 5 s each."""
+    from torch.utils.data import _utils
+
+    _utils.MP_STATUS_CHECK_INTERVAL = _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
+
+
 def preload(kind: str) -> None:
     """Import what the commands import; run nothing of it."""
     import drivetrain
@@ -321,6 +328,7 @@ def preload(kind: str) -> None:
             if not found.name.endswith(("__main__", "torchao_adamw")):  # torchao asks for devices, and then no fork can use any
                 import_if_installed(found.name)
         import_module("drivetrain.data.digits").read_table()
+        look_often()
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"
     gc.freeze()

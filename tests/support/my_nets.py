@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-GATE_TIMEOUT_S = 60.0
+GATE_TIMEOUT_S = 240.0
 
 
 def wait_at_the_gate():

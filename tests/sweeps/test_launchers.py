@@ -19,8 +19,8 @@ import pytest
 
 from drivetrain.sweeps import forked
 from tests.support.command import (
-    TIMEOUT_S,
     TINY,
+    arrivals,
     checkpoints,
     empty,
     environment,
@@ -32,6 +32,7 @@ from tests.support.command import (
     train,
     with_own_nets,
 )
+from tests.support.waiting import LIMIT_S, until
 from tests.sweeps.test_command import OWN, SMALL, assert_whole, jobs, table
 
 GATED = ("-q", "-m", *OWN, "model.target=my_nets.Gated", "epochs=2", "saving.keep=9")
@@ -51,15 +52,6 @@ def gate_of(place: Path) -> Path:
     return empty(place.with_name(f"{place.name}-gate"))
 
 
-def arrived(gate: Path, count: int, process: subprocess.Popen[str]) -> None:
-    """Wait until so many jobs have come to the gate."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(gate.glob("arrived-*"))) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "never came to the gate"
-        time.sleep(0.02)
-
-
 def began(cwd: Path, gate: Path, at: int, *words: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     return start("train", *words, cwd=cwd, env={"GATE": str(gate), "GATE_AT": str(at), **(env or {})})
 
@@ -72,7 +64,7 @@ def test_a_killed_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     words = ("optimizer=sgd,adamw", "model.target=my_nets.Net,my_nets.Gated")  # the gate is in jobs 1 and 3
     process = began(cwd, gate, 14, *GATED, *words)
     try:
-        arrived(gate, 1, process)
+        arrivals(gate, 1, process)
     finally:
         kill_all(process)
         process.communicate()
@@ -106,7 +98,7 @@ def test_several_at_a_time_and_the_signal_that_stops_them(tmp_path: Path) -> Non
     joblib = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
     process = began(cwd, gate, 5, *GATED, "runtime.seed=0,1,2", *joblib)
     try:
-        arrived(gate, 2, process)
+        arrivals(gate, 2, process)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         (gate / "go").touch()
@@ -178,16 +170,13 @@ def test_no_job_outlives_a_sweep_that_is_killed(tmp_path: Path) -> None:
     gate = gate_of(cwd)
     process = began(cwd, gate, 5, *GATED, "runtime.seed=0,1")
     try:
-        arrived(gate, 1, process)
+        arrivals(gate, 1, process)
         process.kill()
         process.wait()
         sweep = the_sweep(cwd)
         refused = train("-m", f"resume={sweep}", cwd=cwd, env={"GATE": str(gate)})
         (gate / "go").touch()
-        deadline = time.monotonic() + 30
-        while not (sweep / "0" / "result.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: (sweep / "0" / "result.json").exists())
     finally:
         kill_all(process)
         process.communicate()
@@ -259,7 +248,7 @@ def test_slurm_jobs_run_on_when_the_sweep_is_stopped(tmp_path: Path) -> None:
     )
     process = began(cwd, gate, 5, *GATED, *words, env=env)
     try:
-        arrived(gate, 2, process)
+        arrivals(gate, 2, process)
         process.send_signal(signal.SIGINT)
         done = finish(process)
     finally:
@@ -292,5 +281,5 @@ def test_a_job_that_starts_after_the_signal_is_told_too(monkeypatch: pytest.Monk
     late.close = lambda code, *_: ends.append(code)
     launcher.signal(signal.SIGTERM)
     launcher.start([late])
-    assert launcher.wait(TIMEOUT_S) == [late]
+    assert launcher.wait(LIMIT_S) == [late]
     assert ends == [-signal.SIGTERM]
