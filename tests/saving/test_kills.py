@@ -44,7 +44,7 @@ def test_a_run_that_is_killed_within_a_save_comes_to_the_same_end(tmp_path: Path
     monkeypatch.setattr(kills.Kill, "drawn", lambda _: kills.Kill("call", 0.4, "SIGKILL", "all"))
     files_open = len(os.listdir("/proc/self/fd"))
     case = kills.judge(NAMES, reference, NoMore(), tmp_path)
-    assert len(os.listdir("/proc/self/fd")) == files_open, "a campaign of a thousand runs has no more than a test of one"
+    assert len(os.listdir("/proc/self/fd")) <= files_open, "a campaign of a thousand runs has no more than a test of one"
     (kill,) = case.kills
     assert kill.startswith("SIGKILL to all before: ")
     assert case.outcome == kills.SAME, case
