@@ -15,7 +15,7 @@ from drivetrain.core import lazy, process
 from drivetrain.core.clock import DeviceClock
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
-from drivetrain.measure.benchmark import agent, memory
+from drivetrain.measure.benchmark import agent
 from drivetrain.measure.benchmark.agent import BenchmarkAgent, TimedBlock
 from drivetrain.measure.benchmark.comparison import _without_effect
 from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, run_rounds
@@ -55,7 +55,7 @@ def benchmark(monkeypatch):
         def warm_up(arm, block_s):
             if arm._failed:
                 raise ArmEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-            arm.memory = memory.Reading(sizes[arm.label] * GIB, device.free * GIB if told else None)
+            arm.memory = agent.Reading(sizes[arm.label] * GIB, device.free * GIB if told else None)
 
         def timed_block(arm):
             assert arm.label in device.held
@@ -125,29 +125,29 @@ def test_an_arm_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch
     def run():
         return benchmark(device, sizes)
 
-    monkeypatch.setattr(memory, "ran_out", lambda reason: False)
+    monkeypatch.setattr(agent, "ran_out", lambda reason: False)
     sizes["c"] = 100
     assert run()["c"].error
     assert device.started == ["a", "b", "c"]
 
 
 def test_the_margin_counts_the_largest_arm_so_far_or_its_own(monkeypatch):
-    live = [memory.Reading(20, 60), memory.Reading(30, 35)]
-    assert not memory.fits(None, live)
-    assert memory.fits(25, live)
-    assert memory.fits(None, [memory.Reading(20, None)])
-    assert memory.fits(None, [])
+    live = [agent.Reading(20, 60), agent.Reading(30, 35)]
+    assert not agent.fits(None, live)
+    assert agent.fits(25, live)
+    assert agent.fits(None, [agent.Reading(20, None)])
+    assert agent.fits(None, [])
 
 
 def test_memory_is_read_of_any_device(monkeypatch):
-    used, free = memory.read(torch.device("cpu"), World(local_size=2))
+    used, free = agent.read_memory(torch.device("cpu"), World(local_size=2))
     assert used > 2**24
     assert free is None or free > 0
-    monkeypatch.setattr(memory, "free_memory", lambda device: 7)
+    monkeypatch.setattr(agent, "free_memory", lambda device: 7)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(max_memory_reserved=lambda: 5))
-    assert memory.read(torch.device("xpu"), World()) == (5 + memory.CONTEXT, 7)
+    assert agent.read_memory(torch.device("xpu"), World()) == (5 + agent.CONTEXT, 7)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(driver_allocated_memory=lambda: 6))
-    assert memory.read(torch.device("mps"), World()) == (6 + memory.CONTEXT, 7)
+    assert agent.read_memory(torch.device("mps"), World()) == (6 + agent.CONTEXT, 7)
 
 
 # --- the agent in an arm's processes ---

@@ -1,4 +1,4 @@
-"""What an arm is worth for the run as it is: start-up and updates together, on made-up rounds; and one start that is measured."""
+"""Made-up rounds of an arm: what it is worth with its start-up, and whether it needs more of them; and one start that is measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain.core.cost import Cost
-from drivetrain.measure.benchmark import stopping, whole_run
+from drivetrain.measure.benchmark import row as rounds_of
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.overview import headline
@@ -37,6 +37,13 @@ def answer(rows: list[Row]) -> str:
     return headline(Comparison(rows, [], [], SimpleNamespace(quality=False), {}, 1.0))
 
 
+def timed(*rates: float, seconds: float = 1.0, wait: float = 0.0) -> Any:
+    """An arm of whose run no length is known."""
+    blocks = [SimpleNamespace(rate=r, step_s=[0.1], data_wait_s=wait, seconds=seconds, peak_memory=1) for r in rates]
+    return SimpleNamespace(blocks=blocks, facts={}, error=None, stopped_after=None, starts=[], job=None)
+
+
+SPEC = ArmSpec("arm", [], None, [])
 PLAIN = arm([1.0] * 7, 0.1, "plain")
 COMPILED = arm([501.0, *[11.0] * 6], 0.05, "compiled", compiled_anew=True)
 
@@ -96,19 +103,19 @@ def test_where_the_length_is_not_known_the_updates_decide():
 
 
 def test_a_start_is_later_only_where_the_rounds_agree():
-    assert whole_run.later_start([9.0, 1.2, 1.3, 1.1], [1.0, 1.0, 1.0, 1.0]) == pytest.approx(0.2)
-    assert whole_run.later_start([9.0, 1.2, 0.9, 1.1], [1.0, 1.0, 1.0, 1.0]) == 0.0
-    assert whole_run.later_start([9.0], [1.0]) == 8.0
+    assert rounds_of.later_start([9.0, 1.2, 1.3, 1.1], [1.0, 1.0, 1.0, 1.0]) == pytest.approx(0.2)
+    assert rounds_of.later_start([9.0, 1.2, 0.9, 1.1], [1.0, 1.0, 1.0, 1.0]) == 0.0
+    assert rounds_of.later_start([9.0], [1.0]) == 8.0
 
 
 def test_rounds_drop_an_arm_by_the_whole_run(monkeypatch):
     """Its updates are twice as fast, and the run is over before that pays."""
-    monkeypatch.setattr(whole_run, "updates_of", lambda job, samples: 165)
-    assert list(stopping.no_gain([PLAIN, COMPILED], 7)) == [COMPILED]
-    assert list(stopping.behind([COMPILED, PLAIN], 7)) == []
-    monkeypatch.setattr(whole_run, "updates_of", lambda job, samples: None)
-    assert list(stopping.no_gain([PLAIN, COMPILED], 7)) == []
-    assert list(stopping.behind([COMPILED, PLAIN], 7)) == [PLAIN]
+    monkeypatch.setattr(rounds_of, "updates_of", lambda job, samples: 165)
+    assert list(rounds_of.no_gain([PLAIN, COMPILED], 7)) == [COMPILED]
+    assert list(rounds_of.behind([COMPILED, PLAIN], 7)) == []
+    monkeypatch.setattr(rounds_of, "updates_of", lambda job, samples: None)
+    assert list(rounds_of.no_gain([PLAIN, COMPILED], 7)) == []
+    assert list(rounds_of.behind([COMPILED, PLAIN], 7)) == [PLAIN]
 
 
 def test_a_recipe_says_what_the_run_takes_and_when_it_pays():
@@ -124,6 +131,38 @@ def test_an_arm_that_has_too_few_rounds_has_no_interval_in_the_file():
     rows = weighed(300, arm([1.0], 0.1), arm([2.0], 0.05))
     found = Comparison(rows, [], [], SimpleNamespace(quality=False), {}, 1.0).as_dict()["rows"][1]["whole_run"]
     assert found == [pytest.approx(31 / 17), None, None]
+
+
+def test_an_arm_stops_when_its_ratio_is_known_to_two_per_cent():
+    base, near = [100.0 + n % 2 for n in range(8)], [200.0 + n % 3 / 2 for n in range(8)]
+    wide = [200.0, 210.0, 190.0, 205.0, 195.0, 220.0, 185.0, 200.0]
+    arms = [timed(*base), timed(*near), timed(*wide)]
+    assert list(rounds_of.precise(arms, 8)) == [arms[1]]
+    assert list(rounds_of.precise(arms, rounds_of.MIN_ROUNDS - 1)) == []  # narrow by chance
+
+
+@pytest.mark.parametrize(("slower", "rounds", "dropped"), [(2, 2, True), (1, 2, False), (2, 3, False), (3, 4, True)])
+def test_an_arm_is_dropped_where_it_lost_clearly_more_than_half(slower, rounds, dropped):
+    made = timed(*[90.0] * slower, *[110.0] * (rounds - slower))
+    base = timed(*[100.0] * rounds)
+    assert (list(rounds_of.no_gain([base, made], rounds)) == [made]) is dropped
+    assert (list(rounds_of.behind([base, made], rounds)) == [made]) is dropped
+
+
+def test_the_baseline_is_never_dropped_and_what_is_near_the_best_stays():
+    base, best, near, far = (timed(*[rate] * 4) for rate in (100.0, 200.0, 198.0, 150.0))
+    assert list(rounds_of.behind([base, best, near, far], 4)) == [far]
+
+
+def test_an_arm_that_stopped_is_compared_with_its_own_rounds():
+    """The machine became twice as slow after the arm had stopped: that changes no ratio."""
+    base, stopped = timed(*[100.0] * 6, *[50.0] * 6), timed(*[200.0] * 6)
+    assert Row.of(SPEC, stopped, base).ratio.middle == pytest.approx(2.0)
+
+
+def test_the_share_of_waiting_is_that_of_the_whole_time():
+    made = timed(1.0, 1.0, seconds=4.0, wait=1.0)
+    assert Row.of(SPEC, made, made).data_wait == 0.25
 
 
 CACHED = """

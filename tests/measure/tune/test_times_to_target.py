@@ -6,7 +6,7 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.times_to_target import TimesToTarget, columns, proven, ranked
+from drivetrain.measure.benchmark.comparison import TimesToTarget, columns, proven, ranked
 from drivetrain.measure.tune import by_target
 
 

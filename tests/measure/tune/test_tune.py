@@ -14,10 +14,7 @@ from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
-from drivetrain.measure.benchmark import stopping
-from drivetrain.measure.benchmark.agent import TimedBlock
 from drivetrain.measure.benchmark.comparison import Comparison
-from drivetrain.measure.benchmark.interleave import Arm
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims.write import recommend
 from drivetrain.measure.intervals import Interval
@@ -35,35 +32,6 @@ OWN = [
     "batch.global_batch=8",
     "runtime.device=cpu",
 ]
-
-
-def arm(*rates: float) -> Arm:
-    done = Arm("", None, Path())
-    done.blocks = [TimedBlock(1.0, 1, rate, 0.0, [], 0) for rate in rates]
-    return done
-
-
-# --- who races on ---
-
-
-def test_who_was_beaten_twice_is_given_up():
-    first, slower, faster = arm(100, 100), arm(90, 99), arm(110, 120)
-    assert list(stopping.no_gain([first, slower, faster], 2)) == [slower]
-    near = arm(109, 118)
-    assert list(stopping.behind([first, slower, faster, near], 2)) == [slower]
-    assert list(stopping.behind([first, arm(101, 101), faster], 2)) != []
-
-
-def test_an_arm_that_is_known_well_needs_no_more():
-    first, known, unknown = arm(*[100] * 8), arm(*[103] * 8), arm(*[90, 110] * 4)
-    assert list(stopping.precise([first, known, unknown], 8)) == [known]
-    assert not list(stopping.precise([first, known], 7))
-
-
-def test_one_bad_round_ends_nobodys_race():
-    first = arm(100, 100, 100)
-    assert not list(stopping.no_gain([first, arm(50, 101, 101)], 3))
-    assert not list(stopping.no_gain([arm(100), arm(50)], 1))
 
 
 # --- what is tried ---

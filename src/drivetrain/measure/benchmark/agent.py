@@ -5,20 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.compile.base import compiled_anew
 from drivetrain.core import process, trees
 from drivetrain.core.clock import Clock, Mark, clock_for
 from drivetrain.core.device import peak_memory, synchronize
-from drivetrain.measure.benchmark import memory
+from drivetrain.core.world import World
+from drivetrain.loader.resident import free_memory
 from drivetrain.run import environment
 
 WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up
 LEAD = 0.15  # share of a block that runs untimed before it: prefetched batches are used up and caches are warm again
+MARGIN = 1.2  # of memory: an arm may need more than the measured ones
+CONTEXT = 2**30  # bytes of a process on an accelerator beyond its tensors: driver, kernels, libraries
 WATCHDOG_S = 0.5  # within which the watchdog of NCCL has seen that a collective is done; else a pause would count as its time
 
 
@@ -146,7 +149,7 @@ def _facts(trainer: Any, elapsed_s: float, times: Times) -> dict[str, Any]:
         "samples": len(trainer.train_data.source),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "notice": trainer.precision.notice(),
-        "memory": memory.read(trainer.device, trainer.parallel.world),
+        "memory": read_memory(trainer.device, trainer.parallel.world),
     }
 
 
@@ -166,3 +169,33 @@ def _updates(stream: Iterator[Any], count: int, times: Times) -> Iterator[Any]:
             end = mark()
             times.updates.append((start, end))
             start = end
+
+
+class Reading(NamedTuple):
+    """The memory of an arm's device after the arm's warm-up, in bytes."""
+
+    used: int  # by the arm
+    free: int | None  # None where the device does not say
+
+
+def read_memory(device: Any, world: World) -> Reading:
+    """Read the memory of rank 0's device; on a CPU all ranks of this machine share it."""
+    if device.type == "cpu":
+        return Reading(world.local_size * peak_memory(device), free_memory(device))
+    import torch
+
+    module = torch.get_device_module(device)
+    reserved = getattr(module, "max_memory_reserved", None) or module.driver_allocated_memory  # MPS has the latter
+    return Reading(int(reserved()) + CONTEXT, free_memory(device))
+
+
+def fits(need: int | None, live: Sequence[Reading]) -> bool:
+    """Whether an arm fits beside live ones, of which the last was read last. `need`: its own memory, where it has run already."""
+    if not live or live[-1].free is None:
+        return True
+    return MARGIN * (need or max(reading.used for reading in live)) <= live[-1].free
+
+
+def ran_out(reason: str) -> bool:
+    """Whether an arm's error is want of memory: torch's own words, and those of cuBLAS and cuDNN."""
+    return any(words in reason for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from drivetrain.core import accelerators
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
-from drivetrain.measure.benchmark import noninferiority, quality, stopping, whole_run
+from drivetrain.measure.benchmark import noninferiority, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
-from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.benchmark.times_to_target import TimesToTarget, ranked
+from drivetrain.measure.benchmark.row import Row, precise, updates_of
+from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
 from drivetrain.ui.progress import Steps
+
+MIN_SEEDS = 3  # for a verdict
 
 
 @dataclass
@@ -29,6 +32,69 @@ class Settings(quality.Plan):
     rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
     block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and arm
     quality: bool = False  # also train each arm to its end, with several seeds
+
+
+@dataclass
+class TimesToTarget:
+    """When the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
+
+    label: str
+    seconds: list[float | None] = field(default_factory=list)
+    updates: list[int | None] = field(default_factory=list)
+
+    @property
+    def reached(self) -> int:
+        """How many seeds reached it."""
+        return self.reached_of(len(self.seconds))
+
+    def reached_of(self, seeds: int) -> int:
+        """How many of the first `seeds` reached it."""
+        return sum(value is not None for value in self.seconds[:seeds])
+
+    @property
+    def median(self) -> float:
+        """The median of the seconds; a seed that did not reach the target counts as endlessly long."""
+        values = [math.inf if value is None else value for value in self.seconds]
+        return statistics.median(values) if values else math.inf
+
+    def faster_than(self, base: TimesToTarget) -> Interval | None:
+        """How many times as fast as another one it is, over the seeds where both reached the target; None for too few."""
+        pairs = [(b, s) for b, s in zip(base.seconds, self.seconds, strict=False) if b is not None and s is not None]
+        return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
+
+    @property
+    def when(self) -> str:
+        """The median of the seconds in words."""
+        return f"{self.median:.1f} s" if math.isfinite(self.median) else "not reached"
+
+
+def columns(arms: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
+    """The columns of a table: how many seeds reached the target, when, and how much sooner than those of `base`."""
+    made = [[n for n in arm.updates if n is not None] for arm in arms]
+    faster = [arm.faster_than(base) if arm is not base else None for arm in arms]
+    return {
+        "reached": [f"{arm.reached} of {len(arm.seconds)}" for arm in arms],
+        f"time to {target}": [arm.when for arm in arms],
+        "updates to it": [f"{statistics.median(found):,.0f}" if found else "–" for found in made],
+        "sooner": [times(found) if found else "–" for found in faster],
+    }
+
+
+def times(faster: Interval) -> str:
+    """How many times as fast, in words; without bounds where there are too few seeds for them."""
+    return f"{faster.middle:.2f} ×" + (f" ({faster.low:.2f} to {faster.high:.2f})" if faster.low else "")
+
+
+def ranked(arms: Sequence[TimesToTarget]) -> list[TimesToTarget]:
+    """The arms, the soonest first: more seeds that reached the target, then less time. None is left out."""
+    return sorted(arms, key=lambda arm: (-arm.reached / max(1, len(arm.seconds)), arm.median))
+
+
+def proven(arms: Sequence[TimesToTarget]) -> TimesToTarget | None:
+    """The soonest arm, where it is sooner than the first one beyond doubt and no seed of it is lost; None: nothing is kept."""
+    base, best = arms[0], ranked(arms)[0]
+    faster = best.faster_than(base) if best is not base and best.reached >= base.reached_of(len(best.seconds)) else None
+    return best if faster is not None and faster.low > 1 else None
 
 
 @dataclass
@@ -82,7 +148,7 @@ def measure(
     specs: Sequence[ArmSpec],
     settings: Settings,
     overrides: Sequence[str],
-    stopping_rule: StoppingRule = stopping.precise,
+    stopping_rule: StoppingRule = precise,
     trained: quality.Trained | None = None,
 ) -> Comparison:
     """Run the arms in interleaved rounds, then train them to their ends if the settings ask for quality.
@@ -113,7 +179,7 @@ def measure(
     target = str(reach) if reach is not None else None
     for row, arm in zip(rows, arms, strict=True):
         if arm is not None:
-            row.weigh(arm, rows[0], _updates_to(target, row) or whole_run.updates_of(arm.job, row.samples))
+            row.weigh(arm, rows[0], _updates_to(target, row) or updates_of(arm.job, row.samples))
     facts = environment.describe(list(overrides), first.config_hash, {})
     notes = [*_without_effect(runnable), *_unequal_work(runnable), *_together(rows)]
     seconds = time.perf_counter() - began

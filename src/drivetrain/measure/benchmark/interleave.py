@@ -29,8 +29,8 @@ from typing import Any
 from drivetrain.core import process, stages
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.launch.job import Job
-from drivetrain.measure.benchmark import memory
-from drivetrain.measure.benchmark.agent import BenchmarkAgent, TimedBlock
+from drivetrain.measure.benchmark import agent
+from drivetrain.measure.benchmark.agent import BenchmarkAgent, Reading, TimedBlock
 from drivetrain.run.result import Result
 
 TIMEOUT_S = 900.0  # for an arm's warm-up, and for a block
@@ -51,7 +51,7 @@ class Arm:
     starts: list[float] = field(default_factory=list)  # seconds of each round's start, beyond the updates in it
     blocks: list[TimedBlock] = field(default_factory=list)  # one for each round
     updates_per_block: int = 1
-    memory: memory.Reading | None = None  # after its newest process's warm-up
+    memory: Reading | None = None  # after its newest process's warm-up
     error: str | None = None
     stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
     _process: Any = None
@@ -255,10 +255,10 @@ def _start_group(baseline: Arm, waiting: deque[Arm], number: int, block_s: float
     while waiting:
         arm = waiting[0]
         live = [a.memory for a in (baseline, *group) if a.memory is not None and a.error is None]
-        if group and not memory.fits(arm.memory and arm.memory.used, live):
+        if group and not agent.fits(arm.memory and arm.memory.used, live):
             break
         _try(arm, lambda arm: arm.start_warm(number, block_s))
-        if group and arm.error is not None and memory.ran_out(arm.error):  # it may fit beside the baseline alone
+        if group and arm.error is not None and agent.ran_out(arm.error):  # it may fit beside the baseline alone
             arm.stop()
             arm.error = None
             break

@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from drivetrain.measure.benchmark import noninferiority
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.comparison import Comparison, proven, ranked
+from drivetrain.measure.benchmark.comparison import columns as of_target
+from drivetrain.measure.benchmark.comparison import times as times_as
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.benchmark.times_to_target import columns as of_target
-from drivetrain.measure.benchmark.times_to_target import proven, ranked
-from drivetrain.measure.benchmark.times_to_target import times as times_as
 from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.ui.pages import charts

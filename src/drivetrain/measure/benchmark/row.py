@@ -1,17 +1,34 @@
-"""One arm of a comparison with its results: how fast its updates are, and what it is worth for the whole run."""
+"""What the rounds of an arm say: how fast its updates are, what it is worth for the whole run, and whether it needs more rounds.
+
+For the run as it is, the start-up counts, and then as many updates as the run has. A start is what a process takes beyond its
+updates at their steady pace: building, compiling, starting readers and ranks, the first batch. Each round starts a process of
+each arm. The first one may find nothing in the caches that it fills, above all that of compiled kernels. The next run on this
+machine finds what the later rounds found, so these count, and the first is told beside.
+
+A comparison whose interval is to be trusted never stops because one arm is ahead: it stops on the interval's width alone.
+A search may drop arms that are behind, by the time of the whole run where its length is known, because that makes no other arm a
+winner: those that stay are judged by all rounds.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.core.cost import Cost
-from drivetrain.measure.benchmark import noninferiority, whole_run
+from drivetrain.core.horizon import run_horizon
+from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.interleave import Arm
 from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import Interval, ratio
+
+WIDTH = 0.02  # of a ratio to each side: precise enough
+MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance
+NEAR_BEST = 0.97  # of the best arm's rate: an arm that is nearer may yet be the best
 
 
 @dataclass
@@ -70,7 +87,7 @@ class Row:
             row.ratio = ratio(row.rates, base_rates[: len(row.rates)])
         row.starts_s = list(arm.starts)
         if row.starts_s:
-            row.start_s = statistics.median(whole_run.usual_starts(row.starts_s))
+            row.start_s = statistics.median(usual_starts(row.starts_s))
             if arm.facts.get("compiled_anew") and len(row.starts_s) > 1:
                 row.first_start_s = row.starts_s[0]
         return row
@@ -81,12 +98,12 @@ class Row:
         if not self.rates or not self.starts_s:
             return
         if updates is not None:
-            self.runs_s = whole_run.seconds(arm, updates)
+            self.runs_s = seconds(arm, updates)
             self.run_s = statistics.median(self.runs_s)
             self.whole_run = self.faster_for_the_run(base) if base.runs_s else None
         if self.global_batch and self.samples_per_second and base.samples_per_second and base.start_s is not None:
             step, base_step = self.global_batch / self.samples_per_second, self.global_batch / base.samples_per_second
-            later_s = whole_run.later_start(self.starts_s, base.starts_s)
+            later_s = later_start(self.starts_s, base.starts_s)
             self.pays_after = Cost(later_s, step).pays_after(Cost(0.0, base_step)) or None
             if self.first_start_s is not None:
                 self.first_pays_after = Cost(self.first_start_s, step).pays_after(Cost(base.start_s, base_step)) or None
@@ -139,3 +156,71 @@ class Row:
 def _with_first(usual: float | None, first: float | None, form: str, unit: str) -> str:
     """A figure with filled caches, and in brackets that of the first round, where kernels were compiled."""
     return figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
+
+
+def updates_of(job: Any, samples: int | None) -> int | None:
+    """The updates of a job's whole run over so many samples; None where they are not known."""
+    over = run_horizon(job.run, samples) if job is not None else None
+    return over.updates if over is not None else None
+
+
+def usual_starts(starts: Sequence[float]) -> list[float]:
+    """The seconds of each round's start with filled caches: the first round counts as the median of the later ones."""
+    first, *later = starts
+    return [statistics.median(later), *later] if later else [first]
+
+
+def seconds(arm: Any, updates: int) -> list[float]:
+    """What the whole run of so many updates would take by each round of an arm."""
+    starts = usual_starts(arm.starts)[: len(arm.blocks)]
+    return [Cost(start, b.seconds / b.updates).of(updates) for start, b in zip(starts, arm.blocks, strict=True)]
+
+
+def speeds(arm: Any, base: Any) -> tuple[list[float], list[float]]:
+    """How fast two arms were in each round: whole runs a second, or samples a second where no length is known."""
+    lengths = [updates_of(each.job, each.facts.get("samples")) if each.starts else None for each in (arm, base)]
+    mine, theirs = (
+        [1 / s for s in seconds(each, length)] if length is not None and None not in lengths else [b.rate for b in each.blocks]
+        for each, length in zip((arm, base), lengths, strict=True)
+    )
+    return mine, theirs
+
+
+def later_start(starts: Sequence[float], base: Sequence[float]) -> float:
+    """Seconds by which an arm starts later than `base`, with filled caches; 0 where the rounds do not agree."""
+    found = [mine - theirs for mine, theirs in zip(starts, base, strict=False)]
+    found = found[1:] or found
+    return statistics.median(found) if min(found) > 0 or max(found) < 0 else 0.0
+
+
+def precise(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
+    """The arms whose ratio to the first arm is known to 2 %."""
+    if rounds >= MIN_ROUNDS:
+        base = [block.rate for block in arms[0].blocks]
+        for arm in arms[1:]:
+            found = ratio([block.rate for block in arm.blocks], base)
+            if found.high < found.low * (1 + WIDTH) ** 2:
+                yield arm
+
+
+def no_gain(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
+    """The arms that are slower than the first one in clearly more than half of the rounds."""
+    yield from (arm for arm in arms[1:] if _is_slower(arm, arms[0], 1.0))
+
+
+def behind(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
+    """The arms without gain, and those that are clearly slower than the best one so far."""
+    best = max(arms, key=lambda arm: _mean_log_ratio(arm, arms[0]))
+    yield from (arm for arm in arms[1:] if _is_slower(arm, arms[0], 1.0) or _is_slower(arm, best, NEAR_BEST))
+
+
+def _is_slower(arm: Arm, other: Arm, share: float) -> bool:
+    """Whether the arm had less than `share` of the other's speed in at least one round more than half: 2 of 2, 3 of 4, 4 of 6."""
+    pairs = list(zip(*speeds(arm, other), strict=True))
+    slower = sum(mine < share * theirs for mine, theirs in pairs)
+    return slower >= len(pairs) / 2 + 1
+
+
+def _mean_log_ratio(arm: Arm, base: Arm) -> float:
+    """The mean logarithm of the arm's speed to that of `base`, as ratios are estimated from logarithms."""
+    return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(arm, base), strict=True))

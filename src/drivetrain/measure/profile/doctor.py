@@ -19,8 +19,7 @@ from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
-from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.benchmark.stopping import no_gain
+from drivetrain.measure.benchmark.row import Row, no_gain
 from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of
 from drivetrain.measure.profile import tables

@@ -15,7 +15,7 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.trials import Trials
 from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms, quality
-from drivetrain.measure.benchmark.times_to_target import MIN_SEEDS, TimesToTarget, columns, proven, ranked
+from drivetrain.measure.benchmark.comparison import MIN_SEEDS, TimesToTarget, columns, proven, ranked
 from drivetrain.measure.overrides import apply
 from drivetrain.measure.training import trainings
 from drivetrain.run import environment

@@ -18,12 +18,12 @@ from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments, leave
-from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority, stopping
+from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
 from drivetrain.measure.benchmark.overview import titled
-from drivetrain.measure.benchmark.row import Row
+from drivetrain.measure.benchmark.row import Row, behind
 from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of, unchanged
 from drivetrain.measure.tune import candidates, range_test
@@ -175,7 +175,7 @@ class Tuning:
         """The stopping rule: arms that are behind; all of them when the time for searching is over."""
         search_ends = until - (1 - SEARCH_BUDGET) * self.settings.budget_s
         if time.monotonic() <= search_ends:
-            return stopping.behind(live, rounds)
+            return behind(live, rounds)
         self.cut_short = [arm.label for arm in live[1:]] if rounds < self.settings.rounds else []
         return live[1:]
 
