@@ -18,6 +18,19 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def __str__(self) -> str:
+        """The ratio in words; without bounds where there are too few pairs for them."""
+        return f"{self.middle:.2f} ×{self.bounds}"
+
+    def as_fast(self, base: str = "") -> str:
+        """How many times as fast as `base`, in words."""
+        return f"{self.middle:.2f} × as fast{base and f' as {base}'}{self.bounds}"
+
+    @property
+    def bounds(self) -> str:
+        """The interval in words; "" where there is none."""
+        return f" ({self.low:.2f} to {self.high:.2f})" if self.low else ""
+
     @property
     def differs(self) -> bool:
         """Whether a ratio's interval excludes 1."""

@@ -103,6 +103,7 @@ class Table:
     bars: Mapping[str, Sequence[float | None]] = field(default_factory=dict)  # column → values, drawn as bars below its cells
     below: Mapping[str, str] = field(default_factory=dict)  # column → HTML below its header
     spare: Sequence[str] = ()  # columns that a narrow terminal leaves out, in this order
+    most: int | None = None  # rows in the terminal; None: all
     width: int | None = None  # characters that it has where there is no terminal; None: as many as it takes
 
     @classmethod
@@ -179,11 +180,13 @@ class Table:
         live = output.can_redraw(sys.stdout)
         fitting, left_out = self.fitting(output.console().width if live else self.width)
         grid = Grid(*fitting.header, box=Grid().box if live else None, show_edge=live)
-        for row in fitting.texts():
+        for row in fitting.texts()[: self.most]:
             grid.add_row(*(Text(cell, overflow="fold") for cell in row))
         # Where there is no terminal nothing is cut, folded or coloured, whatever the environment's variables ask for.
         console = output.console() if live else output.console(width=10_000, force_terminal=False, color_system=None)
         console.print(grid)
+        if self.most is not None and len(self.rows) > self.most:
+            echo(f"… and {len(self.rows) - self.most} more, which the page has")
         if left_out:
             more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
             echo(f"not shown here: {', '.join(left_out[:NAMED])}{more}")

@@ -83,7 +83,7 @@ def test_with_a_target_arms_are_ranked_by_the_time_to_it():
     found = to_target(base, never, soon, FAILED)
     assert found.order() == [2, 0, 1, 3]
     assert headline(found).startswith(
-        "unsure reaches accuracy>=0.9 sooner than naive, 2.00 × (1.99 to 2.01) as fast: 5.0 s (median)"
+        "unsure reaches accuracy>=0.9 sooner than naive, 2.00 × as fast (1.99 to 2.01): 5.0 s (median)"
     )
     assert "by 8 of 8 seeds. No variant is measurably faster" in headline(found)
     shown = table(found)

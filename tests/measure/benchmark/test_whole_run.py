@@ -1,4 +1,4 @@
-"""Made-up rounds of an arm: what it is worth with its start-up, and whether it needs more of them; and one start that is measured."""
+"""Made-up rounds of an arm: what it is worth with its start-up, whether it needs more of them; and one start that is measured."""
 
 from __future__ import annotations
 

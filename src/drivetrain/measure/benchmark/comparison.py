@@ -76,13 +76,8 @@ def columns(arms: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> 
         "reached": [f"{arm.reached} of {len(arm.seconds)}" for arm in arms],
         f"time to {target}": [arm.when for arm in arms],
         "updates to it": [f"{statistics.median(found):,.0f}" if found else "–" for found in made],
-        "sooner": [times(found) if found else "–" for found in faster],
+        "sooner": [str(found) if found else "–" for found in faster],
     }
-
-
-def times(faster: Interval) -> str:
-    """How many times as fast, in words; without bounds where there are too few seeds for them."""
-    return f"{faster.middle:.2f} ×" + (f" ({faster.low:.2f} to {faster.high:.2f})" if faster.low else "")
 
 
 def ranked(arms: Sequence[TimesToTarget]) -> list[TimesToTarget]:

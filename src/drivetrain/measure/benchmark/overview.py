@@ -9,7 +9,6 @@ from dataclasses import replace
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.comparison import Comparison, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
-from drivetrain.measure.benchmark.comparison import times as times_as
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.cells import figure
@@ -80,7 +79,7 @@ def _on_target(comparison: Comparison) -> str:
     seeds = f"{median}{soonest.reached} of {len(soonest.seconds)} seeds"
     if (best := winner(comparison)) is not None and (faster := times[best].faster_than(times[0])) is not None:
         name = _subject(comparison, comparison.rows[best])
-        return f"{name} reaches {target} sooner than {_base(comparison)}, {times_as(faster)} as fast: {seeds}."
+        return f"{name} reaches {target} sooner than {_base(comparison)}, {faster.as_fast()}: {seeds}."
     name = _base(comparison) if soonest is times[0] else _subject(comparison, comparison.rows[comparison.order()[0]])
     return f"No arm reaches {target} certainly sooner than {_base(comparison)}; the first in the order is {name}: {seeds}."
 
@@ -114,7 +113,7 @@ def _too_few(comparison: Comparison) -> str:
     assert row.gain is not None
     rounds = f"{len(row.rates)} rounds are" if len(row.rates) != 1 else "1 round is"
     return (
-        f"{_subject(comparison, row)} was {row.gain.middle:.2f} × as fast as {_base(comparison)}, and {rounds} too few to tell "
+        f"{_subject(comparison, row)} was {row.gain.as_fast(_base(comparison))}, and {rounds} too few to tell "
         f"that from chance: {MIN_PAIRS} give an interval."
     )
 
@@ -125,7 +124,7 @@ def _speed(row: Row, base: str) -> str:
     if row.whole_run is not None and (ratio is None or ratio.low <= 1):
         ratio, base = row.whole_run, f"{base} for the whole run, as it starts sooner"
     assert ratio is not None
-    return f"{ratio.middle:.2f} × as fast as {base} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return ratio.as_fast(base)
 
 
 def _on_start(comparison: Comparison) -> Iterator[str]:

@@ -175,13 +175,13 @@ def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:
     assert speed is not None
     differ = Differences.of(claim, row.device_type or kind, row.device)
     answer: Callable[[str, str], Answer] = lambda outcome, why: Answer(  # noqa: E731
-        "speed", str(speed), times(*row.ratio) if row.ratio else "–", outcome, why
+        "speed", str(speed), str(row.ratio) if row.ratio else "–", outcome, why
     )
     for arm, name in ((base, "its baseline"), (row, "it")):
         if arm.error is not None:
             return answer(UNTOLD if differ.kind else REFUTED, f"{name} ended: {arm.error}")
     assert row.ratio is not None
-    figures = f"measured {times(*row.ratio)}, claimed {times(speed.ratio, *speed.interval)}"
+    figures = f"measured {row.ratio}, claimed {times(speed.ratio, *speed.interval)}"
     if row.verdict is not None:
         figures += f"; quality {row.verdict.outcome}"
         if row.verdict.outcome == noninferiority.FAIL:

@@ -22,7 +22,7 @@ from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import Wanted
 from drivetrain.measure.overrides import apply
-from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed, times
+from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
 from drivetrain.recipe.safe_yaml import names_code, printable
 from drivetrain.run import environment, recipe_file
 from drivetrain.run.identity import flatten
@@ -178,7 +178,7 @@ def _write(
 ) -> None:
     """Write the recipe of a job that was measured to be faster than the one before."""
     assert row.ratio is not None
-    evidence = f"drivetrain {verb}: {what} has {times(*row.ratio)} the samples a second of {than}, measured in interleaved rounds"
+    evidence = f"drivetrain {verb}: {what} has {row.ratio} the samples a second of {than}, measured in interleaved rounds"
     comments = [evidence, *of_the_run(row, base), *notes]
     file.write_text(recipe_text(job, against(job, before), row, base, comments), encoding="utf-8")
 
@@ -203,7 +203,7 @@ def recommend(
     dirs = [argument for folder_ in config_dirs for argument in ("-cd", str(folder_))]
     changed = apply(overrides, changes, config_dirs)
     command = f"drivetrain train {shlex.join([*dirs, *changed])}"
-    echo(f"\n{row.ratio.middle:.2f} × the samples a second ({row.ratio.low:.2f} to {row.ratio.high:.2f}):\n  {command}")
+    echo(f"\n{row.ratio.middle:.2f} × the samples a second{row.ratio.bounds}:\n  {command}")
     for line in of_the_run(row, base):
         echo(f"  {line}")
     if base.global_batch != row.global_batch:

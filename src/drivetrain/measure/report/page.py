@@ -5,18 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from drivetrain.core import tables
 from drivetrain.core.typed import is_number
+from drivetrain.measure.report.over_seeds import Target
 from drivetrain.run.reader import RunFiles, differing
 from drivetrain.ui.pages import charts, classes, run
 from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, folded, remarks, under, words
-
-if TYPE_CHECKING:
-    from drivetrain.measure.report.over_seeds import Target
-    from drivetrain.measure.report.report import Table as RunTable
+from drivetrain.ui.sheet import Part, Section, Sheet, Table, folded, joined, remarks, under, words
 
 MAX_CURVES = 60  # runs with curves
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
@@ -25,7 +21,7 @@ OVER = ("updates", "samples", "seconds")
 
 
 def sheet_of(
-    runs: Sequence[RunFiles], found: RunTable, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
+    runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
 ) -> Sheet:
     """The answer, the table, the metric over each knob, and curves.
 
@@ -35,12 +31,10 @@ def sheet_of(
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
     if not seeds and len(runs) > 1:
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
-    differing_table, same = Table(found.header, found.rows).differing(always=3)
+    differing_table, same = found.differing(always=3)
     shown += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
-    body: list[Section] = [_table(runs, differing_table, target, ranked), remarks(*shown)]
-    body += under("Over seeds", words(*seeds)) if seeds else []
-    body += under("The metric over each knob", Part(charts.grid(knobs))) if (knobs := _knobs(runs)) else []
-    names = {id(each): name for each, name in zip(runs, found.names, strict=True)}
+    body: list[Section] = under("The metric over each knob", Part(charts.grid(knobs))) if (knobs := _knobs(runs)) else []
+    names = {id(each): row[0] for each, row in zip(runs, found.texts(), strict=True)}
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:
         assert each.result is not None
@@ -50,7 +44,10 @@ def sheet_of(
     commands = [(names[id(each)], f"drivetrain train {shlex.join(run.overrides_of(each))}".strip()) for each in drawn]
     again = Table(("run", "command"), commands, "Commands", ("command",))
     body += under("How to reproduce them", folded("The command of each run", [again], len(runs) < 8))
-    return Sheet("Runs compared – drivetrain report", verdict, [*body, *under("Where they ran", *_environments(runs, names))])
+    body += under("Where they ran", *_environments(runs, names))
+    over = under("Over seeds", words(*seeds)) if seeds else []
+    first = [_table(runs, differing_table, target, ranked), remarks(*shown), *over]
+    return Sheet("Runs compared – drivetrain report", verdict, [*first, Part(joined(body))])
 
 
 def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:

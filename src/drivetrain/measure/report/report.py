@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import CountOrZero
@@ -21,18 +20,13 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
-from drivetrain.ui.sheet import Section, sentence
-from drivetrain.ui.sheet import Table as SheetTable
+from drivetrain.ui.sheet import Section, Sheet, Table, sentence
 
-MAX_ROWS, WIDTH, LONGEST = 40, 100, 48  # rows in the terminal, characters where there is none, and of a cell
-# Columns that a narrow table leaves out, in order.
-SPARE = (
-    "waiting for data",
-    "peak memory",
-    "update, median",
-    "run time",
-    "samples/s",
-)
+MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
+SPARE = (  # columns that a narrow table leaves out, in this order
+    "folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling", "waiting for data", "peak memory",
+    "update, median", "run time", "samples/s",
+)  # fmt: skip
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -80,11 +74,7 @@ def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
             return DONE
         except OSError as error:
             echo(f"{run.path} takes no page ({error.strerror})")
-    folder = _folder(settings)
-    sheet.write(folder / run_page.FILE)
-    _write_csv(folder, found)
-    echo(f"written to {folder}/{run_page.FILE} and report.csv")
-    return DONE
+    return _write(sheet, found, settings)
 
 
 def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> int:
@@ -92,36 +82,23 @@ def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> 
     seeds = summarize_seeds(runs, asked)
     target = common_target(runs) if asked is None else asked
     runs = runs if asked is None else sorted(runs, key=lambda run: seconds_to(run, asked))
-    found = table(runs, target, first=asked is not None)
-    answer = verdict(runs, found.names, asked)
-    shown, cells = _for_terminal(found)
-    timed = [name for name in shown if name.startswith("time to ")] if asked is None else []
-    spare = [*SPARE, *timed, *(name for name in shown if name.endswith(" at the end"))]
-    knobs = sorted(shown[:2:-1], key=lambda name: "." not in name)  # the run's name has those that were set
-    kept = ("status", *(name for name in shown if asked is not None and name.startswith("time to ")))
-    spare += ["error", *(name for name in knobs if name not in kept)]
-    SheetTable(shown, cells, spare=spare, width=WIDTH).show()
-    if len(runs) > MAX_ROWS:
-        echo(f"… and {len(runs) - MAX_ROWS} more, all in the page and the CSV")
-    for line in [*seeds, sentence(answer)]:
-        echo(line)
+    found = table(runs, target, asked is not None)
     from drivetrain.measure.report.page import sheet_of
 
-    folder = _folder(settings)
-    _write_csv(folder, found)
-    sheet_of(runs, found, answer, target, seeds, asked is not None).write(folder / run_page.FILE)
-    echo(f"written to {folder}/{run_page.FILE} and report.csv")
-    return DONE
+    names = [row[0] for row in found.texts()]
+    sheet = sheet_of(runs, found, verdict(runs, names, asked), target, seeds, asked is not None)
+    sheet.show()
+    return _write(sheet, found, settings)
 
 
-def _folder(settings: Settings) -> Path:
+def _write(sheet: Sheet, found: Table, settings: Settings) -> int:
+    """Write the page and the CSV to `out`, or to a new folder."""
     folder = expanded(settings.out) if settings.out else directory.create(Path("outputs"), "report")
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _write_csv(folder: Path, found: Table) -> None:
-    SheetTable(found.header, found.rows).write_csv(folder / "report.csv")
+    found.write_csv(folder / "report.csv")
+    sheet.write(folder / run_page.FILE)
+    echo(f"written to {folder}/{run_page.FILE} and report.csv")
+    return DONE
 
 
 def read_target(given: float | str | None) -> Target:
@@ -205,72 +182,44 @@ def alone_at(run: RunFiles, target: float | Reach) -> str:
     return f"reached {what} after {update:,} updates, {seconds:.1f} s after {since}"
 
 
-class Table(NamedTuple):
-    """The table of several runs, its cells as text."""
-
-    names: list[str]
-    header: list[str]
-    rows: list[list[str]]
-
-
-def table(runs: Sequence[RunFiles], target: Target, first: bool = False) -> Table:
+def table(runs: Sequence[RunFiles], target: Target, ranked: bool = False) -> Table:
     """The table: name, metric, speed, then the keys that differ and the other figures; no column that is empty in all rows.
 
-    `first`: the time to the target stands beside the name.
+    `ranked`: the time to the target stands beside the name.
     """
-    keys, names = sorted(differing(runs), key=lambda key: "." in key), named(runs)  # options before their knobs
+    keys = sorted(differing(runs), key=lambda key: "." in key)  # options before their knobs
     metrics = {run.metric[0] for run in runs if run.metric}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
-    header = [
-        "run", f"best {metric}", "samples/s", "status", *keys, f"{metric} at the end",
-        time_to(target), "run time", "update, median",
-        "update, 95th percentile", "waiting for data", "peak memory", "compiling", "samples/s, middle 80 %", "updates made",
-        "folder", "error",
-    ]  # fmt: skip
-    # A key of the config may have a figure's name.
-    header = [name if name not in header[:n] else f"{name} ({n})" for n, name in enumerate(header)]
-    rows = []
-    for name, run in zip(names, runs, strict=True):
-        best, speed, *rest = _figures(run, target, metric == "metric")
-        rows.append([name, best, speed, run.status, *(setting(run.config.get(k)) for k in keys), *rest])
-    if first:
-        at = header.index(time_to(target))
-        for cells in (header, *rows):
-            cells.insert(1, cells.pop(at))
-    used = [n for n in range(len(header)) if n < 4 or any(row[n] not in ("–", "") for row in rows)]
-    return Table(names, [header[n] for n in used], [[row[n] for n in used] for row in rows])
+    found = [_figures(run, target, metric) for run in runs]
+    figures = {name: [each[name] for each in found] for name in found[0]}
+    taken = {"run", *figures}  # a key of the config may have a figure's name
+    first = [*([time_to(target)] if ranked else []), f"best {metric}", "samples/s", "status"]
+    columns = {"run": named(runs), **{name: figures.pop(name) for name in first}}
+    columns |= {f"{key} (config)" if key in taken else key: [setting(run.config.get(key)) for run in runs] for key in keys}
+    knobs = sorted(keys, key=lambda name: "." not in name)  # the run's name has those that were set
+    spare = [*SPARE, *([] if ranked else [time_to(target)]), f"{metric} at the end", "error", *knobs]
+    return Table.of(columns | figures, spare=spare, width=WIDTH, most=MAX_ROWS).used(4)
 
 
-def _figures(run: RunFiles, target: Target, named: bool) -> list[str]:
-    """A run's figures as text, from its result, or from its records so far; `named`: its metric with the name."""
+def _figures(run: RunFiles, target: Target, metric: str) -> dict[str, str]:
+    """A run's figures as text, from its result, or from its records so far."""
     r, rates = run.result, run.rates()
-    form = f"{run.metric[0]} {{:.4f}}" if named and run.metric else "{:.4f}"
+    form = f"{run.metric[0]} {{:.4f}}" if metric == "metric" and run.metric else "{:.4f}"
     reached = run.to_target(target) if target is not None else None
-    return [
-        figure(run.best(), form),
-        figure(r.samples_per_second if r else statistics.median(rates) if rates else None, "{:,.0f}"),
-        figure(run.final(), form),
-        f"{reached[0]:.1f} s" if reached else "–",
-        figure(r.wall_s if r else run.train.seconds[-1] if run.train.seconds else None, "{:.1f} s"),
-        figure(r.step_ms_p50 if r else None, "{:.2f} ms"),
-        figure(r.step_ms_p95 if r else None, "{:.2f} ms"),
-        figure(100 * r.data_wait_fraction if r and r.data_wait_fraction is not None else None, "{:.1f} %"),
-        figure(r.peak_memory_bytes / 2**30 if r and r.peak_memory_bytes else None, "{:.2f} GiB"),
-        figure(r.compile_s if r else None, "{:.1f} s"),
-        f"{rates[len(rates) // 10]:,.0f}–{rates[len(rates) * 9 // 10]:,.0f}" if rates else "–",
-        str(r.updates if r else run.train.updates[-1] if run.train.updates else 0),
-        str(run.path),
-        ((r.error or "") if r else UNREADABLE if run.status == "unreadable" else "").split("\n")[0],
-    ]
-
-
-def _for_terminal(found: Table) -> tuple[list[str], list[list[str]]]:
-    """The first rows, without the columns that matter least, and those that say the same of all."""
-    left_out = {"folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling"}
-    shown, _ = SheetTable(found.header, found.rows).differing(always=3)
-    kept = [n for n, name in enumerate(shown.header) if name not in left_out]
-    return [shown.header[n] for n in kept], [[_cut(row[n]) for n in kept] for row in shown.texts()[:MAX_ROWS]]
-
-
-def _cut(cell: str) -> str:
-    return cell if len(cell) <= LONGEST else f"{cell[: LONGEST - 1]}…"
+    return {
+        f"best {metric}": figure(run.best(), form),
+        "samples/s": figure(r.samples_per_second if r else statistics.median(rates) if rates else None, "{:,.0f}"),
+        "status": run.status,
+        f"{metric} at the end": figure(run.final(), form),
+        time_to(target): f"{reached[0]:.1f} s" if reached else "–",
+        "run time": figure(r.wall_s if r else run.train.seconds[-1] if run.train.seconds else None, "{:.1f} s"),
+        "update, median": figure(r.step_ms_p50 if r else None, "{:.2f} ms"),
+        "update, 95th percentile": figure(r.step_ms_p95 if r else None, "{:.2f} ms"),
+        "waiting for data": figure(100 * r.data_wait_fraction if r and r.data_wait_fraction is not None else None, "{:.1f} %"),
+        "peak memory": figure(r.peak_memory_bytes / 2**30 if r and r.peak_memory_bytes else None, "{:.2f} GiB"),
+        "compiling": figure(r.compile_s if r else None, "{:.1f} s"),
+        "samples/s, middle 80 %": f"{rates[len(rates) // 10]:,.0f}–{rates[len(rates) * 9 // 10]:,.0f}" if rates else "–",
+        "updates made": str(r.updates if r else run.train.updates[-1] if run.train.updates else 0),
+        "folder": str(run.path),
+        "error": ((r.error or "") if r else UNREADABLE if run.status == "unreadable" else "").split("\n")[0],
+    }

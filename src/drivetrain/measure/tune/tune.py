@@ -310,13 +310,12 @@ def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | 
 def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> str:
     """What was found, in one sentence."""
     if proof is not None and proof.gain is not None:
-        speed = f"{proof.gain.middle:.2f} × as fast as it was ({proof.gain.low:.2f} to {proof.gain.high:.2f})"
         outcome = proof.verdict.outcome if proof.verdict is not None else ""
         quality = {
             noninferiority.PASS: ", and its result is no worse",
             noninferiority.INCONCLUSIVE: "; a few seeds do not tell whether its result is as good",
         }.get(outcome, "; whether its result is as good was not measured")
-        return f"With {' '.join(tuning.accepted.values())} the run is {speed}{quality}"
+        return f"With {' '.join(tuning.accepted.values())} the run is {proof.gain.as_fast('it was')}{quality}"
     if tuning.comparisons:
         tried = sum(len(done.rows) - 1 for title, done in tuning.comparisons.items() if title != PROOF)
         if tuning.unfinished:
