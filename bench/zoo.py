@@ -25,7 +25,6 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.cells import figure
 from drivetrain.measure.claims import export, write
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD, rounded
 from drivetrain.measure.claims.verify import Settings, verify
@@ -36,6 +35,7 @@ from drivetrain.recipe.claim import Against, Claim, Memory, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
 from drivetrain.sweeps import SweepJob
 from drivetrain.sweeps import prepare as prepare_sweep
+from drivetrain.ui.sheet import figure
 
 NOT_HERE = "not verified here"  # in the description of a recipe that needs data or a device which this machine has not
 COMMON = ("runtime.device=cpu", "runtime.threads=1")

@@ -202,6 +202,18 @@ class Table:
         return self.only([n for n, name in enumerate(header) if name not in left_out]), left_out
 
 
+def figure(value: float | None, form: str) -> str:
+    """A figure in the given format; a dash where there is none."""
+    return form.format(value) if value is not None else "–"
+
+
+def setting(value: Any, none: str = "–") -> str:
+    """A config value as it would be written in an override; a dash where there is none."""
+    if isinstance(value, list):
+        return f"[{','.join(setting(each, 'null') for each in value)}]"
+    return none if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 Section = Part | Table
 
 

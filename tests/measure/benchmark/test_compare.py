@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from drivetrain.measure.benchmark.comparison import _unequal_work
 from drivetrain.measure.benchmark.interleave import Arm, run_rounds
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST
 from tests.support import json_keys
+from tests.support.waiting import until
 
 
 def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
@@ -79,11 +79,7 @@ def test_a_stopped_comparison_leaves_no_arm_behind(tiny, number, tmp_path):
         held.send_signal(number)
         held.stderr.read()
     assert held.returncode == (75 if number == signal.SIGTERM else -9)
-    for _ in range(100):
-        if not (left := [p for p in Path("/proc").glob("[0-9]*/cmdline") if f"{tmp_path}/mine" in text_of(p)]):
-            break
-        time.sleep(0.1)
-    assert not left
+    until(lambda: not [p for p in Path("/proc").glob("[0-9]*/cmdline") if f"{tmp_path}/mine" in text_of(p)])
     if number == signal.SIGTERM:
         assert not [p for p in (tmp_path / "mine").rglob("*") if p.is_file()]
 
@@ -161,18 +157,14 @@ def test_wrong_words_are_answered_at_once(words, told, capsys):
 
 
 WATCHED = """
-import sys, time, torch
+import sys, torch
 from pathlib import Path
 from drivetrain.launch.job import prepare
-from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.interleave import Arm
+from tests.support.waiting import until
 
-def states(arm, wanted):
-    for _ in range(100):  # a signal takes a moment to arrive
-        if (found := states_now(arm)) == wanted:
-            break
-        time.sleep(0.05)
-    return found
+def states(arm, wanted):  # a signal takes a moment to arrive
+    return until(lambda: (found := states_now(arm)) == wanted and found, lambda: states_now(arm))
 
 def states_now(arm):
     processes = [Path(f"/proc/{p}") for p in [arm._process.pid, *children(arm._process.pid)]]
@@ -207,7 +199,8 @@ print(*[Path(f"/proc/{pid}").exists() for pid in processes])
     ids=["workers", "ranks"],
 )
 def test_who_waits_stands_still_with_its_workers_and_ranks(tiny, words):
-    done = subprocess.run([sys.executable, "-c", WATCHED, *tiny(*words)], capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", WATCHED, *tiny(*words)], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split("\n")[:3] == ["2 T T", "T T True", "False False"]
 
 

@@ -21,6 +21,7 @@ from drivetrain.measure.benchmark.comparison import _without_effect
 from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, run_rounds
 from drivetrain.precision.base import Precision
 from tests.support.simulated_device import Queue
+from tests.support.waiting import LIMIT_S, until
 
 GIB = 2**30
 
@@ -235,22 +236,23 @@ def test_all_ranks_stand_still_before_rank_0_reports(monkeypatch):
         with contextlib.suppress(EOFError):  # the end of the test
             for _ in trainer.stream_watchers[0](micros()):
                 if rank == 2 and updates[rank] == 3:
-                    rank_2_may_go_on.wait(20)
+                    rank_2_may_go_on.wait(LIMIT_S)
                 updates[rank] += 1
 
     ranks = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
     for thread in ranks:
         thread.start()
-    assert not ours.poll(0.2), "rank 0 reports though rank 2 still computes"
+    until(lambda: {0, 1} <= {*finished})
+    assert not ours.poll(0), "rank 0 reports though rank 2 still computes"
     rank_2_may_go_on.set()
-    assert ours.poll(20)
+    assert ours.poll(LIMIT_S)
     facts = ours.recv()
     assert facts["global_batch"] == 4
     assert _without_effect([SimpleNamespace(label="precision=tf32", facts=facts)]) == ["precision=tf32: rounds nothing here"]
     assert updates == {0: 4, 1: 4, 2: 4}
     assert sorted(finished) == [0, 1, 2]
     ours.send(20)
-    assert ours.poll(20)
+    assert ours.poll(LIMIT_S)
     assert ours.recv().samples == 20 * 4 * 3
     assert updates == {0: 27, 1: 27, 2: 27}  # a lead of 3
 

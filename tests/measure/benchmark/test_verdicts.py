@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain.core.selection import Selection
 from drivetrain.launch.job import prepare
-from drivetrain.measure import effects
+from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import noninferiority as test
 from drivetrain.measure.benchmark.arms import compose, swept
 from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial
@@ -199,7 +199,7 @@ def test_a_run_that_averages_its_weights_is_judged_by_the_average():
     ],
 )
 def test_the_difference_of_two_runs_claims_what_its_weakest_part_claims(before, after, effect, claims):
-    found = effects.between(job(*before), job(*after))
+    found = overrides.between(job(*before), job(*after))
     assert found[0] == effect
     assert claims is None or sorted(found[1]) == sorted(claims)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,21 @@ def test_an_arm_is_dropped_where_it_lost_clearly_more_than_half(slower, rounds, 
 def test_the_baseline_is_never_dropped_and_what_is_near_the_best_stays():
     base, best, near, far = (timed(*[rate] * 4) for rate in (100.0, 200.0, 198.0, 150.0))
     assert list(rounds_of.behind([base, best, near, far], 4)) == [far]
+
+
+@pytest.mark.parametrize(("cost", "told", "faster"), [(0.0, "no difference", False), (0.05, "", False), (-0.05, "", True)])
+def test_a_against_a_is_no_difference_and_a_planted_cost_is_seen(cost, told, faster):
+    """Rounds drift together by 30 %, and each arm has 0.5 % of noise of its own."""
+    random, rounds = Random(0), 20
+    drift = [random.uniform(0.7, 1.0) for _ in range(rounds)]
+    base, other = ([100 * share * d * random.gauss(1, 0.005) for d in drift] for share in (1.0, 1 / (1 + cost)))
+    rows = [
+        Row.of(ArmSpec(label, [], None, []), each, timed(*base)) for label, each in (("a", timed(*base)), ("b", timed(*other)))
+    ]
+    assert rows[1].interval().partition("  ")[2] == told
+    assert rows[1].ratio.low < 1 / (1 + cost) < rows[1].ratio.high
+    assert rows[1].ratio.differs is bool(cost)
+    assert answer(rows).startswith("b is 1.05 × as fast as a (" if faster else "No variant is measurably faster than a.")
 
 
 def test_an_arm_that_stopped_is_compared_with_its_own_rounds():

@@ -11,11 +11,10 @@ from drivetrain.measure.benchmark.comparison import Comparison, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, folded, remarks, under, words
+from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, figure, folded, remarks, under, words
 
 WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels

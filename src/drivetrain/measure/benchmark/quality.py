@@ -13,7 +13,7 @@ from drivetrain.core.selection import Selection, evaluated, problems, selected
 from drivetrain.core.target import Reach
 from drivetrain.core.target import problems_of as target_problems
 from drivetrain.launch.job import Job
-from drivetrain.measure import effects
+from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.facts import Facts, final_figures
@@ -55,7 +55,7 @@ def judge(
     """
     known: Trained = {} if trained is None else trained
     first = baseline_job(specs)
-    claims = {n: effects.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
+    claims = {n: overrides.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
     named = [Selection(name, better) for name in plan.judge or [] if (better := evaluated(first.run)[name]) is not None]
     metric = selected(first.run)
     reach = reach_of(plan, first.run)

@@ -23,8 +23,8 @@ from drivetrain.core.horizon import run_horizon
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.interleave import Arm
-from drivetrain.measure.cells import figure
 from drivetrain.measure.intervals import Interval, ratio
+from drivetrain.ui.sheet import figure
 
 WIDTH = 0.02  # of a ratio to each side: precise enough
 MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from drivetrain.launch.job import Job
-from drivetrain.measure import cells
 from drivetrain.measure.certify.judge import CLOSE, DIFFERS, MARGIN, Finding, Verdict, common_factor, different_settings
 from drivetrain.measure.certify.trace import Trace
 from drivetrain.run.identity import flatten
-from drivetrain.ui import terminal
+from drivetrain.ui import sheet, terminal
 from drivetrain.ui.output import echo
 
 FORMATS = {2.0**-24: "float32", 2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16", 2.0**-3: "float8"}
@@ -41,7 +40,7 @@ def different_keys(tested: Job, reference: Job) -> Keys:
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
     groups = [k for k in keys if k in tested.composed.choices]
     shown = [k for k in keys if k in groups or k.partition(".")[0] not in groups]
-    return [(k, cells.setting(ours.get(k)), cells.setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
+    return [(k, sheet.setting(ours.get(k)), sheet.setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
 
 
 def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> None:

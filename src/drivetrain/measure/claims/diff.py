@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import cells
 from drivetrain.measure.benchmark import arms
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
@@ -22,7 +21,7 @@ from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
-from drivetrain.ui import terminal
+from drivetrain.ui import sheet, terminal
 from drivetrain.ui.output import echo
 
 
@@ -94,7 +93,7 @@ def _show(sides: Sequence[Side]) -> None:
     keys = differing(both)
     groups = [key.split(".")[0] for key in keys]
     keys.sort(key=lambda key: (groups.index(key.split(".")[0]), "." in key))  # a group's option before its keys
-    rows = [(key, *(printable(cells.setting(run.config.get(key))) for run in both)) for key in keys]
+    rows = [(key, *(printable(sheet.setting(run.config.get(key))) for run in both)) for key in keys]
     header = ("", *(side.name for side in sides))
     if rows:
         terminal.table(header, rows)
@@ -120,7 +119,7 @@ def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
         ("wall", "{:.1f} s", [r and r.wall_s for r in found]),
         ("device", "{}", [r and (r.device_name or r.device) for r in found]),
     ]
-    rows = [(name, *(cells.figure(value, form) for value in values)) for name, form, values in figures]
+    rows = [(name, *(sheet.figure(value, form) for value in values)) for name, form, values in figures]
     versions = [{**run.environment.get("versions", {}), "commit": run.environment.get("git_commit")} for run in both]
     for name in dict.fromkeys(name for each in versions for name in each):
         if len({each.get(name) for each in versions if len(each) > 1}) > 1:

@@ -14,13 +14,12 @@ from drivetrain.core.option import CountOrZero
 from drivetrain.core.paths import expanded
 from drivetrain.core.target import Reach
 from drivetrain.measure import arguments
-from drivetrain.measure.cells import figure, setting
 from drivetrain.measure.report.over_seeds import Target, seconds_to, summarize_seeds
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page
-from drivetrain.ui.sheet import Section, Sheet, Table, sentence
+from drivetrain.ui.sheet import Section, Sheet, Table, figure, sentence, setting
 
 MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
 SPARE = (  # columns that a narrow table leaves out, in this order

@@ -18,7 +18,7 @@ from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, under, words
+from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, setting, under, words
 from drivetrain.ui.terminal import duration, number
 
 FILE = "report.html"  # in the run's directory
@@ -202,7 +202,7 @@ def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
 def _changes(run: RunFiles) -> list[Section]:
     """What the run chose otherwise than the default recipe."""
     defaults = _Defaults(run.config)
-    rows = [(key, _written(value), _written(defaults.of(key))) for key, value in run.changed.items()]
+    rows = [(key, setting(value, "null"), setting(defaults.of(key), "null")) for key, value in run.changed.items()]
     found = Table(("key", "this run", "default"), rows, "Keys that the run set", ("this run", "default"))
     nothing = words("Nothing." if run.config else "Its recipe.yaml cannot be read.")
     return under("What differs from the default recipe", found if rows else nothing)
@@ -230,13 +230,6 @@ class _Defaults:
 def _yaml(path: Path) -> dict[str, Any]:
     found = files.read_yaml(path)
     return found if isinstance(found, dict) else {}
-
-
-def _written(value: Any) -> str:
-    """A value as an override would have it."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def place_of(run: RunFiles) -> tuple[str, ...]:
