@@ -17,7 +17,6 @@ line's settings hold, as for a stranger's run.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import random
 import shutil
@@ -149,11 +148,7 @@ def summary(cases: Sequence[Case]) -> dict[str, dict[str, int]]:
 
 def main() -> None:
     """Train, damage, show, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=CASES)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = harness.parse(__doc__, "flips-cpu.json", cases=CASES, seed=0)
     folder = Path(tempfile.mkdtemp())
     try:
         cases = campaign(small_runs.train_all(folder), given.cases, given.seed)
@@ -165,8 +160,8 @@ def main() -> None:
     harness.table(f"{len(cases)} damages", ["file", *outcomes], rows)
     totals = collections.Counter(case.outcome for case in cases)
     wrong = [case._asdict() for case in cases if case.outcome not in ALLOWED]
-    content = {"machine": harness.machine(), "seed": given.seed, "cases": len(cases), "outcomes": dict(totals), "files": table}
-    harness.write(given.out or harness.RESULTS / "flips-cpu.json", {**content, "wrong": wrong})
+    content = {"seed": given.seed, "cases": len(cases), "outcomes": dict(totals), "files": table, "wrong": wrong}
+    harness.write(given.out, content)
     raise SystemExit(bool(wrong))
 
 

@@ -11,22 +11,20 @@ and measured in processes of its own, one after the other, so that both see the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from itertools import islice
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.harness import RESULTS, machine, table, write
+from bench.harness import parse, table, write
 
+FIGURES = "peak_bytes", "ms"
 UPDATES, ENOUGH_S, MOST_S = 5, 1.0, 6.0  # timed updates, at least; seconds of them
 IMAGES = ["data=synthetic", "data.samples=512", "data.test_samples=64", "data.classes=10", "model=timm"]
 TEXT = ["task=language_modelling", "data=stdlib", "data.test_samples=100", "model=gpt"]
@@ -164,30 +162,14 @@ def _there(trainer: Any, before: dict[int, int]) -> int:
 
 
 def in_process(work: Callable[..., Any], *args: Any) -> Any:
-    """The result of `work` in a forked process; raises RuntimeError with its traceback."""
-    context: Any = get_context("fork")
-    ours, theirs = context.Pipe()
+    """The result of `work` in a forked process, which writes nothing."""
+    with ProcessPoolExecutor(1, get_context("fork"), _silence) as pool:
+        return pool.submit(work, *args).result()
 
-    def run() -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        try:
-            theirs.send((None, work(*args)))
-        except BaseException:
-            theirs.send((traceback.format_exc(), None))
-        os._exit(0)
 
-    process = context.Process(target=run)
-    process.start()
-    theirs.close()
-    try:
-        error, value = ours.recv()
-    except EOFError:
-        error, value = "the process ended", None
-    process.join()
-    if error:
-        raise RuntimeError(error)
-    return value
+def _silence() -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
 LOOK_S = 12.0  # seconds for timing operations: the share of `drivetrain forecast`'s own on a machine that is not shared
@@ -227,7 +209,7 @@ def predict(overrides: list[str]) -> dict[str, Any]:
 
 def judge(row: dict[str, Any]) -> None:
     """Add the errors of a row: measured / forecast, and whether the interval held."""
-    for figure in ("peak_bytes", "ms"):
+    for figure in FIGURES:
         value, low, high = row["forecast"][figure]
         measured = row["measured"][figure]
         row[figure] = {"ratio": measured / value, "error": abs(value / measured - 1), "held": low <= measured <= high}
@@ -236,7 +218,7 @@ def judge(row: dict[str, Any]) -> None:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The share of measured values inside their intervals, and the errors."""
     found: dict[str, Any] = {"configurations": len(rows)}
-    for figure in ("peak_bytes", "ms"):
+    for figure in FIGURES:
         errors = sorted(row[figure]["error"] for row in rows)
         ratios = sorted(row[figure]["ratio"] for row in rows)
         found[figure] = {
@@ -275,71 +257,34 @@ def warm() -> None:
 
 
 def main() -> None:
-    """Forecast, measure, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=2027)
-    parser.add_argument("--pool", choices=list(NETWORKS), default="test")
-    parser.add_argument("--out", type=Path, default=RESULTS / "forecast-cpu.json")
-    parser.add_argument("--part", default="1/1", help="such as 1/2: every second configuration, for two processes")
-    parser.add_argument("--join", nargs="*", type=Path, default=[], help="result files of parts, to be one")
-    given = parser.parse_args()
-    if given.join:
-        parts = [json.loads(path.read_text(encoding="utf-8")) for path in given.join]
-        finish(given, [row for part in parts for row in part["rows"]], [row for part in parts for row in part["failed"]])
-        return
-    part, of = map(int, given.part.split("/"))
+    """Forecast, measure, write. An interrupted campaign keeps its rows."""
+    given = parse(__doc__, "forecast-cpu.json", count=50, seed=2027, pool="test")
     os.environ.update(OMP_NUM_THREADS="1")
     warm()
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    wanted = len(range(part - 1, given.count, of))
-    for overrides in islice(configurations(given.pool, given.seed), part - 1, None, of):
-        if len(rows) == wanted or len(failed) > wanted:  # the next one comes in place of one that a rule refuses
+    for overrides in configurations(given.pool, given.seed):
+        if len(rows) == given.count or len(failed) > given.count:  # the next one comes in place of one that a rule refuses
             break
         row: dict[str, Any] = {"overrides": overrides}
         try:
             row["forecast"], row["measured"] = in_process(predict, overrides), in_process(measure, overrides)
-        except RuntimeError as error:
-            failed.append({**row, "error": str(error).strip().splitlines()[-1]})
+        except Exception as error:
+            failed.append({**row, "error": str(error).strip()})
             print("failed:", failed[-1]["error"], " ".join(overrides), flush=True)
             continue
         judge(row)
         rows.append(row)
-        print(
-            f"{len(rows)}: peak × {row['peak_bytes']['ratio']:.3f} {row['peak_bytes']['held']}, time × {row['ms']['ratio']:.2f} "
-            f"{row['ms']['held']} {row['measured']['ms']:.1f} ms", " ".join(overrides), file=sys.stderr, flush=True,
-        )  # fmt: skip
-        write_quietly(given.out, given, rows, failed)
-    finish(given, rows, failed)
-
-
-def finish(given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
-    """Show and write the result."""
+        said = (f"{name} × {row[name]['ratio']:.3f} {row[name]['held']}" for name in FIGURES)
+        print(len(rows), *said, " ".join(overrides), file=sys.stderr, flush=True)
+        write(given.out, {
+            "pool": given.pool, "seed": given.seed, "clock": "processor time of one thread",
+            "memory": "bytes of torch's CPU allocator (the profiler's memory events)", "summary": summary(rows),
+            "failed": failed, "rows": rows,
+        })  # fmt: skip
     found = summary(rows)
-    shown = [("peak memory", found["peak_bytes"]), ("step time", found["ms"])]
-    cells = [(name, f"{100 * f['inside']:.0f} %", f"{100 * f['median_error']:.1f} %") for name, f in shown]
+    cells = [(name, f"{100 * found[name]['inside']:.0f} %", f"{100 * found[name]['median_error']:.1f} %") for name in FIGURES]
     table("measured inside the forecast's interval", ("", "inside", "median error"), cells)
-    write(given.out, content(given, rows, failed))
-
-
-def content(given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the result file says."""
-    return {
-        "machine": machine(),
-        "pool": given.pool,
-        "seed": given.seed,
-        "clock": "processor time of one thread",
-        "memory": "bytes of torch's CPU allocator (the profiler's memory events)",
-        "summary": summary(rows),
-        "failed": failed,
-        "rows": rows,
-    }
-
-
-def write_quietly(path: Path, given: argparse.Namespace, rows: list[dict[str, Any]], failed: list[dict[str, Any]]) -> None:
-    """Write what there is so far: an interrupted campaign keeps its rows."""
-    path.write_text(json.dumps(content(given, rows, failed), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

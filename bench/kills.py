@@ -17,7 +17,6 @@ a moment is a share of the unbroken run's time, so where exactly it falls is not
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
 import os
@@ -25,18 +24,20 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support import command, same_end
 
 from bench import harness
-from bench.strikes import Ended, Kill, Reference, run
+from bench.syscalls import Tracer
 
 RUN = (
     "data=own", "data.target=traced.Pictures", "trust=[traced]", "model=mlp", "model.hidden=[8,8,8]", "model.dropout=0.2",
@@ -66,6 +67,99 @@ UNTRAINED = "does not train"
 OUTCOMES = SAME, DIVERGENT, STUCK, UNTYPED, HANGS, UNTRAINED
 EXPECTED = (0, 1, 75, -signal.SIGKILL, -signal.SIGTERM)  # exit codes of a run that was killed
 Names = tuple[str, ...]
+
+
+LIMIT_S = 150.0  # of one command; none takes a tenth of it alone
+
+
+class Kill(NamedTuple):
+    """When, how and whom to kill. `at` is a share: of the run's time, or of its calls."""
+
+    way: str  # moment or call
+    at: float
+    by: str  # SIGKILL or SIGTERM
+    whom: str  # all, first or another
+
+    @classmethod
+    def drawn(cls, draw: random.Random) -> Kill:
+        """A random one."""
+        by = "SIGKILL" if draw.random() < 0.7 else "SIGTERM"
+        return cls(draw.choice(["moment", "call"]), draw.random(), by, draw.choice(["all", "all", "first", "another"]))
+
+
+class Reference(NamedTuple):
+    """The unbroken run of a combination."""
+
+    run_dir: Path
+    seconds: float
+    calls: int
+
+
+class Ended(NamedTuple):
+    """A command that has ended, killed or not."""
+
+    code: int | None  # None: it hung
+    err: str
+    killed: str  # what was killed, and where; empty where it had ended before
+
+
+def run(words: Sequence[str], place: Path, kill: Kill | None, reference: Reference | None) -> tuple[Ended, int]:
+    """Run a command, and kill it. Return how it ended, and how many calls it made that change files."""
+    process = command.start("train", "-q", *words, cwd=place, env={"TRACED": "1"})
+    struck: list[str] = []
+
+    def strike(task: int | None = None, call: str = "") -> None:
+        whom = _kill(process, kill, task) if kill is not None else ""
+        if whom and kill is not None:
+            struck.append(f"{kill.by} to {whom} {f'before: {call}' if call else f'after {kill.at * reference.seconds:.1f} s'}")
+
+    timer: threading.Timer | None = None
+    if kill is not None and reference is not None and kill.way == "call":
+        tracer = Tracer(process.pid, place / "outputs", 1 + int(kill.at * reference.calls), strike)
+    else:
+        tracer = Tracer(process.pid, place / "outputs")
+        if kill is not None and reference is not None:
+            timer = threading.Timer(kill.at * reference.seconds, strike)
+            timer.start()
+    try:
+        _, err = process.communicate(timeout=LIMIT_S)
+        code: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        command.kill_all(process)
+        code, err = None, process.communicate()[1]
+    if timer is not None:
+        timer.cancel()
+        timer.join()
+    tracer.join(LIMIT_S)
+    return Ended(code, err, "; ".join(struck)), tracer.count
+
+
+def _kill(process: subprocess.Popen[str], kill: Kill, task: int | None) -> str:
+    """Send the signal. Return to whom, or nothing if there was nobody."""
+    number = signal.Signals[kill.by]
+    with suppress(ProcessLookupError):
+        if kill.whom == "all":
+            os.killpg(process.pid, number)
+            return "all"
+        others = descendants(process.pid)
+        if kill.whom == "first" or not others:
+            os.kill(process.pid, number)
+            return "the first process"
+        random.Random(kill.at).shuffle(others)
+        chosen = next((pid for pid in others if pid == task), others[0])  # the one that is at the call, if it is another
+        os.kill(chosen, number)
+        return f"process {chosen - process.pid} after the first"
+    return ""
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process and its threads started, and theirs."""
+    found: list[int] = []
+    with suppress(OSError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 class Case(NamedTuple):
@@ -116,8 +210,9 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
     shutil.copy(command.HERE / "traced.py", place)
     kills: list[str] = []
     try:
-        for number in range(1 + MORE_KILLS):
-            kill = Kill.drawn(draw) if number == 0 or draw.random() < 0.5 else None
+        for number in range(2 + MORE_KILLS):
+            more = number == 0 or (number <= MORE_KILLS and draw.random() < 0.5)
+            kill = Kill.drawn(draw) if more else None
             ended, _ = run(_resume(place, words_of(names)), place, kill, reference)
             if ended.killed:
                 kills.append(ended.killed)
@@ -125,10 +220,6 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
                 return Case(names, kills, *wrong)
             if kill is None:
                 break
-        else:
-            ended, _ = run(_resume(place, words_of(names)), place, None, None)
-            if (wrong := _wrong(ended)) is not None:
-                return Case(names, kills, *wrong)
         different = same_end.differences(_newest(place), reference.run_dir)
         left = [p.name for p in (_newest(place) / "checkpoints").glob(".*")]
         if different or left:
@@ -220,15 +311,8 @@ def summary(cases: Sequence[Case]) -> dict[str, dict[str, dict[str, int]]]:
 
 def main() -> None:
     """Kill, show, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=KILLS, help="runs to kill at least once")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no combination after this time")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "kills-cpu.json")
-    given = parser.parse_args()
+    given = harness.parse(__doc__, "kills-cpu.json", kills=KILLS, seed=0, jobs=2, minutes=float("inf"))
     harness.fork_commands()
-    machine = harness.machine()
     cases = campaign(given.kills, given.seed, given.jobs, 60 * given.minutes)
     table = summary(cases)
     rows = [[f"{axis}={option}", *(str(counts.get(outcome, 0)) for outcome in OUTCOMES)]
@@ -237,7 +321,7 @@ def main() -> None:
     struck = [kill for case in cases for kill in case.kills]
     wrong = [case._asdict() for case in cases if case.outcome != SAME]
     harness.write(given.out, {
-        "machine": machine, "seed": given.seed, "runs": len(cases), "combinations": len({case.combination for case in cases}),
+        "seed": given.seed, "runs": len(cases), "combinations": len({case.combination for case in cases}),
         "kills": {"total": len(struck), "at a system call": sum("before:" in kill for kill in struck),
                   **{name: sum(kill.startswith(name) for kill in struck) for name in ("SIGKILL", "SIGTERM")},
                   **{name: sum(f"to {name}" in kill for kill in struck) for name in ("all", "the first", "process")}},

@@ -77,10 +77,10 @@ def attempt(folder: Path, number: int, words: Words, certified: int = 0) -> Ende
 def judged(given: Sequence[str], place: Path) -> str:
     """Certify a run beside its plain twin: the answer, or why there is none."""
     done = command.run("certify", *(word for word in given if not word.startswith("saving=")), "steps=2", cwd=place)
-    if done.code == 1 and "micro-batches" in done.out:
+    if done.code == 1 and "these are of other sizes" in done.out:
         return SMALLER
     kind = {0: SAME, 1: DIFFERS}.get(done.code, "cannot be judged")
-    return kind if kind == SAME else f"{kind}: {(done.err.strip() or done.out.strip())[-600:]}"
+    return kind if kind == SAME else f"{kind}: {(done.out.strip() or done.err.strip())[-600:]}"
 
 
 def run(rows: Iterable[tuple[int, Words]], attempt: Try, jobs: int = 1, seconds: float = 3600.0) -> Iterator[Ended]:

@@ -1,5 +1,8 @@
 """What the recipes that ship achieve on this machine: `python -m bench.zoo` trains each of them with several seeds.
 
+`--only NAME …` takes these recipes. `--claims` writes into each what it has shown, `--verify` measures again what they claim,
+`--memory` only their memory; `--shared`, where other programs share this machine, reports and claims no times.
+
 Runs stay in a folder (--runs), so that a second call trains only what is missing there. All figures are of the weights at the
 end of training: those of the validation set, by which the settings were chosen, and those of the test set, which are reported
 only. A recipe with a grid (`sweep:`) has a row for each of its cells. What a recipe cannot show here says so in its description.
@@ -7,7 +10,6 @@ only. A recipe with a grid (`sweep:`) has a row for each of its cells. What a re
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -202,7 +204,7 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
     return Speed(middle, (low, high), Against(write.against(job, base)))
 
 
-def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: argparse.Namespace) -> Claim | None:
+def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: Any) -> Claim | None:
     """What the runs of a recipe, and its comparison with a baseline, have shown."""
     claim = export.claim_of_runs(runs, export.Settings(target=plan.target))
     if claim is None:
@@ -309,7 +311,7 @@ def _with_table(text: str, begin: str, header: Sequence[str], rows: Sequence[Seq
     return before + begin + "".join(lines) + END + rest.partition(END)[2]
 
 
-def measure(name: str, plan: Plan, given: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:
     """Train what is missing of a recipe; its entry in the results."""
     cells = trained(name, plan, given.runs)
     recipe = recipes.read(places.find(name))
@@ -337,24 +339,13 @@ def _on_other_machines(entry: dict[str, Any], found: dict[str, Any]) -> list[dic
     return [other for other in entry.get("verified") or () if other["machine"]["cpu"] != found["machine"]["cpu"]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and report."""
-    parser = argparse.ArgumentParser(prog="bench.zoo", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=None, metavar="NAME", help="these recipes; the others keep their figures")
-    parser.add_argument("--seeds", type=int, default=None, help="of each recipe; else as many as its plan says")
-    parser.add_argument("--runs", type=Path, default=Path("outputs/zoo"), help="where runs are kept, and found again")
-    parser.add_argument("--claims", action="store_true", help="write into each recipe what it has shown")
-    parser.add_argument("--shared", action="store_true", help="other programs share this machine: report and claim no times")
-    parser.add_argument("--verify", action="store_true", help="verify what each recipe claims, and train nothing else")
-    parser.add_argument(
-        "--memory", action="store_true", help="measure the memory of each recipe, for its claim, and nothing else"
-    )
-    parser.add_argument("--rounds", type=int, default=12, help="of a comparison with a baseline, for a claim of speed")
-    parser.add_argument("--out", type=Path, default=harness.RESULTS / "zoo-cpu.json")
-    parser.add_argument("--page", type=Path, default=harness.ROOT / "docs" / "zoo.md", help="the page that gets the table")
-    given = parser.parse_args(argv)
-    content = json.loads(given.out.read_text()) if given.out.exists() else {}
-    content = {"recipes": content.get("recipes", {})}
+def main() -> None:
+    """Measure and report. The recipes that are not named keep their figures."""
+    given = harness.parse(
+        __doc__, "zoo-cpu.json", only=[], seeds=int, runs=Path("outputs/zoo"), claims=False, shared=False, verify=False,
+        memory=False, rounds=12, page=harness.ROOT / "docs" / "zoo.md",
+    )  # fmt: skip
+    content = {"recipes": harness.before(given.out).get("recipes", {})}
     for name in given.only or names():
         plan = PLANS.get(name, Plan())
         plan = replace(plan, seeds=given.seeds or plan.seeds)
@@ -369,8 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.write(given.out, content)
     if given.page.exists():
         given.page.write_text(page(given.page.read_text(), content))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
