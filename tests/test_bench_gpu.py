@@ -18,6 +18,7 @@ from bench.gpu.campaign import Campaign, Row
 from bench.gpu.interleave import Loop
 
 from drivetrain.config.catalog import LISTS, options
+from drivetrain.core.signals import StopFlag
 from drivetrain.launch import launcher
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,7 +143,8 @@ def fails() -> None:
 
 def hangs() -> None:
     children.report({"so_far": 1})
-    subprocess.run(["sleep", "600"], start_new_session=True, check=True)
+    with StopFlag():  # as in a run, which handles signals
+        subprocess.run(["sleep", "600"], start_new_session=True, check=True)
 
 
 def dies() -> None:

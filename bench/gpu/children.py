@@ -77,7 +77,7 @@ class Child:
         """Let the process, and the ranks that it forked, write the lines that they are at."""
         for pid in (self._process.pid, *descendants(self._process.pid)):
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(pid, signal.SIGUSR2)
         time.sleep(LAST_WORDS_S)
 
     def _receive(self) -> Any:
@@ -153,7 +153,8 @@ def _serve(
         os.dup2(output, number)
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
     faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR1, sys.stderr)  # no dump_traceback_later: its thread would be forked into ranks
+    # Runs take SIGUSR1 for a wish to stop.
+    faulthandler.register(signal.SIGUSR2, sys.stderr)  # no dump_traceback_later: its thread would be forked into ranks
     process.restart_clock()
     if threads is not None:  # of the compiler, beside other children
         import torch._inductor.config

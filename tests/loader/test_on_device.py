@@ -8,16 +8,17 @@ import pytest
 import torch
 from PIL import Image
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.augment import Augment, CutMix, FlipCrop, Mixup, RandomErasing, RandomResizedCrop
-from drivetrain.batch import Batch
+from drivetrain.batch import Accumulate, Batch
 from drivetrain.config.catalog import options
 from drivetrain.core import trees
-from drivetrain.core.microbatch import Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, Texts
 from drivetrain.launch import launcher
-from drivetrain.loader import Dali, Device, Loader, Pipeline, Threads, Workers, dali, side_stream
+from drivetrain.loader import Dali, Device, Loader, Pipeline, Resident, Threads, Workers, dali, side_stream
 from tests.support import sets
 from tests.support.streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.test_contract import NET, words_of
@@ -160,6 +161,55 @@ def test_every_data_set(tiny, device, name):
             given += 1
         assert given == len(asked)
     assert device.problems == []
+
+
+# --- what is prepared at once ---
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that write something: on a device each is a launch at least."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+def resident(monkeypatch, work: Pipeline, samples_at_once: int, epochs: int = 2) -> tuple[list[MicroBatch], int]:
+    """The micro-batches of a resident set, and the operations that it took to make them."""
+    monkeypatch.setattr("drivetrain.loader.resident._samples_at_once", lambda *_: samples_at_once)
+    batch = Accumulate(global_batch=SIZE, accumulation_steps=2)
+    batch.pairs = any(step.mixes for step in work.steps)
+    asked = [r for epoch in range(epochs) for r in batch.requests(len(work.source), 0, epoch, World(), True)]
+    with Launches() as launches:
+        return list(Resident().stream(work, asked, CPU, torch.channels_last)), launches.count
+
+
+@pytest.mark.parametrize("samples_at_once", [2 * SIZE + 1, 10**6])
+@pytest.mark.parametrize("name", NAMES["augment"])
+def test_what_is_augmented_at_once_is_the_same_bit_for_bit(tiny, monkeypatch, name, samples_at_once):
+    steps = [] if name == "none" else [option(tiny, "augment", name)]
+    work = pipeline(images(), steps)
+    alone, together = (resident(monkeypatch, work, most)[0] for most in (0, samples_at_once))
+    assert len(alone) == len(together) == 2 * SAMPLES // (SIZE // 2)
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.y, other.y)
+        assert other.x.is_contiguous(memory_format=torch.channels_last)
+        assert (one.weight, one.last, one.epoch_end, one.filler) == (other.weight, other.last, other.epoch_end, other.filler)
+
+
+def test_batches_of_an_epoch_take_few_launches(monkeypatch):
+    """Crops and flips of all batches of an epoch take as many as those of one; each batch is a view then."""
+    work = pipeline(images(), [FlipCrop()])
+    _, alone = resident(monkeypatch, work, 0)
+    _, first = resident(monkeypatch, work._replace(source=work.source.subset(torch.arange(SIZE))), 0, epochs=1)
+    batches, together = resident(monkeypatch, work, 10**6)
+    assert alone > 10 * len(batches)
+    assert together <= first + len(batches)
 
 
 # --- what crosses to the device ---
