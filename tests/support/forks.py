@@ -26,7 +26,6 @@ from drivetrain.core import child, nvidia_driver
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
-from drivetrain.measure.certify import process
 from drivetrain.sweeps import forked
 
 # The functions by which torch starts CUDA, in any way of asking it.
@@ -127,7 +126,7 @@ def stay(*_: object, **__: object) -> NoReturn:
 
 def fork_into(function: Callable[..., NoReturn]) -> None:
     """Let every forked process call this function."""
-    forking = (elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (child, "_child"), (process, "_child")
+    forking = (elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (child, "_child")
     for place, name in forking:
         setattr(place, name, function)
 

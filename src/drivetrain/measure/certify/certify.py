@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from drivetrain.config.catalog import default_options
+from drivetrain.core import child
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.files import write_json
 from drivetrain.core.option import Count, Option, RunSpec
+from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments
+from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.certify import explain
 from drivetrain.measure.certify.judge import DIFFERS, EXACT, Floors, Verdict, judge, may_have_flipped, same_bits, same_in_float64
-from drivetrain.measure.certify.process import run_recorded
 from drivetrain.measure.certify.trace import FLOAT32, Trace
 from drivetrain.measure.overrides import apply
-from drivetrain.run import directory
-from drivetrain.ui.output import echo
+from drivetrain.run import directory, environment
 from drivetrain.ui.progress import Steps
 
 PERMUTED, ROUNDED = 2, 3  # runs that show what the order of sums and rounding change
@@ -64,10 +64,12 @@ def command(argv: Sequence[str], against: Sequence[str] | None, config_dirs: Seq
         raise UserError(f"against {' '.join(changes)}: that is the same run: name what the other run sets differently")
     with Steps() as progress:
         done = certify(job, reference, settings.steps, progress)
-    explain.show(done.verdict, done.tested, done.reference, done.roundoff, different)
-    folder = directory.create(Path(job.run.values["output_dir"]), "certify")
-    write_json(folder / "certify.json", explain.as_dict(done.verdict, done.tested, done.reference, done.roundoff, different))
-    echo(f"written to {folder}/certify.json")
+    found = done.verdict, done.tested, done.reference, done.roundoff, different
+    sheet, content = explain.sheet(*found), explain.as_dict(*found)
+    sheet.show()
+    words = [*argv, *(["against", *against] if against is not None else [])]
+    about = environment.describe(words, job.config_hash, {})
+    leave.leave(leave.folder(job, "certify"), "certify", sheet, ["certify", *words], about, content)
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 
@@ -103,6 +105,38 @@ def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = 
     refuse_random_layers(tested.run, ours, theirs)
     recorded, recorded_tested = (partial(run_recorded, job, updates) for job in (reference, tested))
     return Certified(verdict_on(ours, theirs, roundoff, recorded, recorded_tested, say), ours, theirs, roundoff)
+
+
+def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
+    """Return the trace of a run's first updates; `look` holds further fields of record.Look. Raises UserError.
+
+    It is an ordinary run in a process of its own, with its ranks, that makes a few updates.
+    """
+    import torch  # noqa: F401 - imported once here, because the processes are forked
+
+    folder = directory.create(Path(job.run.values["output_dir"]), "certify")
+
+    def work(answer: Callable[[Trace], None]) -> None:
+        from drivetrain.launch import launcher
+        from drivetrain.measure.certify import record, shadow
+
+        looked, run = record.Look.at(job.run, updates, **look), job.run
+        if looked.float64:
+            run = shadow.widened_run(run) if looked.techniques else shadow.shadow_of(run)
+
+        def recording(trainer: Any) -> None:  # of each rank
+            if (trace := record.record(trainer, looked)) is not None:
+                answer(trace)
+
+        ended = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)
+        if ended.code:
+            raise UserError(str(ended.result.error).partition(" (traceback in")[0])  # that file is removed
+
+    try:
+        with ended_by_signals():
+            return child.answer_of(work, "the run cannot be certified")
+    finally:
+        directory.remove(folder)
 
 
 Recorded = Callable[..., Trace]  # takes further fields of record.Look

@@ -10,8 +10,7 @@ from drivetrain.launch.job import Job
 from drivetrain.measure.certify.judge import CLOSE, DIFFERS, MARGIN, Finding, Verdict, common_factor, different_settings
 from drivetrain.measure.certify.trace import Trace
 from drivetrain.run.identity import flatten
-from drivetrain.ui import sheet, terminal
-from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Section, Sheet, Table, setting, words
 
 FORMATS = {2.0**-24: "float32", 2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16", 2.0**-3: "float8"}
 MEANS = {
@@ -40,22 +39,18 @@ def different_keys(tested: Job, reference: Job) -> Keys:
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
     groups = [k for k in keys if k in tested.composed.choices]
     shown = [k for k in keys if k in groups or k.partition(".")[0] not in groups]
-    return [(k, sheet.setting(ours.get(k)), sheet.setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
+    return [(k, setting(ours.get(k)), setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
 
 
-def show(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> None:
-    """Print what differs in the configs, the phases, and the verdict."""
-    terminal.table(("setting", "this run", "against"), different)
-    echo()
-    terminal.table(
-        ("phase", "compared", "largest difference", "rounding gives", "in", "verdict"),
-        [_row(*each, verdict.flipped) for each in phases(verdict)],
-    )
-    for line in dict.fromkeys([*tested.unseen, *reference.unseen]):
-        echo(f"not looked into: {line}")
-    echo()
-    for line in lines(verdict, tested, reference, roundoff, different):
-        echo(line)
+def sheet(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> Sheet:
+    """The verdict, what differs in the configs, and the phases."""
+    answer, *more = lines(verdict, tested, reference, roundoff, different)
+    header = ("phase", "compared", "largest difference", "rounding gives", "in", "verdict")
+    rows = [_row(*each, verdict.flipped) for each in phases(verdict)]
+    unseen = [f"not looked into: {line}" for line in dict.fromkeys([*tested.unseen, *reference.unseen])]
+    settings = Table(("setting", "this run", "against"), different, "What differs in the configs")
+    sections: list[Section] = [settings, Table(header, rows, "The phases of an update", ("in",)), words(*unseen, *more)]
+    return Sheet("The same mathematics? – drivetrain certify", answer, sections)
 
 
 def phases(verdict: Verdict) -> list[tuple[str, int, Finding]]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from drivetrain.core import trees
-from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
-from drivetrain.measure.certify import shadow
-from drivetrain.measure.certify.activations import Activations, Rows
-from drivetrain.measure.certify.figures import figures
+from drivetrain.measure.certify import hooks, shadow
+from drivetrain.measure.certify.judge import MARGIN
 from drivetrain.measure.certify.plan import plan_of
-from drivetrain.measure.certify.trace import FLOAT32, Entry, Trace, of_numbers, of_rows, of_tensor, whole
-from drivetrain.measure.certify.watched import NotingLoader, WatchedStep
+from drivetrain.measure.certify.trace import FLOAT32, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
 
 EVALUATED_BATCHES = 8  # global batches of the evaluation set
 
@@ -56,7 +54,6 @@ class Recorder:
     trace: Trace = field(default_factory=Trace)
     update: int = 1
     attempt: int = 1  # as `update`, but it counts updates that were skipped too
-    requests: deque[Request] = field(default_factory=deque)
     rows: dict[tuple[int, str, str], list[Rows]] = field(default_factory=lambda: defaultdict(list))
     batches: list[Any] = field(default_factory=list)  # indices and weight sign of the update's micro-batches so far
 
@@ -65,20 +62,27 @@ class Recorder:
         look, parallel = self.look, self.trainer.parallel
         self.noise = shadow.RandomRounding(look.roundoff, look.seed) if look.roundoff else None
         self.trainer = trainer = self._watched(self.trainer)
-        self._plan()
+        for name, values in plan_of(trainer.requests(), parallel.data_world.size).items():
+            self._add("samples", name, Entry(values, 0.0, values.shape), 0)
         if look.float64:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
             shadow.widen_loss(trainer.evaluator.loss)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
             self._look_at_optimizer()
-        if not look.gradients:
-            self.trace.unseen.append("gradients: the whole step is one graph")
-        self._start()
-        with self._hooks():
+        # What the run starts from: changes are measured from there.
+        self.first = {name: of_tensor(whole(p)) for name, p in self._parameters()}
+        self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
+        for name, entry in self.first.items():
+            self._add("start", name, entry, 0)
+        gradients, layers = "" if look.gradients else "gradients: the whole step is one graph", hooks.hidden(trainer)
+        self.trace.unseen += filter(None, (gradients, layers))
+        with nullcontext() if layers else hooks.watched_modules(self):
             trainer.fit()
-        for name, entry in figures(trainer):
-            self.trace.add(self.update, "evaluation", name, entry)
-        self._look_for_dropout()
+        self._evaluation()
+        if self.trace.random:
+            modules = trainer.model.named_modules()
+            drops = [name for name, m in modules if "drop" in type(m).__name__.lower() and getattr(m, "p", True)]
+            self.trace.random = drops or ["the forward"]
         self.trace.notice = trainer.precision.notice()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
 
@@ -92,8 +96,7 @@ class Recorder:
         )
         return replace(
             trainer,
-            step=WatchedStep(trainer.step, self),
-            loader=NotingLoader(trainer.loader, self.requests),
+            step=hooks.WatchedStep(trainer.step, self),
             evaluator=evaluator,
             max_updates=min(self.look.updates, trainer.max_updates),
             stream_watchers=[*trainer.stream_watchers, self._watch],
@@ -111,27 +114,24 @@ class Recorder:
 
         return rounding
 
-    def _plan(self) -> None:
-        trainer = self.trainer
-        for name, values in plan_of(trainer.requests(), trainer.parallel.data_world.size).items():
-            self.trace.add(0, "samples", name, Entry(values, 0.0, values.shape))
+    def _add(self, phase: str, name: str, entry: Entry, update: int | None = None) -> None:
+        """Keep a tensor of this update, or of another one."""
+        self.trace.entries[self.update if update is None else update, phase, name] = entry
 
-    def _start(self) -> None:
-        """Keep what the run starts from: changes are measured from there."""
-        self.first = {name: of_tensor(whole(p)) for name, p in self._parameters()}
-        self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
-        for name, entry in self.first.items():
-            self.trace.add(0, "start", name, entry)
+    def _evaluation(self) -> None:
+        """Keep each figure of the last evaluation.
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        activations = Activations(self)
-        if why := activations.hidden():
-            self.trace.unseen.append(why)
-            yield
-            return
-        with activations.watched():
-            yield
+        One that counts answers may change by one: rounding may move a sample over the threshold between two of them.
+        """
+        evaluator, world = self.trainer.evaluator, self.trainer.parallel.data_world
+        counting = {*evaluator.loss.counting, *(name for meter in evaluator.meters if meter.counts for name in meter.directions)}
+        batches = evaluator.batch.evaluation(evaluator.data.source, world)[: evaluator.max_batches]
+        one = 1 / max(1, sum(map(len, batches)))
+        for name, value in self.trainer.progress.final.items():
+            entry = of_numbers(value, rounding=FLOAT32)
+            if name.removeprefix("ema_") in counting:
+                entry.rounding = max(entry.rounding, one / MARGIN)
+            self._add("evaluation", name, entry)
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -145,8 +145,7 @@ class Recorder:
 
     def _watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Note which samples each micro-batch has; permute and widen them where that is asked."""
-        for batch in stream:
-            request = self.requests.popleft()
+        for batch, request in zip(stream, self.trainer.requests(), strict=False):  # micro-batches come in their order
             indices = request.indices.cpu()
             if self.look.permute:
                 generator = torch.Generator().manual_seed(self.look.permute)
@@ -176,7 +175,7 @@ class Recorder:
     def before_update(self) -> None:
         """Keep the gradients, unscaled, and the learning rates."""
         for name, group in self._groups():
-            self.trace.add(self.update, "learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
+            self._add("learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
         if not self.look.gradients:
             return
         precision, device = self.trainer.precision, self.trainer.device
@@ -215,39 +214,33 @@ class Recorder:
 
     def _add_gradient(self, phase: str, name: str, grad: Any, p: Any, scale: float = 1.0) -> None:
         entry = of_tensor(whole(p if grad is None else grad), scale)
-        self.trace.add(
-            self.update, phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry
-        )
+        self._add(phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry)
 
     def after_update(self, loss: float, made: bool) -> None:
         """Keep what the update left: it is called once scheduler and average have followed it."""
         self.attempt += 1
         if not made:
             self.trace.skipped += 1
-            self._forget()
+            self.trace.entries = {k: v for k, v in self.trace.entries.items() if k[0] != self.update}
+            for key in [key for key in self.rows if key[0] == self.update]:
+                del self.rows[key]
+            self.batches.clear()
             return
-        trace, at, parallel = self.trace, self.update, self.trainer.parallel
+        parallel = self.trainer.parallel
         total = parallel.all_reduce_sum(torch.full_like(self.trainer.log.loss_sum, loss))
-        trace.add(at, "loss", "", of_numbers(float(total) / parallel.data_world.size, rounding=FLOAT32))
+        self._add("loss", "", of_numbers(float(total) / parallel.data_world.size, rounding=FLOAT32))
         for name, buffer in self.trainer.model.named_buffers():
             if not buffer.is_meta:  # that of another stage of a pipeline
-                trace.add(at, "buffers", name, of_tensor(whole(buffer)))
+                self._add("buffers", name, of_tensor(whole(buffer)))
         if not self._sharded():
             self._add_state()
         for name, p in self._parameters():
-            trace.add(at, "weights", name, _change(of_tensor(whole(p)), self.first[name]))
+            self._add("weights", name, _change(of_tensor(whole(p)), self.first[name]))
         for name, tensor in self._averaged():
-            trace.add(at, "average", name, _change(of_tensor(tensor), self.first_average[name]))
-        if at == 1:
+            self._add("average", name, _change(of_tensor(tensor), self.first_average[name]))
+        if self.update == 1:
             self.trace.settings = {name: _numbers(group) for name, group in self._groups()}
         self.update += 1
-        self.batches.clear()
-
-    def _forget(self) -> None:
-        """Drop what was kept of an update that was not made."""
-        self.trace.entries = {k: v for k, v in self.trace.entries.items() if k[0] != self.update}
-        for key in [key for key in self.rows if key[0] == self.update]:
-            del self.rows[key]
         self.batches.clear()
 
     def _add_state(self) -> None:
@@ -256,7 +249,7 @@ class Recorder:
                 for name, p in zip(group.get("param_names", []), group["params"], strict=False):
                     for key, value in member.state.get(p, {}).items():
                         if isinstance(value, torch.Tensor):
-                            self.trace.add(self.update, "optimizer state", f"{key} of {name}", of_tensor(value))
+                            self._add("optimizer state", f"{key} of {name}", of_tensor(value))
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.trainer.model.named_parameters() if not p.is_meta]
@@ -274,13 +267,6 @@ class Recorder:
         for group in self.trainer.optimizer.param_groups:
             for name in group.get("param_names", []):
                 yield name, group
-
-    def _look_for_dropout(self) -> None:
-        """Name the layers that drew random numbers, if any did."""
-        if self.trace.random:
-            modules = self.trainer.model.named_modules()
-            drops = [name for name, m in modules if "drop" in type(m).__name__.lower() and getattr(m, "p", True)]
-            self.trace.random = drops or ["the forward"]
 
     def _merged(self, ranks: list[Any]) -> Trace | None:
         """Put the ranks' traces together, on rank 0: its own state, what only others have, and the samples of all."""

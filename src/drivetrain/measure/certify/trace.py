@@ -6,6 +6,7 @@ A sketch is linear, so differences of sketches are sketches of differences, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -40,7 +41,9 @@ class Entry:
     def distance(self, other: Entry) -> float:
         """Return the norm of the difference; infinite where one of the two is not finite."""
         distance = float(np.linalg.norm(self.values - other.values))
-        return distance if math.isfinite(distance) else (0.0 if _same_nonfinite(self, other) else math.inf)
+        if math.isfinite(distance):
+            return distance
+        return 0.0 if np.array_equal(self.values, other.values, equal_nan=True) else math.inf
 
     @property
     def size(self) -> float:
@@ -50,10 +53,6 @@ class Entry:
     def comparable(self, other: Entry) -> bool:
         """Whether the two are the same kind of tensor."""
         return self.shape == other.shape and self.values.shape == other.values.shape
-
-
-def _same_nonfinite(a: Entry, b: Entry) -> bool:
-    return bool(np.array_equal(a.values, b.values, equal_nan=True))
 
 
 @dataclass
@@ -68,9 +67,24 @@ class Trace:
     notice: str = ""  # what the run's precision does not do on this device
     unseen: list[str] = field(default_factory=list)  # what cannot be looked into, and why, for the report
 
-    def add(self, update: int, phase: str, name: str, entry: Entry) -> None:
-        """Keep a tensor."""
-        self.entries[update, phase, name] = entry
+
+@dataclass
+class Rows:
+    """One tensor of one micro-batch: sketches of its samples."""
+
+    indices: Array  # (n,) of the samples
+    values: Array  # (n, buckets)
+    rounding: float  # relative
+    shape: tuple[int, ...]  # of one sample
+
+    @staticmethod
+    def entry(parts: Sequence[Rows]) -> Entry | None:
+        """Return all rows in the order of the samples; None where the parts are of different shapes."""
+        if len({part.shape for part in parts}) > 1:
+            return None
+        indices = np.concatenate([part.indices for part in parts])
+        values = np.concatenate([part.values for part in parts])[np.argsort(indices, kind="stable")]
+        return Entry(values, parts[0].rounding * float(np.linalg.norm(values)), (len(values), *parts[0].shape))
 
 
 @lru_cache(maxsize=64)
