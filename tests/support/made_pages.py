@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import report as bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
+from drivetrain.measure.certify import explain, judge
+from drivetrain.measure.certify.trace import Entry, Trace
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile.diagnose import Problem
 from drivetrain.measure.profile.doctor import Diagnosis, Gain
@@ -121,6 +125,14 @@ def bisected() -> bisect.Report:
     return bisect.Report("naive", "mine.yaml", subsets, search, answer, measurer, [HOSTILE], 9.0)
 
 
+def certified() -> str:
+    """The page of two runs that differ, of which one could not be looked into."""
+    key = (1, "weights", HOSTILE)
+    traces = [Trace({key: Entry(np.array([value]), 1e-7, (1,))}, unseen=[HOSTILE]) for value in (1.1, 1.0)]
+    verdict = judge.judge(*traces, judge.Floors())
+    return explain.sheet(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)]).page()
+
+
 def every(folder: Path) -> dict[str, str]:
     """Name → page."""
     for n, lr in enumerate((0.003, 0.03, 0.3)):
@@ -141,4 +153,5 @@ def every(folder: Path) -> dict[str, str]:
         "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),
         "doctor": doctors(),
         "bisect": bisected().sheet().page(),
+        "certify": certified(),
     }

@@ -19,7 +19,7 @@ def made(tmp_path_factory):
     return made_pages.every(tmp_path_factory.mktemp("pages"))
 
 
-NAMES = ["run", "failed run", "report", "compare", "ablate", "tune", "doctor", "bisect"]
+NAMES = ["run", "failed run", "report", "compare", "ablate", "tune", "doctor", "bisect", "certify"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -148,7 +148,7 @@ def vanishing(page: str, folder: Path, name: str) -> int:
     return int(((light > SEEN) & (dark < HIDDEN) | (dark > SEEN) & (light < HIDDEN)).sum())
 
 
-PAGES = ["run", "failed run", "report", "compare", "ablate", "tune", "doctor", "bisect"]
+PAGES = ["run", "failed run", "report", "compare", "ablate", "tune", "doctor", "bisect", "certify"]
 
 
 @pytest.mark.slow

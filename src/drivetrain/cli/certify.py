@@ -19,8 +19,8 @@ Both runs make a few updates from one state with the same samples. Answers:
   within rounding       the differences are those that the run's number format gives
   differs               with the first layer or phase that does, and the update in which it does
 
-What stands after `against` is what the other run sets differently; the rest is the same. Without it, each technique of the run
-that claims to be exact or close (`drivetrain list`) is switched off in the other run.
+After `against`: the settings of the other run that differ; the rest is the same. Without it, each technique of the run that
+claims to be exact or close (`drivetrain list`) is switched off in the other run.
 
   steps=4               updates that are compared
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
