@@ -193,7 +193,8 @@ def predict(overrides: list[str]) -> dict[str, Any]:
         planned = plan([*overrides, "runtime.device=cpu", "runtime.threads=1"], (), "here")
         subject = examine.Subject.build(planned)
         with subject.on_exit:
-            found, record, _ = examine.examine(subject, LOOK_S)
+            found = examine.examine(subject, LOOK_S)
+            record = subject.record(found.micro_batch, found.micro_batches)
     return {
         "peak_bytes": found.memory.peak,
         "counted_bytes": sum(record.peak.values()),

@@ -13,7 +13,7 @@ from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.out_of_memory import halve_micro_batch
-from drivetrain.engine.rehearsal.largest import largest_micro_batch
+from drivetrain.engine.rehearsal.search import largest_micro_batch
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 

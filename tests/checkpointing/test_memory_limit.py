@@ -9,7 +9,7 @@ from drivetrain.checkpointing import Blocks, Checkpointing
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import one_sample
-from drivetrain.engine.rehearsal.recomputation import fewest, fewest_recomputed
+from drivetrain.engine.rehearsal.search import fewest, fewest_recomputed
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 from tests.checkpointing.test_live_bytes import Live
@@ -139,9 +139,9 @@ def test_what_cannot_be_forecast_is_refused(words, reason):
         launcher.prepare(["data=digits", "model=resnet9", "checkpointing=blocks", "checkpointing.memory_gb=4", *words])
 
 
-def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(tiny, monkeypatch):
+def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(train, monkeypatch):
     words = [*DEEP, "checkpointing=blocks", "checkpointing.memory_gb=16"]
-    result = launcher.launch(launcher.prepare(tiny(*words, "saving=last")), quiet=True).result
+    result = train(*words, "saving=last")  # in a new process, from which it is forecast
     read = json.loads((result.run_dir / "environment.json").read_text())["checkpointing"]
     assert read["recomputed"] == 0 < read["bytes"] < 2**30
     said = (result.run_dir / "log.txt").read_text()

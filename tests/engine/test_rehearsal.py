@@ -8,9 +8,9 @@ import torch
 from drivetrain.checkpointing.recompute import checkpoint_forward
 from drivetrain.engine.rehearsal.autocast import autocast_of
 from drivetrain.engine.rehearsal.fake_step import Rehearsal, one_sample
-from drivetrain.engine.rehearsal.largest import HEAP, largest_fitting, largest_micro_batch
 from drivetrain.engine.rehearsal.operation import Operation
 from drivetrain.engine.rehearsal.recorder import OTHER, Fakes, Recorder
+from drivetrain.engine.rehearsal.search import HEAP, furthest, largest_micro_batch
 
 FLOAT = 4  # bytes
 
@@ -142,11 +142,11 @@ def test_a_count_that_is_made_of_numbers_has_its_value(count):
 def test_the_largest_size_below_a_limit(peak, limit):
     """By a few peaks, whatever the curve: the next sizes would not fit, or it is the largest that is asked for."""
     asked = []
-    found = largest_fitting(lambda n: asked.append(n) or peak(n), limit, 1000)
+    found, at = furthest(lambda n: asked.append(n) or peak(n), 2, 1000, limit)
     assert len(asked) <= 6
-    if found:
-        assert 2 <= found <= 1000
-        assert peak(found) <= limit
+    assert 2 <= found <= 1000
+    assert at == peak(found)
+    if at <= limit:
         assert found == 1000 or peak(found + max(1, 0.25 * found)) > 0.98 * limit
     else:
         assert peak(2) > limit

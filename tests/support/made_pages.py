@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,10 @@ from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.certify import explain, judge
 from drivetrain.measure.certify.trace import Entry, Trace
 from drivetrain.measure.intervals import Interval
+from drivetrain.measure.leave import origin
 from drivetrain.measure.profile.diagnose import Problem
 from drivetrain.measure.profile.doctor import Diagnosis, Gain
-from drivetrain.measure.profile.page import doctor_page
+from drivetrain.measure.profile.sheet import sheet as doctor_sheet
 from drivetrain.measure.report import page as report_page
 from drivetrain.measure.report import report
 from drivetrain.measure.tune import tune
@@ -104,7 +106,9 @@ def doctors() -> str:
     gain = Gain("precision=bf16 surgery=[channels_last]", done.rows[1], done.rows[0])
     problem = Problem(0.2, "data", "the step waits for data 20% of its time", HOSTILE)
     found = Diagnosis(profile, [problem, problem], [gain], [HOSTILE], {"What could help, each by itself": done})
-    return doctor_page(found, ["drivetrain train precision=bf16"], ABOUT, ["data=digits"])
+    found_by = origin(["doctor", "data=digits"], ABOUT)
+    sheet = doctor_sheet(found, ["drivetrain train precision=bf16"])
+    return replace(sheet, sections=[*sheet.sections, *found_by]).page()
 
 
 def bisected() -> bisect.Report:

@@ -15,8 +15,7 @@ from drivetrain.compile import kernel_cache
 from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
-from drivetrain.core.forking import start_autograd_engine
-from drivetrain.core.lazy import torch
+from drivetrain.core.lazy import start_autograd_engine, torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.paths import user_cache
 from drivetrain.core.step import Step

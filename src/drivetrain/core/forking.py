@@ -17,7 +17,6 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.lazy import torch
 from drivetrain.core.signals import STOP_SIGNALS, handled_by
 
 LOOK_S = 1.0  # between two looks at whether the parent is there
@@ -143,14 +142,6 @@ def end_with_input() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="end with input", daemon=True).start()
-
-
-def start_autograd_engine() -> None:
-    """Run a backward, if this process has not: torch starts a thread for each device then, and a forked process cannot go on.
-
-    Importing torch's compiler makes torch count a device that is not there. So this comes before it.
-    """
-    torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
 
 
 def end_openmp_threads() -> None:

@@ -23,6 +23,7 @@ class _Lazy(types.ModuleType):
 
 def import_torchao(module: str) -> Any:
     """Import a module of torchao without the deprecation warnings that torch logs at it."""
+    start_autograd_engine()
     logger = logging.getLogger("torch.utils._pytree")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -36,3 +37,11 @@ if TYPE_CHECKING:
     import torch as torch
 else:
     torch = _Lazy("torch")
+
+
+def start_autograd_engine() -> None:
+    """Run a backward, if this process has not: torch starts a thread for each device then, and a forked process cannot go on.
+
+    Importing torch's compiler makes torch count a device that is not there. So this comes before it.
+    """
+    torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))

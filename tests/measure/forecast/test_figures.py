@@ -13,8 +13,8 @@ from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import memory, page, roofline
 from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
 from drivetrain.measure.forecast.figure import Figure, total
-from drivetrain.measure.forecast.look import Row
 from drivetrain.measure.forecast.memory import Ranks
+from drivetrain.measure.forecast.replay import Row
 
 EXACT, NO_TIME = Figure.exactly(1.0), Figure.exactly(0.0)
 KINDS = ("product", "convolution", "attention", "bandwidth")

@@ -16,33 +16,23 @@ from drivetrain.config import validate
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
-from drivetrain.engine.rehearsal.largest import peak_bytes
 from drivetrain.engine.rehearsal.recorder import OTHER
+from drivetrain.engine.rehearsal.search import peak_bytes
 from drivetrain.measure.forecast import examine, page, what_if
 from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
-from drivetrain.measure.forecast.plan import plan
+from drivetrain.measure.forecast.plan import Plan, plan
 from tests.support import json_keys
 
-built: list[examine.Subject] = []
+built: dict[tuple[str, ...], examine.Subject] = {}
 SMALL = [
-    "data=synthetic",
-    "data.samples=64",
-    "data.shape=[1,8,8]",
-    "batch.global_batch=8",
-    "runtime.device=cpu",
-    "runtime.threads=1",
-]
+    "data=synthetic", "data.samples=64", "data.shape=[1,8,8]", "batch.global_batch=8", "runtime.device=cpu", "runtime.threads=1",
+]  # fmt: skip
 TEXT = [
-    "task=language_modelling",
-    "data.tokens=true",
-    "data.shape=[16]",
-    "model=gpt",
-    "model.width=16",
-    "model.heads=2",
+    "task=language_modelling", "data.tokens=true", "data.shape=[16]", "model=gpt", "model.width=16", "model.heads=2",
     "model.depth=2",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +42,19 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    while built:
-        built.pop().on_exit.close()
+    for each in reversed(built.values()):
+        each.on_exit.close()
 
 
-def subject(*overrides: str, device: str = "h100") -> examine.Subject:
-    """Built for a device of the table, so that nothing is timed here."""
-    built.append(examine.Subject.build(plan([*SMALL, *overrides], (), device)))
-    return built[-1]
+def subject(*overrides: str) -> examine.Subject:
+    """Built once for a device of the table, so that nothing is timed here; its records are kept."""
+    return subject_of(plan([*SMALL, *overrides], (), "h100"))
+
+
+def subject_of(planned: Plan) -> examine.Subject:
+    if planned.overrides not in built:
+        built[planned.overrides] = examine.Subject.build(planned)
+    return built[planned.overrides]
 
 
 def recorded(*overrides: str, size: int = 8, micro_batches: int = 1) -> StepRecord:
@@ -105,8 +100,7 @@ def test_memory_of_a_second_record_is_that_of_the_first():
 
 def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
     made = subject("model=mlp", "batch.global_batch=64")
-    _, record, at_most = examine.examine(made, 0.0)
-    size = examine.largest(made, record, at_most, until=float("inf"))
+    size = examine.examine(made, 0.0, until=float("inf")).largest
     assert size is not None
     assert size.low < size.value < size.high
     limit = examine.FILLED * made.device.memory
@@ -118,21 +112,25 @@ BLOCKS = [*TEXT, "model.depth=4", "data.shape=[64]", "checkpointing=blocks"]
 
 
 def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_recompute():
-    kept, dropped = (peak_bytes(recorded(*BLOCKS[:-1], f"checkpointing={option}")) for option in ("none", "blocks"))
-    limit = (kept + dropped) / 2 / 2**30
-    made = subject(*BLOCKS, f"checkpointing.memory_gb={limit}")
-    found, _, _ = examine.examine(made, 0.0)
-    assert 0 < made.recomputed < len(made.blocks) == 4
-    assert peak_bytes(made.record(8, 1)) <= limit * 2**30
-    assert found.fits
-    with pytest.raises(UserError, match=r"is too little: .* with [34] of 4 blocks recomputed"):
-        examine.examine(subject(*BLOCKS, "checkpointing.memory_gb=1e-6"), 0.0)
+    made = subject(*BLOCKS, "checkpointing.memory_gb=1000")
+    option, peaks = made.plan.run.checkpointing, []
+    examine.examine(made, 0.0)
+    assert (made.recomputed, len(made.blocks)) == (0, 4)
+    for made.recomputed in (0, 4):
+        peaks.append(peak_bytes(made.record(8, 1)))
+    option.memory_gb = sum(peaks) / 2 / 2**30
+    assert examine.examine(made, 0.0).fits
+    assert 0 < made.recomputed < 4
+    assert peak_bytes(made.record(8, 1)) <= option.memory_gb * 2**30
+    option.memory_gb = 1e-6
+    with pytest.raises(UserError, match=r"is too little: .* with 4 of 4 blocks recomputed"):
+        examine.examine(made, 0.0)
 
 
 def test_the_time_of_a_run_whose_batch_grows_counts_its_samples():
     """Epochs of 8, 4, 2 and 2 updates, since it grows to 32 samples."""
     alike, grows = (
-        examine.examine(subject("model=mlp", "epochs=4", *more), 0.0)[0]
+        examine.examine(subject("model=mlp", "epochs=4", *more), 0.0)
         for more in ([], ["batch.grow_every=1", "batch.grow_until=32"])
     )
     assert (alike.updates, alike.first_updates) == (32, 32.0)
@@ -176,8 +174,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     """Each as a run that is like it; the time of the whole run is the stages' by their shares."""
 
     def here(planned, settings, until):
-        built.append(examine.Subject.build(planned))
-        return answer(planned, built[-1].trainer, settings)
+        return answer(planned, subject_of(planned).trainer, settings)
 
     monkeypatch.setattr(forecast_module, "_built", here)
     words = [*SMALL, "model=mlp", "stages=[{until: 0.25, batch.global_batch: 16}, {model.freeze: ['layers.*']}]", "epochs=4"]
@@ -200,8 +197,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
 
 def test_an_answer_as_text_and_as_json():
     planned = plan([*SMALL, "model=mlp"], (), "a100")
-    built.append(examine.Subject.build(planned))
-    found = answer(planned, built[-1].trainer, Settings(device="a100", seconds=5))
+    found = answer(planned, subject("model=mlp").trainer, Settings(device="a100", seconds=5))
     shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
     for words in ("peak memory", "largest micro-batch", "limited by launch", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
@@ -220,10 +216,9 @@ def test_an_answer_as_text_and_as_json():
 def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypatch):
     """Another option of `batch` misses what the task's preset sets for the first one."""
     words = [*(word for word in SMALL if not word.startswith("batch.")), *TEXT]
-    built.append(examine.Subject.build(plan(words, (), "h100")))
-    own = built[-1]
+    own = subject_of(plan(words, (), "h100"))
     monkeypatch.setattr(what_if, "candidates", lambda _: ["compile=inductor", "batch=accumulate batch.accumulation_steps=2"])
-    base = examine.examine(own, 0.0)[0]
+    base = examine.examine(own, 0.0)
     recorded = list(own.records)
     compiled, accumulated = what_if.table(base, own, float("inf"))
     assert base.samples == 16
@@ -235,8 +230,8 @@ def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypat
 
 
 def test_ranks_divide_the_batch_and_fsdp_the_state():
-    alone = examine.examine(subject("model=mlp"), 0.0)[0]
-    ranks = examine.examine(subject("model=mlp", "parallel=fsdp", "parallel.nproc=8"), 0.0)[0]
+    alone = examine.examine(subject("model=mlp"), 0.0)
+    ranks = examine.examine(subject("model=mlp", "parallel=fsdp", "parallel.nproc=8"), 0.0)
     assert (alone.micro_batch, ranks.micro_batch, ranks.ranks) == (8, 1, 8)
     assert ranks.memory.parts[STATE] == pytest.approx(alone.memory.parts[STATE] / 8)
     assert ranks.network.high > 0
@@ -256,7 +251,7 @@ def test_a_run_that_needs_checkpoints_is_forecast_with_them():
     assert plan([*SMALL, "model=mlp"], (), "h100").run.saving.active is False
     planned = plan([*SMALL, "model=mlp", "ema=post_hoc"], (), "h100")
     assert planned.run.saving.active
-    assert examine.examine(subject("model=mlp", "ema=post_hoc"), 0.0)[0].memory.peak.value > 0
+    assert examine.examine(subject("model=mlp", "ema=post_hoc"), 0.0).memory.peak.value > 0
     with pytest.raises(UserError, match=r"^ema.wider=0.01 is not above ema.width=0.05"):
         plan([*SMALL, "model=mlp", "ema=post_hoc", "ema.wider=0.01"], (), "h100")
 

@@ -15,15 +15,13 @@ from drivetrain.core.world import World
 from drivetrain.engine import build
 from drivetrain.engine.rehearsal import fake_step
 from drivetrain.engine.rehearsal.autocast import autocast_of
-from drivetrain.engine.rehearsal.largest import peak_bytes
-from drivetrain.engine.rehearsal.recomputation import fewest, recomputed
-from drivetrain.measure.forecast import look, roofline
+from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
+from drivetrain.measure.forecast import replay, roofline
 from drivetrain.measure.forecast.devices import HERE, Device, known
 from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.here import this_device
 from drivetrain.measure.forecast.memory import Memory, peak_memory, sent_bytes
 from drivetrain.measure.forecast.plan import Plan
-from drivetrain.measure.forecast.replay import Timed
 
 FILLED = 0.97  # of a device's memory that a run may fill
 DATA, NETWORK = "data", "network"
@@ -86,7 +84,7 @@ class Subject:
     device: Device
     rehearsal: fake_step.Rehearsal
     here: bool
-    timed: dict[str, Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
+    timed: dict[str, replay.Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
     records: dict[tuple[int, int, int], fake_step.StepRecord] = field(default_factory=dict)  # and how many are recomputed
     blocks: list[Any] = field(default_factory=list)  # of the model, where checkpointing.memory_gb says how many are recomputed
     recomputed: int = 0  # of the blocks, the first ones
@@ -144,17 +142,17 @@ class Subject:
         return peak_memory(record.peak, at_most, measured, self.plan.ranks(self.trainer.model), self.device)
 
 
-def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.StepRecord, float]:
-    """Forecast a plan; also return the record, and the bytes that kernels take beside, for other sizes of the micro-batch."""
+def examine(subject: Subject, budget_s: float, until: float | None = None) -> Forecast:
+    """Forecast a plan in which `budget_s` seconds are for timing operations; with `until`, also the largest micro-batch."""
     plan, trainer, sample = subject.plan, subject.trainer, subject.rehearsal.sample
     size, micro_batches = plan.micro_batch(), plan.micro_batches()
     reading = 0.0
     if subject.here:
         read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
-        reading = look.reading_seconds(trainer, trainer.device) * size / read
+        reading = replay.reading_seconds(trainer, trainer.device) * size / read
     subject.choose_recomputed(size, micro_batches)
     record = subject.record(size, micro_batches)
-    rows = look.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)
+    rows = replay.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)
     at_most = max((row.at_most for row in rows), default=0)
     ranks = plan.ranks(trainer.model)
     memory = subject.memory(record, at_most, subject.here)
@@ -175,7 +173,9 @@ def examine(subject: Subject, budget_s: float) -> tuple[Forecast, fake_step.Step
         Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0), trees.nbytes(sample.x) / trees.length(sample.x),
         roofline.timed_share(rows, subject.device),
     )  # fmt: skip
-    return found, record, at_most
+    if until is not None and not plan.run.batch.buckets_lengths:
+        found.largest = _largest(subject, record, at_most, until)
+    return found
 
 
 def _first_updates(trainer: Any) -> float:
@@ -195,7 +195,7 @@ def _limit(subject: Subject) -> float:
     return given * 2**30 if given else subject.device.memory
 
 
-def largest(subject: Subject, record: fake_step.StepRecord, at_most: float, until: float) -> Figure | None:
+def _largest(subject: Subject, record: fake_step.StepRecord, at_most: float, until: float) -> Figure | None:
     """The largest micro-batch whose peak fits, by the likely, the highest and the lowest forecast; None if none fits.
 
     Memory grows with the micro-batch by a line, which two sizes give; a third record corrects it.

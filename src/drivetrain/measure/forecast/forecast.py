@@ -128,8 +128,7 @@ def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[
         if found.fits or found.largest is None:
             break
         subject = replace(subject, plan=subject.plan.split(found.largest.value))
-        found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
-        found.largest = examine.largest(subject, record, at_most, until)
+        found = examine.examine(subject, LOOK_SHARE * settings.seconds, until)
     return subject, found
 
 
@@ -139,9 +138,7 @@ def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None 
 
     until = until or time.perf_counter() + settings.seconds
     subject = examine.Subject.build(planned, trainer)
-    found, record, at_most = examine.examine(subject, LOOK_SHARE * settings.seconds)
-    if not planned.run.batch.buckets_lengths:
-        found.largest = examine.largest(subject, record, at_most, until)
+    found = examine.examine(subject, LOOK_SHARE * settings.seconds, until)
     if planned.finds_split:
         subject, found = _split(subject, found, settings, until)
     rows = what_if.table(found, subject, until) if settings.what_if else []

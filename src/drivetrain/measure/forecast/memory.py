@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,8 +76,3 @@ def sent_bytes(parameters: float, ranks: Ranks, micro_batches: int) -> float:
         return 2 * share * parameters
     gathers = micro_batches * (1 if ranks.keeps_gathered else 2)
     return share * parameters * (gathers + 1)
-
-
-def split(peak: Counter[str]) -> dict[str, int]:
-    """Bytes by kind, each of them named."""
-    return {kind: peak.get(kind, 0) for kind in KINDS}

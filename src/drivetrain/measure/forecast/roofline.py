@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from drivetrain.measure.forecast.devices import Device
 from drivetrain.measure.forecast.figure import Figure
-from drivetrain.measure.forecast.look import Row
+from drivetrain.measure.forecast.replay import Row
 
 COMPUTE, BANDWIDTH, LAUNCH = "compute", "memory bandwidth", "launch"
 FUSED_BYTES = Figure(0.5, 0.3, 0.7)  # of pointwise operations' traffic that a compiler's fused kernels keep

@@ -76,11 +76,11 @@ def _row(override: str, base: Forecast, subject: Subject) -> Row:
             override += f" batch.global_batch={own.run.batch.size(0)}"
             changed = _changed(own, override)
         if _same_model(override):
-            found = examine(replace(subject, plan=changed), ROW_S)[0]
+            found = examine(replace(subject, plan=changed), ROW_S)
         else:
             built = replace(Subject.build(changed), timed=subject.timed)
             with built.on_exit:
-                found = examine(built, ROW_S)[0]
+                found = examine(built, ROW_S)
     except UserError as error:
         return Row(override, why_not=error.problems[0])
     step, peak = found.step.value, found.memory.peak.value

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # The least share of the time that is reported: of waiting (for data, ranks, evaluation), of saving, of a line beyond what the
 # model's layers need, of one whose remedy is known: created tensors, and loops.
 MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_KNOWN = 0.2, 0.1, 0.1, 0.05
+COMPUTE = "compute"  # the problem of a step that has none
 LOOP_OPERATIONS = 64  # small operations of one line in one update: a loop over elements
 UNFILLED = 1.5  # times the samples a second with a larger batch: the device is not filled
 HOST_READ_SHARE = 0.005  # the weight of a host read on a CPU, where it costs nothing
@@ -225,7 +226,7 @@ def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
         candidates.append("checkpointing=none")
     candidates += [f"{precision} {layout}" for precision in precisions for layout in layouts]
     verdict = f"no bottleneck: the step computes, most of all in the {top}"
-    yield Problem(HOST_READ_SHARE / 2, "compute", verdict, roofline_text(profile), tuple(candidates))
+    yield Problem(HOST_READ_SHARE / 2, COMPUTE, verdict, roofline_text(profile), tuple(candidates))
 
 
 def roofline_text(profile: StepProfile) -> str:

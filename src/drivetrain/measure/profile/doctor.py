@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,18 +14,16 @@ from drivetrain.core.option import Count, Positive
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments
+from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.row import Row, no_gain
 from drivetrain.measure.claims.write import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of
-from drivetrain.measure.profile import tables
-from drivetrain.measure.profile.diagnose import Problem, diagnose, roofline_text
-from drivetrain.measure.profile.page import doctor_page
-from drivetrain.run import directory, environment
-from drivetrain.ui import terminal
+from drivetrain.measure.profile.diagnose import Problem, diagnose
+from drivetrain.measure.profile.sheet import profiled, sheet, verdicts
+from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 
@@ -67,19 +64,8 @@ class Diagnosis:
     comparisons: dict[str, Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
 
     def _repr_html_(self) -> str:
-        """The verdict, the phases of an update and the gains, for notebooks."""
-        total = sum(self.profile.phases.values())
-        phases = "".join(
-            f"<tr><th>{escape(name)}</th><td>{ms:.2f} ms</td><td>{ms / total:.0%}</td></tr>"
-            for name, ms in self.profile.phases.items()
-        )
-        gains = "".join(
-            f"<li><code>{escape(g.overrides)}</code>: {g.row.gain.middle:.2f} ×</li>" for g in self.gains if g.row.gain
-        )
-        first = self.problems[0]
-        return f"<p><b>{escape(first.verdict)}</b><br>{escape(first.evidence)}</p><table>{phases}</table>" + (
-            f"<p>measured to be faster:</p><ul>{gains}</ul>" if gains else ""
-        )
+        """The verdict and the phases of an update, for notebooks."""
+        return sheet(self)._repr_html_()
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
@@ -100,22 +86,21 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     one_rank = _one_rank(job, ranks) if ranks > 1 else []
     with Steps() as progress:
         progress("profiling the step")
-        profiled = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
-        profile = child.ask(profiled.run, partial(_profile_step, profile_s=settings.profile_s), "the run cannot be profiled")
+        alone = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
+        profile = child.ask(alone.run, partial(_profile_step, profile_s=settings.profile_s), "the run cannot be profiled")
     if ranks > 1:
         profile.phases["communication"] = _communication_ms(overrides, one_rank, config_dirs, settings)
-    problems = sorted(diagnose(profile, profiled, ranks), key=lambda p: -p.share)
-    note = f"of one of {ranks} ranks by itself: a batch of {profiled.run.batch.size(0)}, the whole model"
+    problems = sorted(diagnose(profile, alone, ranks), key=lambda p: -p.share)
+    note = f"of one of {ranks} ranks by itself: a batch of {alone.run.batch.size(0)}, the whole model"
     found = Diagnosis(profile, problems, [], [note] if ranks > 1 else [])
-    _show(found)
-    folder = directory.create(Path(job.run.values["output_dir"]), "doctor")
-    commands: list[str] = []
+    for section in (*profiled(found), verdicts(found)):
+        section.show()
+    folder, commands = leave.folder(job, "doctor"), []
     if settings.prove:
         found.gains = prove(found, overrides, config_dirs, settings)
         commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
-    facts = environment.describe(list(overrides), job.config_hash, {})
-    (folder / "doctor.html").write_text(doctor_page(found, commands, facts, argv), encoding="utf-8")
-    echo(f"written to {folder}/doctor.html")
+    about = environment.describe(list(overrides), job.config_hash, {})
+    leave.leave(folder, "doctor", sheet(found, commands), ["doctor", *argv], about)
     return found
 
 
@@ -143,19 +128,6 @@ def _communication_ms(overrides: Sequence[str], one_rank: Sequence[str], config_
     if alone.step_ms_p50 is None or together.step_ms_p50 is None:
         raise UserError(f"the ranks cannot be measured: {alone.error or together.error}")
     return max(0.0, together.step_ms_p50 - alone.step_ms_p50)
-
-
-def _show(found: Diagnosis) -> None:
-    """Print the tables of phases and lines, the verdict on the largest problem, and the other problems."""
-    for header, rows in tables.of(found.profile):
-        terminal.table(header, rows)
-    for line in [*found.notes, roofline_text(found.profile)]:
-        echo(line)
-    first, *others = found.problems
-    echo(f"\nverdict: {first.verdict}\n  {first.evidence}")
-    for problem in others:
-        if problem.name != "compute":
-            echo(f"also: {problem.verdict}\n  {problem.evidence}")
 
 
 def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], settings: Settings) -> list[Gain]:

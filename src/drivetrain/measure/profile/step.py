@@ -11,7 +11,7 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,12 +19,22 @@ from drivetrain.core import trees
 from drivetrain.core.device import synchronize
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
-from drivetrain.measure.profile import roofline, threads, utilization
+from drivetrain.measure.forecast.here import this_device
+from drivetrain.measure.forecast.roofline import number_format
+from drivetrain.measure.profile import threads, utilization
 from drivetrain.measure.profile.attribution import WAITING, Line
 from drivetrain.measure.profile.lines import UPDATES, TrackedStream, profile_lines, read_update, reading_lines, update
 from drivetrain.saving import checkpoint_io
 
 MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes
+
+
+class Roofline(NamedTuple):
+    """The device's limits, and the work of one update."""
+
+    flops: float  # a second, of a large matrix product in the step's number format
+    bandwidth: float  # bytes a second, read and written by a copy
+    step_flops: float  # of forward and backward; 0 where torch cannot count them
 
 
 @dataclass
@@ -40,7 +50,7 @@ class StepProfile:
     operations: int  # in an update
     updates: int  # in an epoch
     larger_batch: float | None  # samples a second with four times the micro-batch, relative to one
-    roofline: roofline.Roofline
+    roofline: Roofline
     micro_batch: int
     read_ms: float | None  # of reading one micro-batch
     device: str
@@ -64,7 +74,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
         attribution = attribution.with_reading(reading_lines(trainer, profile_s))
     used = threads.measure(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
     micro, micro_batches = read_update(stream)
-    limits = roofline.measure(trainer, micro_batches * trees.length(micro.x))
+    limits = _roofline(trainer, micro_batches * trees.length(micro.x))
     larger_batch = _larger_batch(trainer, micro, profile_s)
     evaluation_s, saving_s = _evaluation_s(trainer), _saving_s(trainer)
     return StepProfile(
@@ -165,6 +175,13 @@ def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
         return statistics.median(ratios[1:])  # the first pair is the warm-up
     except (RuntimeError, TypeError):
         return None
+
+
+def _roofline(trainer: Any, samples: int) -> Roofline:
+    """The limits of this machine, as the forecast knows it, and the operations of an update of `samples`."""
+    number = number_format(trainer.precision.dtype or "float32", bool(getattr(trainer.precision, "matmul", "")))
+    device = this_device(trainer.device, (number,))
+    return Roofline(device.flops[number], device.bandwidth, samples * (trainer.log.mfu.model.per_sample or 0.0))
 
 
 def _evaluation_s(trainer: Any) -> float:
