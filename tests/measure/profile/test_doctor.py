@@ -11,7 +11,12 @@ from bench import attribution, bottlenecks
 from bench.bottlenecks import CASES, config_dir, place
 from bench.drawn import MODELS, PLACES, draw
 
+from drivetrain.measure.profile import doctor as doctor_module
+from drivetrain.measure.profile.diagnose import COMPUTE, Problem
+from drivetrain.measure.profile.sheet import profiled
 from drivetrain.recipe.reader import read
+from drivetrain.ui.sheet import Table
+from tests.support import made_pages
 
 
 @pytest.fixture
@@ -29,11 +34,34 @@ def doctor(tmp_path):
     return run
 
 
-# The short form: costs that no busy machine hides. Which finding weighs the most is for a quiet one to say.
-SHORT = ("slow data", "workers", "saving")
+def test_what_was_found_is_shown_and_left(tiny, monkeypatch, capsys):
+    problems = [
+        Problem(0.5, "line", "a line of your own takes 50% of the step", "net.py:12 in forward: `x.sort()`"),
+        Problem(0.3, "data", "the step waits for data 30% of its time", "loader=sync"),
+        Problem(0.0, COMPUTE, "no bottleneck", ""),
+    ]
+    monkeypatch.setattr(doctor_module.child, "ask", lambda run, question, failed: made_pages.profile())
+    monkeypatch.setattr(doctor_module, "diagnose", lambda *given: reversed(problems))
+    found = doctor_module.examine([*tiny(), "prove=false"])
+    said = capsys.readouterr().out
+    assert "\nverdict: a line of your own takes 50% of the step\n  net.py:12 in forward: `x.sort()`\n" in said
+    assert "\nalso: the step waits for data 30% of its time\n  loader=sync\n" in said
+    assert "no bottleneck" not in said
+    (page,) = Path("outputs/doctor").rglob("doctor.html")
+    assert f"written to {page}" in said
+    assert "<h1>A line of your own takes 50% of the step.</h1>" in page.read_text()
+    assert "<b>A line of your own takes 50% of the step.</b>" in found._repr_html_()
+    phases, lines = (section for section in profiled(found) if isinstance(section, Table))
+    assert ["data wait", "20.00 ms", "20%"] in phases.texts()
+    assert lines.texts()[0][1:] == ["50%", "20%"]
+    assert lines.texts()[-1] == ["all else", "10%", ""]
 
 
-@pytest.mark.parametrize("case", [SHORT[0], *(pytest.param(case, marks=pytest.mark.slow) for case in SHORT[1:])])
+SHORT = ("slow data", "workers", "saving")  # costs that no busy machine hides
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SHORT)
 def test_what_was_planted_is_found(doctor, case):
     said, mark = doctor(case, "prove=false", "profile_s=0.4"), CASES[case].mark
     assert CASES[case].verdict in said.split("verdict: ")[1], said
