@@ -4,7 +4,7 @@
 
 The JPEG files are crops of the two photographs that scikit-learn ships, about 500×400, quality 90. Every arm gives
 random-resized, mirrored 224×224 uint8 in batches of 64 (`memory`: 32×32, cropped and mirrored, 256), is a live process,
-and runs short blocks in turn. `packed` and `webdataset` read shards of the same files. First batch: from the request until
+and runs short blocks in turn. `packed` reads shards of the same files. First batch: from the request until
 it is there.
 """
 
@@ -44,19 +44,6 @@ def write_photographs(folder: Path, number: int) -> None:
         (folder / f"class{n % 2}").mkdir(parents=True, exist_ok=True)
         box = (left, top, min(left + width, photograph.width), min(top + height, photograph.height))
         photograph.crop(box).save(folder / f"class{n % 2}" / f"{n:05d}.jpg", quality=90)
-
-
-def write_shard(images: Path, file: Path) -> None:
-    """The same files as a tar shard."""
-    import io
-    import tarfile
-
-    with tarfile.open(file, "w") as tar:
-        for path in sorted(images.rglob("*.jpg")):
-            for name, content in ((f"{path.stem}.jpg", path.read_bytes()), (f"{path.stem}.cls", path.parent.name[-1].encode())):
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
 
 
 def take(sync: BlockSync, epoch: Callable[[], Iterator[Any]]) -> None:
@@ -112,19 +99,6 @@ def drain(dataset: Any, batch: int, workers: int, sync: BlockSync) -> None:
     take(sync, lambda: inputs(loader))
 
 
-def timms(folder: Path, workers: int, sync: BlockSync) -> None:
-    """timm's create_loader, its training transforms cut down to the same two."""
-    import torch
-    from timm.data import create_dataset, create_loader
-
-    dataset = create_dataset("", root=str(folder))
-    loader = create_loader(
-        dataset, (3, 224, 224), BATCH, is_training=True, use_prefetcher=True, num_workers=workers,
-        device=torch.device("cpu"), color_jitter=0.0, persistent_workers=True, pin_memory=False,
-    )  # fmt: skip
-    take(sync, lambda: inputs(loader))
-
-
 def ours(overrides: Sequence[str], epochs: int, sync: BlockSync) -> None:
     """A loader of ours over a data option of ours, as a run builds them: one stream for many epochs.
 
@@ -173,34 +147,21 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, Any]:
     """The usual code first."""
     from drivetrain.cli.main import main as drivetrain
 
-    images, packed, shard = folder / "images", folder / "packed", folder / "shard.tar"
+    images, packed = folder / "images", folder / "packed"
     write_photographs(images, 140 if quick else 1500)
-    write_shard(images, shard)
     if drivetrain(["pack", str(images), str(packed), "--size", "224"]):
         raise SystemExit("packing failed")
     base = (f"batch.global_batch={BATCH}", "model=mlp")
     cropped = (*base, *JPEG_WORDS)
     files = (*cropped, "data=imagefolder", f"data.root={images}", "data.holdout=0.05", "data.verify=0")
-    tar = ("data=webdataset", f"data.train={shard}", f"data.test={shard}", f"data.cache={folder}/cache", "loader=threads")
     shards = ("data=packed", f"data.root={packed}", "loader=threads")
-    return without_missing({
+    return {
         "DataLoader, 2 workers": (usual, (images, 2)),
         "DataLoader, in the loop": (usual, (images, 0)),
-        "timm, 2 workers": (timms, (images, 2)),
-        **{f"ours, {name}": (ours, ((*files, f"loader={name}"), 2)) for name in ("sync", "workers", "threads", "dali")},
-        "ours, webdataset": (ours, ((*cropped, *tar), 2)),
+        **{f"ours, {name}": (ours, ((*files, f"loader={name}"), 2)) for name in ("sync", "workers", "threads")},
         "ours, packed": (ours, ((*cropped, *shards), 4)),
         "ours, packed, centre": (ours, ((*base, *shards, "augment=[flip_crop]", "augment.flip_crop.pad=0"), 8)),
-    })  # fmt: skip
-
-
-def without_missing(arms: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the rows of packages that are not installed, and say so."""
-    from drivetrain.core.option import needs_extra
-
-    if missing := list(needs_extra("nvidia.dali", "dali", "ours, dali")):
-        print(f"left out: {missing[0]}")
-    return {name: arm for name, arm in arms.items() if not (missing and name == "ours, dali")}
+    }  # fmt: skip
 
 
 def memory_arms(folder: Path, quick: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the recipes that ship achieve on this machine: `python -m bench.zoo` trains each of them with several seeds.
 
-`--only NAME …` takes these recipes. `--claims` writes into each what it has shown, `--verify` measures again what they claim,
-`--memory` only their memory; `--shared`, where other programs share this machine, reports and claims no times.
+`--only NAME …` takes these recipes. `--claims` writes into each what it has shown, `--verify` measures again what they claim;
+`--shared`, where other programs share this machine, reports and claims no times.
 
 Runs stay in a folder (--runs), so that a second call trains only what is missing there. All figures are of the weights at the
 end of training: those of the validation set, by which the settings were chosen, and those of the test set, which are reported
@@ -222,20 +222,6 @@ def with_memory(claim: Claim, run: Facts) -> Claim:
     return replace(claim, memory=Memory(rounded(run.peak_mib), 1) if same and run.peak_mib else None)
 
 
-def measure_memory(name: str, plan: Plan, entry: dict[str, Any], folder: Path) -> None:
-    """Measure the memory of a recipe again, for its claim and its row. A grid has no one figure."""
-    recipe = recipes.read(places.find(name))
-    if recipe.sweep:
-        for cell in entry.get("cells", ()):
-            cell["peak_mib"] = None
-        return
-    run = run_of_its_own(name, plan, folder)
-    for cell in entry.get("cells", ()):
-        cell["peak_mib"] = run.peak_mib
-    if recipe.claim is not None:
-        write_claim(name, with_memory(recipe.claim, run))
-
-
 def write_claim(name: str, claim: Claim) -> None:
     """Write the claim as the last section of a recipe's file, in place of the one that it has."""
     file = places.find(name)
@@ -343,7 +329,7 @@ def main() -> None:
     """Measure and report. The recipes that are not named keep their figures."""
     given = harness.parse(
         __doc__, "zoo-cpu.json", only=[], seeds=int, runs=Path("outputs/zoo"), claims=False, shared=False, verify=False,
-        memory=False, rounds=12, page=harness.ROOT / "docs" / "zoo.md",
+        rounds=12, page=harness.ROOT / "docs" / "zoo.md",
     )  # fmt: skip
     content = {"recipes": harness.before(given.out).get("recipes", {})}
     for name in given.only or names():
@@ -353,8 +339,6 @@ def main() -> None:
         if given.verify:
             if (found := verified(name, given.seeds or 3, _weights(name, plan, given.runs))) is not None:
                 entry["verified"] = [*_on_other_machines(entry, found), found]
-        elif given.memory:
-            measure_memory(name, plan, entry, given.runs)
         else:
             entry.update(machine=harness.machine(), **measure(name, plan, given))
         harness.write(given.out, content)
