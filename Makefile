@@ -1,6 +1,7 @@
 # Each target sets up what it needs: a virtual environment in .venv, installed once.
 PYTHON ?= python3
 VENV   ?= .venv
+OLDEST ?= .venv-oldest
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := --no-build-isolation --require-hashes -r requirements
@@ -10,7 +11,7 @@ MUTANTS := build/mutants
 TESTS  ?= $(sort $(foreach module,$(MODULES),tests/$(firstword $(subst /, ,$(module)))))
 LOCK   := uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate -c constraints.txt
 
-.PHONY: train test test-slow fuzz mutants check docs bench wheel audit lock clean
+.PHONY: train test test-slow test-oldest fuzz mutants check docs bench wheel audit lock clean
 
 train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
@@ -30,6 +31,9 @@ mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their
 	echo 'only_mutate = [$(MODULES:%="src/drivetrain/%*",)]' >> $(MUTANTS)/pyproject.toml
 	echo 'pytest_add_cli_args_test_selection = [$(TESTS:%="%",)]' >> $(MUTANTS)/pyproject.toml
 	cd $(MUTANTS) && $(abspath $(BIN))/mutmut run --max-children 2 && $(abspath $(BIN))/mutmut results
+
+test-oldest: $(OLDEST)/.installed  ## what depends on torch's version, with the oldest torch that pyproject.toml promises
+	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" -rs tests/cuda tests/optimizer tests/compile tests/precision tests/test_contract.py $(ARGS)
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check src tests bench examples docs/site
@@ -70,9 +74,16 @@ $(VENV)/.installed: pyproject.toml requirements/run.txt requirements/tools.txt |
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
+$(OLDEST)/.installed: pyproject.toml constraints.txt | $(VENV)/.installed
+	$(BIN)/uv venv --quiet --clear --python 3.12 $(OLDEST)
+	grep -vE '^(torch|torchvision)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/bin/python -c $(OLDEST)/constraints.txt \
+		torch==2.11.0 torchvision==0.26.0 -e '.[metrics,onnx,pandas,parquet,soap,text,timm,torchao]' hypothesis pytest pytest-timeout pytest-xdist
+	touch $@
+
 $(VENV)/.tested: $(VENV)/.installed requirements/test.txt
 	$(UV) $(LOCKED)/test.txt || $(PIP) $(LOCKED)/test.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(OLDEST) build dist
