@@ -64,6 +64,8 @@ lock: $(VENV)/.installed           ## lock everything that is installed, with ha
 	for extra in docs bench mutants; do $(BIN)/$(LOCK) pyproject.toml --extra $$extra -c requirements/test.txt -o requirements/$$extra.txt; done
 	$(BIN)/$(LOCK) requirements/tools.in -c requirements/test.txt -o requirements/tools.txt
 	$(BIN)/$(LOCK) requirements/wheel.in -c requirements/test.txt -o requirements/wheel.txt
+	grep -vE '^torch(vision)?==' constraints.txt | $(BIN)/$(LOCK:constraints.txt=/dev/stdin) pyproject.toml --extra test \
+		--override requirements/oldest.in -o requirements/oldest.txt
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -74,11 +76,11 @@ $(VENV)/.installed: pyproject.toml requirements/run.txt requirements/tools.txt |
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(OLDEST)/.installed: pyproject.toml constraints.txt | $(VENV)/.installed
+$(OLDEST)/.installed: pyproject.toml requirements/oldest.txt | $(VENV)/.installed
 	$(BIN)/uv venv --quiet --clear --python 3.12 $(OLDEST)
-	grep -vE '^(torch|torchvision)==' constraints.txt > $(OLDEST)/constraints.txt
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/bin/python -c $(OLDEST)/constraints.txt \
-		torch==2.11.0 torchvision==0.26.0 -e '.[metrics,onnx,pandas,parquet,soap,text,timm,torchao]' hypothesis pytest pytest-timeout pytest-xdist
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/bin/python $(LOCKED)/tools.txt
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(OLDEST)/bin/python $(LOCKED)/oldest.txt
+	$(BIN)/uv pip install --quiet --python $(OLDEST)/bin/python --no-deps --no-build-isolation -e .
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed requirements/test.txt

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LOCKS = ("run", "test", "tools", "wheel", "docs", "bench", "mutants")
+LOCKS = ("run", "test", "tools", "wheel", "docs", "bench", "mutants")  # `oldest` has another torch
 
 
 def locked(name):
@@ -26,7 +26,7 @@ def wanted(requirement):
     return normal(re.match(r"[\w.\-]+", requirement)[0])
 
 
-@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("name", [*LOCKS, "oldest"])
 def test_every_package_has_hashes(name):
     assert all(hashes for _, hashes in locked(name).values())
 
@@ -78,3 +78,10 @@ def test_actions_are_pinned_by_commit_and_images_by_digest():
     assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action) for action in used), used
     images = re.findall(r"^(?:FROM|ARG BASE=)\s*(?!\$)(\S+)", (ROOT / "Dockerfile").read_text(), re.M)
     assert all(re.search(r"@sha256:[0-9a-f]{64}$", image) for image in images), images
+
+
+def test_the_oldest_torch_that_is_tested_is_the_lower_bound():
+    (torch,) = [
+        r for r in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"] if wanted(r) == "torch"
+    ]
+    assert f"torch>={locked('oldest')['torch'][0].removesuffix('.0')}," in torch
