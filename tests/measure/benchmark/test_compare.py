@@ -299,5 +299,5 @@ def test_a_signal_while_an_arm_starts_ends_it_as_an_interruption(tiny, monkeypat
 
 def test_arms_of_unequal_work_are_grouped():
     arms = [Arm(label, None, Path(), {"global_batch": batch}) for label, batch in (("a", 1000), ("b", 1000), ("c", 64))]
-    assert _unequal_work(arms) == ["the arms do not do the same work. Samples in an update: 1,000 (a, b); 64 (c)"]
+    assert _unequal_work(arms) == ["the variants do not do the same work. Samples in an update: 1,000 (a, b); 64 (c)"]
     assert _unequal_work(arms[:2]) == []

@@ -87,7 +87,7 @@ def test_with_a_target_arms_are_ranked_by_the_time_to_it():
     )
     assert "by 8 of 8 seeds. No variant is measurably faster" in headline(found)
     shown = table(found)
-    assert [*shown.header][:5] == ["arm", "reached", "time to accuracy>=0.9", "updates to it", "sooner"]
+    assert [*shown.header][:5] == ["variant", "reached", "time to accuracy>=0.9", "updates to it", "sooner"]
     assert [row[:3] for row in shown.texts()] == [
         ["unsure", "8 of 8", "5.0 s"],
         ["naive", "8 of 8", "10.1 s"],
@@ -99,10 +99,10 @@ def test_with_a_target_arms_are_ranked_by_the_time_to_it():
 
 def test_what_is_not_certainly_sooner_is_no_winner():
     base, none = arriving(BASE, 10.0, 11.0, 9.0), arriving(FAST, None, None, None)
-    assert headline(to_target(none, none)).startswith("No arm reaches accuracy>=0.9.")
+    assert headline(to_target(none, none)).startswith("No variant reaches accuracy>=0.9.")
     answer = headline(to_target(base, none))
     assert answer.startswith(
-        "No arm reaches accuracy>=0.9 certainly sooner than naive; the first in the order is naive: 10.0 s (median)"
+        "No variant reaches accuracy>=0.9 certainly sooner than naive; the first in the order is naive: 10.0 s (median)"
     )
     answer = headline(to_target(replace(none, label="naive"), replace(base, label="late")))
     assert "; the first in the order is late: 10.0 s (median), by 3 of 3 seeds." in answer
@@ -130,7 +130,7 @@ def test_the_winner_is_marked_and_columns_come_in_one_order():
     text = table(comparison(judged(BASE, FIRST), judged(FAST, "PASS"), judged(UNSURE, "PASS"), quality=True)).html
     assert re.findall(r"<tr class=winner>.*?</th>", text) == ['<tr class=winner><th scope="row">fast &lt;b&gt;</th>']
     heads = re.findall(r'<button type="button">(.*?)</button>', text)
-    assert heads[:3] == ["arm", "accuracy of the validation set", "speed"]
+    assert heads[:3] == ["variant", "accuracy of the validation set", "speed"]
 
 
 @pytest.mark.parametrize(

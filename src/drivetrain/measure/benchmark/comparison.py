@@ -222,7 +222,7 @@ def _together(rows: Sequence[Row]) -> list[str]:
     verdicts = [row.verdict for row in rows[1:] if row.verdict is not None]
     if not verdicts:
         return []
-    arms = f"all {len(verdicts)} arms (Holm) and " if len(verdicts) > 1 else ""
+    arms = f"all {len(verdicts)} variants (Holm) and " if len(verdicts) > 1 else ""
     return [
         f"quality: PASS and FAIL are each decided at a level of {100 * noninferiority.ALPHA:g} % for {arms}"
         "all looks at the seeds together (alpha spending)"
@@ -244,5 +244,5 @@ def _unequal_work(arms: Sequence[Arm]) -> list[str]:
                 found.setdefault(arm.facts[fact], []).append(arm.label)
         if len(found) > 1:
             each = "; ".join(f"{number:,} ({', '.join(labels)})" for number, labels in found.items())
-            notes.append(f"the arms do not do the same work. {meaning.capitalize()}: {each}")
+            notes.append(f"the variants do not do the same work. {meaning.capitalize()}: {each}")
     return notes

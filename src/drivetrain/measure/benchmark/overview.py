@@ -73,14 +73,14 @@ def _on_target(comparison: Comparison) -> str:
     times, target = comparison.times(), comparison.target
     soonest = ranked(times)[0]
     if not soonest.reached:
-        return f"No arm reaches {target}."
+        return f"No variant reaches {target}."
     median = f"{soonest.when} (median), by " if math.isfinite(soonest.median) else ""
     seeds = f"{median}{soonest.reached} of {len(soonest.seconds)} seeds"
     if (best := winner(comparison)) is not None and (faster := times[best].faster_than(times[0])) is not None:
         name = _subject(comparison, comparison.rows[best])
         return f"{name} reaches {target} sooner than {_base(comparison)}, {faster.as_fast()}: {seeds}."
     name = _base(comparison) if soonest is times[0] else _subject(comparison, comparison.rows[comparison.order()[0]])
-    return f"No arm reaches {target} certainly sooner than {_base(comparison)}; the first in the order is {name}: {seeds}."
+    return f"No variant reaches {target} certainly sooner than {_base(comparison)}; the first in the order is {name}: {seeds}."
 
 
 def _on_speed(comparison: Comparison) -> str:
@@ -168,7 +168,7 @@ def _better(comparison: Comparison, row: Row) -> str:
 def table(comparison: Comparison) -> Table:
     """Each arm with all that was measured of it: the time to the target, the result, the speed with its interval, the rest."""
     rows, verdicts, scale = comparison.rows, [row.verdict for row in comparison.rows], _Scale(comparison.rows)
-    columns: dict[str, Sequence[Cell]] = {"arm": names(comparison)}
+    columns: dict[str, Sequence[Cell]] = {"variant": names(comparison)}
     if comparison.target is not None:
         times = comparison.times()
         columns |= of_target(times, times[0], comparison.target)
@@ -183,7 +183,7 @@ def table(comparison: Comparison) -> Table:
     prose = [name for name in columns if name.endswith("validation set")]
     figures = [row.figures() for row in rows]
     columns |= {name: [each[name] for each in figures] for name in figures[0]}
-    found = Table.of(columns, name="The arms", prose=prose, sortable=True, below={"95 % interval": scale.axis()}, spare=LEAST)
+    found = Table.of(columns, name="The variants", prose=prose, sortable=True, below={"95 % interval": scale.axis()}, spare=LEAST)
     order, best = comparison.order(), winner(comparison)
     ordered = replace(found, rows=[found.rows[n] for n in order], winner=None if best is None else order.index(best))
     return ordered.used(1 + list(columns).index("95 % interval"))

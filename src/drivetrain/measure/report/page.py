@@ -33,7 +33,7 @@ def sheet_of(
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
     differing_table, same = found.differing(always=3)
     shown += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
-    body: list[Section] = under("The metric over each knob", Part(charts.grid(knobs))) if (knobs := _knobs(runs)) else []
+    body: list[Section] = under("The metric over each setting", Part(charts.grid(knobs))) if (knobs := _knobs(runs)) else []
     names = {id(each): row[0] for each, row in zip(runs, found.texts(), strict=True)}
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:

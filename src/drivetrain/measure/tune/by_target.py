@@ -53,7 +53,7 @@ def command(target: str, seeds: int, budget_s: float, overrides: list[str], conf
     if best is not None:
         told = [f"drivetrain train {shlex.join(apply(overrides, best.label.split(), config_dirs))}"]
         answer = f"{best.label} is sooner at {reach}"
-    table = Table.of({"arm": [arm.label for arm in order], **columns(order, found[0], str(reach))}, name="The batches")
+    table = Table.of({"batch": [arm.label for arm in order], **columns(order, found[0], str(reach))}, name="The batches")
     sheet = Sheet("Which batch is the soonest – drivetrain tune", answer, [words(noise), table, *map(commands, told)])
     sheet.show()
     content = {"target": str(reach), "look": look, "arms": [asdict(arm) for arm in found], "kept": best and best.label}
