@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.data import packing
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
-from drivetrain.ui import output, terminal
+from drivetrain.ui import terminal
 from drivetrain.ui.output import echo, fold
+from drivetrain.ui.progress import Rate
 
 SIZE = 256
 HELP = """\
@@ -138,38 +139,14 @@ def _listing(splits: Any) -> str:
 
 @contextmanager
 def _progress(verb: str) -> Iterator[packing.OnProgress]:
-    """Progress: a bar with its rate in a terminal, a line every ten seconds elsewhere."""
-    if not terminal.is_live():
-        yield _Lines(verb)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]}", markup=False),
-    ]
-    with Progress(*columns, TimeRemainingColumn(), console=output.console()) as bar:
-        tasks: dict[str, tuple[Any, float, int]] = {}
+    """The progress of one split after the other."""
+    with ExitStack() as shown:
+        rates: dict[str, Rate] = {}
 
         def step(split: str, done: int, total: int) -> None:
-            if split not in tasks:
-                tasks[split] = bar.add_task(split, total=total, rate=""), time.monotonic(), done
-            task, began, first = tasks[split]
-            rate = (done - first) / max(1e-9, time.monotonic() - began)
-            bar.update(task, completed=done, rate=f"{rate:,.0f} samples/s" if done > first else "")
+            if split not in rates:
+                shown.close()
+                rates[split] = shown.enter_context(Rate(f"samples of {split} {verb}", total, done))
+            rates[split](done)
 
         yield step
-
-
-class _Lines:
-    """Progress as a plain line every ten seconds."""
-
-    def __init__(self, verb: str) -> None:
-        self.verb, self.printed = verb, time.monotonic()
-
-    def __call__(self, split: str, done: int, total: int) -> None:
-        if time.monotonic() - self.printed > 10 or done == total:
-            self.printed = time.monotonic()
-            echo(f"{split}: {done:,} of {total:,} {self.verb}")

@@ -7,6 +7,7 @@ import time
 
 from drivetrain.ui import output
 
+LINE_EVERY_S = 10.0  # where there is no terminal
 _CLEAR = "\r\x1b[2K"
 
 
@@ -30,10 +31,10 @@ class Steps:
 
 
 class Rate:
-    """A context manager around many equal pieces of work: a bar with the rate on standard error, where that is a terminal."""
+    """A context manager around many equal pieces of work, on standard error: a bar with the rate in a terminal, else lines."""
 
-    def __init__(self, what: str, total: int | None) -> None:
-        self._what, self._total, self._done = what, total, 0
+    def __init__(self, what: str, total: int | None, done: int = 0) -> None:
+        self._what, self._total, self._first, self._done = what, total, done, done
 
     def __enter__(self) -> Rate:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,18 +45,21 @@ class Rate:
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden, refresh_per_second=4)
         self._task = self._bar.add_task(self._what, total=self._total, text="")
         self._bar.start()
-        self._began = time.monotonic()
+        self._began = self._printed = time.monotonic()
         return self
 
     def __call__(self, done: int) -> None:
         """Show how many are done."""
         self._done = done
+        if self._bar.disable and time.monotonic() - self._printed > LINE_EVERY_S:
+            self._printed = time.monotonic()
+            output.echo(self.text(), file=sys.stderr)
         self._bar.update(self._task, completed=done, text=self.text())
 
     def text(self) -> str:
         """How many are done, and how many in a second."""
         of = f" of {self._total:,}" if self._total is not None and self._done < self._total else ""
-        rate = self._done / max(time.monotonic() - self._began, 1e-9)
+        rate = (self._done - self._first) / max(time.monotonic() - self._began, 1e-9)
         return f"{self._done:,}{of} {self._what}, {rate:,.0f}/s"
 
     def __exit__(self, *_: object) -> None:

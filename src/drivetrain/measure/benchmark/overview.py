@@ -89,8 +89,11 @@ def _on_speed(comparison: Comparison) -> str:
     better = max(filter(_improvement, comparison.rows[1:]), key=_improvement, default=None)
     if best is None:
         known = " with a result known to be as good" if judged else ""
+        few = _too_few(comparison)
         if better is None:
-            return _too_few(comparison) or f"No variant is measurably faster than {base}{known}."
+            return few or f"No variant is measurably faster than {base}{known}."
+        if few:
+            return f"{_subject(comparison, better)} has {_better(comparison, better)}. {few}"
         return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no variant is measurably faster{known}."
     row = comparison.rows[best]
     speed = f"{_subject(comparison, row)} is {_speed(row, base)}"
@@ -215,7 +218,7 @@ def sections(comparison: Comparison) -> list[Section]:
         remarks(how),
         folded("All figures", [found]),
         Part(charts.grid([drawn])),
-        remarks("A change that all arms share is the machine's; a change of one arm alone is its own."),
+        remarks("A change that all variants share is the machine's; a change of one alone is its own."),
         *([folded("How it is decided whether the result is no worse", [words(*METHOD)])] if comparison.settings.quality else []),
     ]
 

@@ -45,7 +45,10 @@ def command(argv: Sequence[str]) -> int:
     if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
         known = "which has target=, samples= and out="
         raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])
-    target = read_target(settings.target)
+    given = settings.target
+    target: Target = Reach.parse(given) if isinstance(given, str) else given
+    if target is None and given is not None:
+        raise UserError(f"target={given}: give a number of the runs' own metric, or a metric's value as 'target=accuracy>=0.98'")
     runs = find([expanded(argument) for argument in rest or ["outputs"]])
     if isinstance(target, Reach) and not any(target.metric in values for run in runs for values in run.evaluated.values):
         raise UserError(f"target={target}: no run has evaluated {target.metric}")
@@ -98,14 +101,6 @@ def _write(sheet: Sheet, found: Table, settings: Settings) -> int:
     sheet.write(folder / run_page.FILE)
     echo(f"written to {folder}/{run_page.FILE} and report.csv")
     return DONE
-
-
-def read_target(given: float | str | None) -> Target:
-    """The target of a report as it was given. Raises UserError where a text names none."""
-    found = Reach.parse(given) if isinstance(given, str) else given
-    if found is None and given is not None:
-        raise UserError(f"target={given}: give a number of the runs' own metric, or a metric's value as 'target=accuracy>=0.98'")
-    return found
 
 
 def time_to(target: Target) -> str:

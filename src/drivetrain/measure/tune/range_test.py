@@ -56,6 +56,8 @@ def run(trainer: Any, updates: int) -> RangeTest:
     """Train a built trainer for at most `updates` updates, while the rate rises from LOW to HIGH by a constant factor."""
     import torch
 
+    from drivetrain.scheduler.base import set_group_value  # imports torch
+
     trainer.model.train()
     trainer.endless()
     groups = trainer.optimizer.param_groups
@@ -68,7 +70,7 @@ def run(trainer: Any, updates: int) -> RangeTest:
     for number in range(updates):
         rate = LOW * (HIGH / LOW) ** (number / (updates - 1))
         for group, own in zip(groups, base, strict=True):
-            _set_lr(group, rate * own / highest)
+            set_group_value(group, "lr", rate * own / highest)
         loss = torch.zeros((), device=trainer.device)
         for micro in stream:
             trainer.step.micro_batch(micro, loss)
@@ -81,14 +83,6 @@ def run(trainer: Any, updates: int) -> RangeTest:
         rates.append(rate)
         losses.append(float(loss))
     return RangeTest(rates, losses, highest)
-
-
-def _set_lr(group: dict[str, Any], rate: float) -> None:
-    """Set a group's rate; a tensor is filled in place, because a captured graph holds it."""
-    if hasattr(group["lr"], "fill_"):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def chart(tested: RangeTest) -> str:
