@@ -13,7 +13,8 @@ import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.inference.tables import Output
-from drivetrain.ui import logs, output, terminal
+from drivetrain.ui import logs, output
+from drivetrain.ui.sheet import Table
 
 EVIL = "a\x1b[31mred\x1b]8;;http://x\x07link\x9b2J\rover\u202eturned\ufeff\udcff"
 IN_REPORTS = EVIL[:-1]  # pytest-xdist cannot send half a character
@@ -66,7 +67,7 @@ def test_keys_on_the_command_line(capsys):
 @pytest.mark.parametrize("live", [True, False])
 def test_tables(live, capsys, monkeypatch):
     monkeypatch.setattr(output, "can_redraw", lambda stream: live)
-    terminal.table(("", f"column {EVIL}"), [("status", EVIL)])
+    Table(("", f"column {EVIL}"), [("status", EVIL)]).show()
     said = capsys.readouterr().out
     assert "\\x1b" in said
     assert "\x1b[31m" not in said

@@ -49,7 +49,7 @@ def test_a_dumb_terminal_and_plain_get_lines_as_a_file_does(name, value, at_a_te
     monkeypatch.setenv(name, value)
     assert not terminal.is_live()
     assert output.fold("a " * 90) == "a " * 90
-    terminal.table(("a", "b"), [("1", "2")])
+    Table(("a", "b"), [("1", "2")]).show()
     said = at_a_terminal()
     assert "┃" not in said
     assert "\x1b" not in said + shown(at_a_terminal)

@@ -10,6 +10,7 @@ from drivetrain.cli import run_arguments
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.files import write_json
 from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Table
 
 HELP = f"""\
 drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a finished run, as its own evaluation computes them
@@ -40,7 +41,6 @@ def command(argv: Sequence[str]) -> int:
         raise UserError(f"drivetrain evaluate takes one run, and was given {', '.join(given.paths)} too")
     from drivetrain.inference.evaluation import evaluate
     from drivetrain.parallel import launched, world_of_environment
-    from drivetrain.ui import terminal
 
     found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
     if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints
@@ -48,7 +48,7 @@ def command(argv: Sequence[str]) -> int:
     samples = f"{found.samples:,} sample{'s' * (found.samples != 1)}"
     which = f"{found.split} set, {samples}, update {found.update}" + (", averaged" if found.average else "")
     echo(f"{found.split} set: {samples} of {found.source}")
-    terminal.table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()])
+    Table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()]).show()
     if given.options.out is not None:
         given.options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.options.out, asdict(found))

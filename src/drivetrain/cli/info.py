@@ -13,7 +13,7 @@ from drivetrain.core.paths import conf_dir, recipes_dir
 from drivetrain.launch.job import Job, prepare_run
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
-from drivetrain.ui.terminal import table
+from drivetrain.ui.sheet import Table
 
 
 def show(what: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
@@ -27,19 +27,21 @@ def show(what: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> int
 
 def _versions(job: Job) -> None:
     names = ("torch", "torchvision", "timm", "hydra-core", "omegaconf")
-    table(("package", "version"), [(name, environment.version(name) or "not installed") for name in ("drivetrain", *names)])
+    Table(
+        ("package", "version"), [(name, environment.version(name) or "not installed") for name in ("drivetrain", *names)]
+    ).show()
 
 
 def _search_path(job: Job) -> None:
     recipes = [("recipes", recipes_dir()), ("recipes of this folder", Path("recipes").absolute())]
     own = [("--config-dir", Path(folder).resolve()) for folder in job.composed.config_dirs]
     found = [("drivetrain", conf_dir()), *((f"plugin {p.package}", p.conf) for p in plugins.plugins()), *own, *recipes]
-    table(("provider", "folder"), [(provider, str(folder)) for provider, folder in found])
+    Table(("provider", "folder"), [(provider, str(folder)) for provider, folder in found]).show()
 
 
 def _plugins(job: Job) -> None:
     found = [(p.package, str(p.conf)) for p in plugins.plugins()]
-    table(("plugin", "options in"), found or [("none", "")])
+    Table(("plugin", "options in"), found or [("none", "")]).show()
 
 
 def _defaults(job: Job) -> None:
@@ -52,7 +54,7 @@ def _defaults(job: Job) -> None:
             by = recipe.where(group)
         for name in choice if isinstance(choice, list) else [choice]:
             rows.append((group, name, by, str(files[group][name])))
-    table(("group", "option", "chosen by", "file"), rows)
+    Table(("group", "option", "chosen by", "file"), rows).show()
 
 
 def _config(job: Job) -> None:

@@ -12,7 +12,7 @@ from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 from drivetrain.ui.output import echo
-from drivetrain.ui.terminal import table
+from drivetrain.ui.sheet import Table
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
         logger.warning("%s", problem)
     groups = catalog.option_files(config_dirs)
     if group is None:
-        table(("group", "option", "effect", "what it does"), [
+        Table(("group", "option", "effect", "what it does"), [
             (name if first else "", option, _claim(file)[0], catalog.summary(file))
             for name, files in groups.items()
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
-        ])  # fmt: skip
+        ]).show()  # fmt: skip
         echo("\n".join(f"{name}: {line}" for name in groups if (line := several(name))))
         return
     if group not in groups:

@@ -11,7 +11,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.launch import recipe_check
 from drivetrain.recipe import places
 from drivetrain.ui.output import echo, fold
-from drivetrain.ui.terminal import table
+from drivetrain.ui.sheet import Table
 
 HELP = """\
 drivetrain recipe VERB …      recipes: options and values, shared as plain YAML that cannot hold code
@@ -61,7 +61,7 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
 def _list(argv: Sequence[str]) -> int:
     if argv:
         raise UserError(f"drivetrain recipe list shows them all: leave out {' '.join(argv)}, or give show {argv[0]}")
-    table(("recipe", "what it is"), [(name, places.read(name).description) for name in places.names()])
+    Table(("recipe", "what it is"), [(name, places.read(name).description) for name in places.names()]).show()
     return DONE
 
 

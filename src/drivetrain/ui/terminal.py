@@ -219,12 +219,12 @@ def show_result(result: Result) -> None:
     if result.run_dir is not None:
         page = result.run_dir / "report.html"
         rows.append(("page", str(page) if page.exists() else f"drivetrain report {result.run_dir} writes it"))
-    table(("", "result"), rows)
+    Table(("", "result"), rows).show()
     of_what, found = tables.of_result(result.tables)
     for name, values in found.items():
         shown = tables.shown(name, values)
         echo(f"\n{shown.title}, {of_what}")
-        table(shown.header, shown.rows)
+        Table(shown.header, shown.rows).show()
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
@@ -257,8 +257,3 @@ def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None 
         del header[-1]
         rows = [row[:-1] for row in rows]
     Table(header, rows, spare=spare).show()
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table."""
-    Table(header, rows).show()

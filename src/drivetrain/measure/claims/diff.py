@@ -21,8 +21,9 @@ from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
-from drivetrain.ui import sheet, terminal
+from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
+from drivetrain.ui.sheet import Table
 
 
 @dataclass
@@ -96,12 +97,12 @@ def _show(sides: Sequence[Side]) -> None:
     rows = [(key, *(printable(sheet.setting(run.config.get(key))) for run in both)) for key in keys]
     header = ("", *(side.name for side in sides))
     if rows:
-        terminal.table(header, rows)
+        Table(header, rows).show()
     else:
         echo("the configs are the same")
     if any(run.result is not None for run in both):
         echo()
-        terminal.table(header, _results(both))
+        Table(header, _results(both)).show()
 
 
 def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:

@@ -30,9 +30,9 @@ from drivetrain.measure.training import trainings
 from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe
-from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
+from drivetrain.ui.sheet import Table
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
 HEADER = ("claim", "claimed", "measured here", "answer", "because")
@@ -79,7 +79,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         compare.show(found.comparison)
         compare.save(found.comparison, found.job, argv, "recipe verify")
         echo()
-    terminal.table(HEADER, found.answers)
+    Table(HEADER, found.answers).show()
     return found.code
 
 
