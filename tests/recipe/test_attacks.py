@@ -18,7 +18,6 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
-from drivetrain.recipe import addresses, cache, hub, places, web
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import drift, environment, reader, recipe_file, records
@@ -97,25 +96,6 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
-
-
-def test_a_kept_recipe_that_is_replaced_after_it_was_checked_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cache.keep(b"epochs: 3\n")
-    monkeypatch.setattr(addresses, "fetched", lambda address: path)
-    address = f"https://example.org/x.yaml#sha256={path.stem}"
-    assert places.read(address).values == {"epochs": 3}
-    path.write_bytes(b"epochs: 4\n")
-    with pytest.raises(UserError, match="another process has changed"):
-        places.read(address)
-
-
-def test_a_hub_that_names_no_commit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "import_hub", lambda: None)
-    monkeypatch.setattr(hub, "_token", dict)
-    for answer in (b'{"sha": "x trust=[posix]"}', b'{"sha": 1}', b"[" * 10_000, b"{}"):
-        monkeypatch.setattr(web, "get", lambda *_, content=answer: web.Fetched(content, []))
-        with pytest.raises(web.Refused, match="did not say which commit"):
-            hub.commit_of(hub.File(None, "owner/repo", None, "x.yaml"))
 
 
 # --- runs' folders ---

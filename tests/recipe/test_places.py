@@ -1,11 +1,11 @@
-"""recipe= takes files, and pinned addresses that are fetched once: from the web, from git and from the Hugging Face hub."""
+"""recipe= takes files, and pinned addresses that are fetched once: from the web and from the Hugging Face hub."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import socket
-import time
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,19 +18,19 @@ from drivetrain.config.compose import compose
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import addresses, cache, git, hub, places, web
+from drivetrain.recipe import fetch, places
 from drivetrain.sweeps import grid
-from tests.support.places import Site, answer, certificate_of_this_machine, git_host, redirect, repository, site
+from tests.support.places import Site, answer, certificate_of_this_machine, redirect, site
 
 TEXT = b"description: from afar\ndefaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.0625\n"
-SHA256 = cache.sha256_of(TEXT)
+SHA256 = fetch.sha256_of(TEXT)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "on_fetch", [])
+    monkeypatch.setattr(fetch, "on_fetch", [])
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -72,7 +72,7 @@ def test_a_name_is_a_recipe_that_ships_then_one_in_recipes_then_one_beside(tmp_p
 
 def test_a_name_that_is_nowhere_says_what_there_is():
     with pytest.raises(UserError, match="recipe=fsat is not known: did you mean 'fast'"):
-        places.find("fsat")
+        places.load("fsat")
 
 
 # --- the command line ---
@@ -84,7 +84,6 @@ def test_a_name_that_is_nowhere_says_what_there_is():
         f"https://host.example:8443/a/x.yaml?v=1#sha256={SHA256}",
         f"http://[::1]:8080/x.yaml#sha256={SHA256}",
         f"hf://owner/repo@{COMMIT}/recipes/x.yaml",
-        f"git+https://host.example/owner/repo@{COMMIT}#recipes/x.yaml",
     ],
 )
 def test_an_address_needs_no_quotes(address):
@@ -110,21 +109,21 @@ def test_the_query_of_an_address_is_not_recorded():
         ("hf://owner/repo/x.yaml", "is not pinned"),
         ("hf://owner/repo@main/x.yaml", "is not pinned"),
         ("hf://owner/repo@0123456/x.yaml", "is not pinned"),
-        ("git+https://host/repo#x.yaml", "is not pinned"),
-        ("git+https://host/repo@v1.0#x.yaml", "is not pinned"),
-        ("https://host/x.yaml#sha256=123", "is no SHA-256"),
+        ("https://host/x.yaml#sha256=123", "is not sha256=HASH"),
+        (f"https://host/x.yaml#{SHA256}", "is not sha256=HASH"),
+        ("https://host/x.yaml#", "is not sha256=HASH"),
         ("https://host/x.yaml#md5=123", "what follows '#' is not sha256=HASH"),
-        ("hf://x.yaml", "the form is hf://OWNER/REPO@COMMIT/FILE.yaml"),
-        (f"git+https://host/repo@{COMMIT}", "it names no file of the repository"),
-        (f"git+https://host/repo@{COMMIT}#../x.yaml", "it names no file of the repository"),
-        (f"git+http://host/repo@{COMMIT}#x.yaml", "plain http"),
-        ("http://host/x.yaml", "plain http"),
+        ("hf://x.yaml", "hf://OWNER/REPO@COMMIT/FILE.yaml"),
+        (f"git+https://host/repo@{COMMIT}#x.yaml", "a file of a commit has an https address"),
+        (f"git+ssh://host/repo@{COMMIT}#x.yaml", "a file of a commit has an https address"),
+        ("http://host/x.yaml", "it is not https"),
+        (f"http://host/x.yaml#sha256={SHA256}", "it is not https"),
         (f"https://me:secret@host/x.yaml#sha256={SHA256}", "a user's name and password"),
         (f"https://host:port/x.yaml#sha256={SHA256}", "it is no URL"),
+        (f"https://host:0/x.yaml#sha256={SHA256}", "it names no host"),
         (f"https://ho st/x.yaml#sha256={SHA256}", "characters that no URL has"),
-        ("ftp://host/x.yaml", "recipes are not fetched by ftp://"),
-        ("file:///etc/passwd", "recipes are not fetched by file://"),
-        (f"git+ssh://host/repo@{COMMIT}#x.yaml", "recipes are not fetched by git+ssh://"),
+        ("ftp://host/x.yaml", "recipes are not fetched from such an address"),
+        ("file:///etc/passwd", "recipes are not fetched from such an address"),
         (f"ext::sh://host/repo@{COMMIT}#x.yaml", "recipe=ext::sh"),
     ],
 )
@@ -147,7 +146,7 @@ def test_any_text_as_an_address_is_pinned_or_refused():
     for _ in range(2000):
         address = "".join(random.choices(parts[:3]) + random.choices(parts, k=random.randint(0, 8)))
         try:
-            addresses.parse(address)
+            fetch.parse(address)
         except UserError as error:
             problems += error.problems
     assert len(problems) > 1000
@@ -174,16 +173,42 @@ def test_what_was_fetched_is_kept_and_needs_no_network(pinned, host, monkeypatch
     assert host.asked == ["/mine.yaml"]
 
 
-def test_a_kept_file_that_was_changed_is_fetched_again(pinned, host):
-    path = places.find(pinned)
+def test_a_kept_file_that_was_changed_is_fetched_again(pinned, host, tmp_path):
+    places.load(pinned)
+    (path,) = (tmp_path / "cache/drivetrain/recipes").glob("*.yaml")
     path.write_bytes(TEXT.replace(b"0.0625", b"9.9"))
     assert places.read(pinned).values["optimizer.lr"] == 0.0625
     assert len(host.asked) == 2
 
 
+@pytest.mark.parametrize("where", ["a relative folder", "a relative home", "a file", "another user's"])
+def test_without_a_folder_of_ones_own_nothing_is_kept_or_read(where, pinned, host, tmp_path, monkeypatch):
+    """A file that somebody planted in the working directory answered for an address, without a connection."""
+    monkeypatch.chdir(tmp_path)
+    if where == "a relative home":
+        monkeypatch.setenv("HOME", ".")
+    if where == "another user's":
+        monkeypatch.setattr(fetch.os, "getuid", lambda: -1)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", {"a relative home": "", "a relative folder": "."}.get(where, str(tmp_path / "file")))
+    (tmp_path / "file").touch()
+    planted = [
+        tmp_path / folder / f"{fetch.sha256_of(pinned.encode())}.yaml"
+        for folder in (".cache/drivetrain/recipes", "drivetrain/recipes")
+    ]
+    for file in planted:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(TEXT)
+    before = {*tmp_path.rglob("*.yaml")}
+    for _ in range(2):
+        assert places.read(pinned).values["optimizer.lr"] == 0.0625
+    assert len(host.asked) == 2
+    assert {*tmp_path.rglob("*.yaml")} == before
+
+
 def test_it_is_shown_once(host, capsys):
     text = TEXT + b"# as sent\n"
-    address = f"{host.has('/mine.yaml', text)}#sha256={cache.sha256_of(text)}"
+    address = f"{host.has('/mine.yaml', text)}#sha256={fetch.sha256_of(text)}"
     assert main(["recipe", "check", address]) == 0
     shown = capsys.readouterr().err
     assert f"fetched {address} from 127.0.0.1, {len(text)} bytes:" in shown
@@ -194,7 +219,7 @@ def test_it_is_shown_once(host, capsys):
 
 def test_what_is_shown_cannot_steer_the_terminal(host, capsys):
     text = TEXT + "# \u202e gone\n".encode()
-    assert main(["recipe", "check", f"{host.has('/mine.yaml', text)}#sha256={cache.sha256_of(text)}"]) == 2
+    assert main(["recipe", "check", f"{host.has('/mine.yaml', text)}#sha256={fetch.sha256_of(text)}"]) == 2
     shown = capsys.readouterr().err
     assert "  lr: 0.0625" in shown
     assert "may not have the character U+202E" in shown
@@ -229,17 +254,70 @@ def test_redirects_are_followed_and_their_hosts_shown(host, capsys):
     assert "from 127.0.0.1 → localhost" in capsys.readouterr().err
 
 
-def test_a_redirect_to_plain_http_is_refused(monkeypatch):
-    error = web.HTTPError("https://host/x", 302, "Found", {"Location": "http://127.0.0.1/x.yaml"}, None)  # type: ignore[arg-type]
-    with pytest.raises(web.Refused, match=r"redirects to http://127\.0\.0\.1, and only https are followed"):
-        web._next("https://host/x", error, ["host"])
+def test_a_redirect_to_plain_http_is_refused():
+    with pytest.raises(
+        fetch.Refused, match=r"redirects to an address that is not followed, http://127\.0\.0\.1/x\.yaml: it is not https"
+    ):
+        fetch._next("https://host/x", "http://127.0.0.1/x.yaml", "host")
+
+
+@pytest.mark.parametrize(
+    ("typed", "address", "kind"),
+    [
+        ("93.184.216.34", "127.0.0.1", "loopback"),
+        ("93.184.216.34", "127.8.9.10", "loopback"),
+        ("93.184.216.34", "::1", "loopback"),
+        ("93.184.216.34", "::ffff:127.0.0.1", "loopback"),
+        ("93.184.216.34", "169.254.169.254", "link-local"),
+        ("93.184.216.34", "fe80::1%eth0", "link-local"),
+        ("93.184.216.34", "10.0.0.1", "private"),
+        ("93.184.216.34", "192.168.1.1", "private"),
+        ("93.184.216.34", "fd00::1", "private"),
+        ("93.184.216.34", "100.64.0.1", "private"),
+        ("93.184.216.34", "0.0.0.0", "private"),
+        ("10.0.0.1", "127.0.0.1", "loopback"),
+        ("127.0.0.1", "169.254.169.254", "link-local"),
+        ("127.0.0.1", "10.0.0.1", "private"),
+        ("93.184.216.34", "1.1.1.1", None),
+        ("10.0.0.1", "1.1.1.1", None),
+        ("10.0.0.1", "192.168.1.1", None),
+        ("127.0.0.1", "::1", None),
+    ],
+)
+def test_a_redirect_to_an_address_of_another_kind_than_the_typed_one_is_refused(typed, address, kind):
+    kinds = {"public"}
+    fetch.check_kind(typed, "typed", kinds, True)
+    if kind is None:
+        return fetch.check_kind(address, "there", kinds, False)
+    with pytest.raises(fetch.Refused, match=f"redirects to there, whose address {address} is {kind}"):
+        fetch.check_kind(address, "there", kinds, False)
+
+
+def test_a_redirect_inside_is_refused_before_it_is_asked(host, monkeypatch):
+    """A name is resolved once, all its addresses are checked, and one of those is asked: DNS may answer differently later."""
+    asked, real = [], socket.getaddrinfo
+
+    def resolve(name, port=None, *args, **kwargs):
+        asked.append(name)
+        stands_for = {"localhost": ["127.0.0.1"], "metadata.example": ["127.0.0.1", "169.254.169.254"]}.get(name, [name])
+        return [found for each in stands_for for found in real(each, port, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    there = host.has("/there", TEXT).replace("127.0.0.1", "localhost")
+    host.pages["/here"] = lambda request: redirect(request, there)
+    assert fetch.get(f"{host.url}/here").content == TEXT
+    assert asked.count("localhost") == 1
+    assert host.headers[1]["Host"] == there.split("/")[2]
+    host.pages["/here"] = lambda request: redirect(request, "https://metadata.example/x.yaml")
+    with pytest.raises(fetch.Refused, match=r"it redirects to metadata\.example, whose address 169\.254\.169\.254 is link-local"):
+        fetch.get(f"{host.url}/here")
 
 
 def test_headers_go_to_their_own_host_alone(host):
     with site() as other:
         host.pages["/here"] = lambda request: redirect(request, "/near")
         host.pages["/near"] = lambda request: redirect(request, other.has("/there", TEXT))
-        assert web.get(f"{host.url}/here", 1000, {"Authorization": "Bearer secret"}).content == TEXT
+        assert fetch.get(f"{host.url}/here", {"Authorization": "Bearer secret"}).content == TEXT
         assert [headers.get("Authorization") for headers in host.headers] == ["Bearer secret"] * 2
         assert "Authorization" not in other.headers[0]
 
@@ -259,17 +337,17 @@ def test_https_with_a_good_and_a_bad_certificate(tmp_path, monkeypatch):
 def test_processes_that_need_it_at_once_fetch_it_once(host):
     """As ranks do that another launcher has started."""
     address = f"{host.url}/mine.yaml#sha256={SHA256}"
-    host.pages["/mine.yaml"] = lambda request: (time.sleep(0.1), answer(request, TEXT))
+    host.pages["/mine.yaml"] = lambda request: answer(request, TEXT)
     with ThreadPoolExecutor(4) as pool:  # a lock of a file excludes threads as it does processes
-        assert len({*pool.map(places.find, [address] * 4)}) == 1
+        assert len({path for path, _ in pool.map(places.load, [address] * 4)}) == 1
     assert len(host.asked) == 1
-
-
-DRIPPED_TO_THE_END = []
 
 
 def endless(request) -> None:
     redirect(request, request.path + "x")
+
+
+GONE = threading.Event()  # ends the servers below, where the test is over
 
 
 def drip(request) -> None:
@@ -279,10 +357,12 @@ def drip(request) -> None:
 
 
 def drip_headers(request) -> None:
-    for _ in range(400):
+    while not GONE.wait(0.01):
         request.wfile.write(b"x")
-        time.sleep(0.02)
-    DRIPPED_TO_THE_END.append(request)
+
+
+def silent(request) -> None:
+    GONE.wait()
 
 
 def half(request) -> None:
@@ -310,24 +390,29 @@ def page(request) -> None:
         (lambda request: answer(request, b"", status=404), "127.0.0.1 answered 404 Not Found"),
         (lambda request: answer(request, b"", status=500), "127.0.0.1 answered 500"),
         (lambda request: redirect(request, "file:///etc/passwd"), "redirects to an address that is not followed"),
-        (lambda request: redirect(request, "ftp://host/x"), "redirects to ftp://host, and only https and http"),
-        (lambda request: request.wfile.write(b"what?\r\n\r\n"), "gave no answer that http knows"),
+        (lambda request: redirect(request, "//["), "Invalid IPv6 URL"),
+        (lambda request: redirect(request, "ftp://host/x"), "ftp://host/x: it is not https"),
+        (lambda request: redirect(request, ""), "it redirects more than 5 times"),
+        (lambda request: request.wfile.write(b"what?\r\n\r\n"), "gave no whole answer"),
         (endless, "it redirects more than 5 times"),
         (drip, "it was not delivered within 0.3 s"),
         (drip_headers, "it was not delivered within 0.3 s"),
-        (lambda request: time.sleep(1.5), "did not answer within 0.2 s"),
-        (half, "127.0.0.1 ended the connection after 10 of 1000 bytes"),
+        (silent, "within 0.3 s"),
+        (half, "gave no whole answer: IncompleteRead(10 bytes read, 990 more expected)"),
         (large, "it is larger than 64 KiB"),
         (page, "it is a web page, not a recipe: name the file itself"),
     ],
 )
-def test_a_bad_server_gives_one_message(host, monkeypatch, does, says):
-    monkeypatch.setattr(web, "TOTAL_S", 0.3)
-    monkeypatch.setattr(web, "STEP_S", 0.2)
+def test_a_bad_server_gives_one_message(host, monkeypatch, does, says, tmp_path):
+    GONE.clear()
+    if does in (drip, drip_headers, silent):  # none of which ends by itself, however long it is waited for
+        monkeypatch.setattr(fetch, "TOTAL_S", 0.3)
     host.pages["*"] = does
-    assert says in problem(f"{host.url}/x.yaml#sha256={SHA256}")
-    assert not DRIPPED_TO_THE_END
-    assert not list((cache.folder()).glob("*.yaml"))
+    try:
+        assert says in problem(f"{host.url}/x.yaml#sha256={SHA256}")
+    finally:
+        GONE.set()
+    assert not list((tmp_path / "cache").rglob("*.yaml"))
 
 
 def test_no_network_gives_one_message_and_exit_code_2(capsys):
@@ -339,81 +424,10 @@ def test_no_network_gives_one_message_and_exit_code_2(capsys):
     assert line == f"error: recipe={address}: 127.0.0.1 cannot be reached: Connection refused"
 
 
-def test_a_cache_that_cannot_be_written_gives_one_message(pinned, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="set XDG_CACHE_HOME to one that can"):
-        places.read(pinned)
-
-
 def test_what_was_fetched_is_held_to_the_rules_of_every_recipe(host):
     text = b"trust: [evil]\nmodel:\n  _target_: evil.Net\n"
     with pytest.raises(UserError, match=r"\.yaml:1: a recipe cannot set 'trust'"):
-        places.read(f"{host.has('/x.yaml', text)}#sha256={cache.sha256_of(text)}")
-
-
-# --- git ---
-
-
-@pytest.fixture
-def repo(tmp_path: Path, host: Site) -> tuple[str, str]:
-    """The address of a repository without its commit, and its commit."""
-    commit = repository(tmp_path / "hosted" / "repo", {"recipes/mine.yaml": TEXT.decode(), "code.py": "raise SystemExit"})
-    host.pages["*"] = git_host(tmp_path / "hosted")
-    return f"git+{host.url}/repo/.git", commit
-
-
-def test_one_file_of_one_commit_of_a_git_repository(repo, host, monkeypatch):
-    """The user's hooks, templates and protocols have no say, and the second reading asks nobody."""
-    base, commit = repo
-    address = f"{base}@{commit}#recipes/mine.yaml"
-    assert places.read(address).values["optimizer.lr"] == 0.0625
-    asked = len(host.asked)
-    monkeypatch.setattr(git, "_git", None)
-    assert places.read(address).name == "mine"
-    assert len(host.asked) == asked
-    assert places.read(address).source.sha256 == SHA256
-
-
-def test_a_branch_of_a_git_repository_is_pinned_by_fetch(repo, capsys):
-    base, commit = repo
-    assert main(["recipe", "fetch", f"{base}@main#recipes/mine.yaml"]) == 0
-    assert f"{base}@{commit}#recipes/mine.yaml" in capsys.readouterr().out
-
-
-def test_a_bad_repository_gives_one_message(repo, host, monkeypatch):
-    base, commit = repo
-    assert "the commit" in problem(f"{base}@{commit}#missing.yaml")
-    assert "git: " in problem(f"{base}@{COMMIT}#recipes/mine.yaml")
-    host.pages["*"], serve = lambda request: redirect(request, "/elsewhere"), host.pages["*"]
-    assert "it redirects, which is not followed" in problem(f"{base}@{commit}#recipes/mine.yaml")
-    host.pages["*"] = serve
-    monkeypatch.setattr(git, "MAX_FETCHED", 10)
-    assert "git fetches more than 0 MiB" in problem(f"{base}@{commit}#recipes/mine.yaml")
-
-
-def test_a_git_host_that_drips_is_left(host, monkeypatch):
-    monkeypatch.setattr(git, "TOTAL_S", 0.3)
-    host.pages["*"] = drip
-    assert "git did not deliver it within 0.3 s" in problem(f"git+{host.url}/repo@{COMMIT}#x.yaml")
-    assert not DRIPPED_TO_THE_END
-
-
-def test_git_runs_nothing_of_the_users(tmp_path, repo, monkeypatch):
-    """Not even what the environment or a global config names."""
-    base, commit = repo
-    trap = tmp_path / "trap.sh"
-    trap.write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
-    trap.chmod(0o755)
-    core = f"[core]\n hooksPath = {tmp_path}\n fsmonitor = {trap}\n askPass = {trap}\n"
-    (tmp_path / ".gitconfig").write_text(f"{core}[init]\n templateDir = {tmp_path}\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("GIT_ASKPASS", "GIT_PROXY_COMMAND", "GIT_SSH_COMMAND", "GIT_EDITOR", "GIT_EXTERNAL_DIFF", "SSH_ASKPASS"):
-        monkeypatch.setenv(name, str(trap))
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    assert places.read(f"{base}@{commit}#recipes/mine.yaml").name == "mine"
-    assert not (tmp_path / "ran").exists()
-    assert not (tmp_path / "elsewhere").exists()
+        places.read(f"{host.has('/x.yaml', text)}#sha256={fetch.sha256_of(text)}")
 
 
 # --- the hub ---
@@ -424,22 +438,53 @@ def test_a_file_of_the_hub(host, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", host.url)
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     host.has(f"/owner/repo/resolve/{COMMIT}/recipes/mine.yaml", TEXT)
-    host.has("/api/models/owner/repo/revision/main", json.dumps({"sha": COMMIT}).encode())
+    host.has("/api/models/owner/repo/revision/main", json.dumps({"id": "owner/repo", "sha": COMMIT}).encode(), "application/json")
     assert places.read(f"hf://owner/repo@{COMMIT}/recipes/mine.yaml").values["optimizer.lr"] == 0.0625
     assert host.headers[0]["Authorization"] == "Bearer hf_mine"
-    pinned, path = addresses.pin("hf://owner/repo@main/recipes/mine.yaml")
-    assert (pinned, path.read_bytes()) == (f"hf://owner/repo@{COMMIT}/recipes/mine.yaml", TEXT)
+    pinned = fetch.pin("hf://owner/repo/recipes/mine.yaml")
+    assert pinned == f"hf://owner/repo@{COMMIT}/recipes/mine.yaml#sha256={SHA256}"
     asked = len(host.asked)
-    places.read(pinned)
+    assert places.read(pinned).name == "mine"
     assert len(host.asked) == asked
-    assert "another SHA-256" in problem(f"{pinned}#sha256={'0' * 64}")
+    assert "another SHA-256" in problem(f"hf://owner/repo@{COMMIT}/recipes/mine.yaml#sha256={'0' * 64}")
     host.pages["*"] = lambda request: answer(request, b"", status=401)
     assert "needs `hf auth login` or HF_TOKEN" in problem(f"hf://owner/private@{COMMIT}/mine.yaml")
+    with pytest.raises(UserError, match=r"the hub gave no commit: .*needs `hf auth login` or HF_TOKEN"):
+        fetch.pin("hf://owner/private/mine.yaml")
 
 
-def test_a_data_set_and_a_branch_of_the_hub():
-    assert hub.FORM.match("datasets/owner/re.po@v1/a/x.yaml").groups() == ("datasets", "owner/re.po", "v1", "a/x.yaml")
-    assert hub.FORM.match("owner/repo/x.yaml").groups() == (None, "owner/repo", None, "x.yaml")
+def test_the_token_goes_to_no_host_that_the_hub_redirects_to(host, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", host.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    with site() as other:
+        host.pages["*"] = lambda request: redirect(request, other.has("/large/file", TEXT))
+        assert places.read(f"hf://datasets/owner/repo@{COMMIT}/mine.yaml").name == "mine"
+        assert host.asked == [f"/datasets/owner/repo/resolve/{COMMIT}/mine.yaml"]
+        assert (host.headers[0]["Authorization"], "Authorization" in other.headers[0]) == ("Bearer hf_mine", False)
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"id": "a/b", "sha": "x trust=[posix]"}', b'{"id": "a/b", "sha": 1}', b"[" * 10_000, b"{}", b"null", b""]
+)
+def test_a_hub_that_names_no_commit_is_refused(content, host, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", host.url)
+    host.pages["*"] = lambda request: answer(request, content, "application/json")
+    with pytest.raises(UserError, match=r"the hub (did not say which commit|gave no commit)"):
+        fetch.pin("hf://owner/repo/mine.yaml")
+
+
+def test_a_hub_that_is_not_https_or_silent_is_refused(host, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
+    assert "HF_ENDPOINT=http://hub.example: it is not https" in problem(f"hf://owner/repo@{COMMIT}/x.yaml")
+    monkeypatch.setenv("HF_ENDPOINT", host.url)
+    monkeypatch.setattr(fetch, "TOTAL_S", 0.3)
+    GONE.clear()
+    host.pages["*"] = silent
+    try:
+        with pytest.raises(UserError, match=r"within 0\.3 s"):
+            fetch.pin("hf://owner/repo/mine.yaml")
+    finally:
+        GONE.set()
 
 
 def test_the_hub_without_its_library_says_what_to_install(monkeypatch):

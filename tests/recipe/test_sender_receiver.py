@@ -13,9 +13,9 @@ import pytest
 
 from drivetrain.cli.main import main
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import cache
+from drivetrain.recipe import fetch
 from tests.support.command import empty, only_run, run, train
-from tests.support.places import Site, git_host, repository, site
+from tests.support.places import Site, site
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 KNOBS = [
@@ -47,12 +47,7 @@ class Sender:
 
     def web(self) -> list[str]:
         text = self.recipe.read_bytes()
-        return [f"recipe={self.host.has('/shared.yaml', text)}#sha256={cache.sha256_of(text)}"]
-
-    def git(self) -> list[str]:
-        commit = repository(self.place / "hosted" / "repo", {"shared.yaml": self.recipe.read_text()})
-        self.host.pages["*"] = git_host(self.place / "hosted")
-        return [f"recipe=git+{self.host.url}/repo/.git@{commit}#shared.yaml"]
+        return [f"recipe={self.host.has('/shared.yaml', text)}#sha256={fetch.sha256_of(text)}"]
 
     def hub(self) -> list[str]:
         pytest.importorskip("huggingface_hub")
@@ -61,7 +56,7 @@ class Sender:
 
 
 WAYS = {
-    "file": Sender.file, "name": Sender.name, "web": Sender.web, "git": Sender.git, "hub": Sender.hub,
+    "file": Sender.file, "name": Sender.name, "web": Sender.web, "hub": Sender.hub,
 }  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""Servers on this machine that stand in for the web, for a git host and for the Hugging Face hub."""
+"""Servers on this machine that stand in for the web and for the Hugging Face hub."""
 
 from __future__ import annotations
 
-import os
 import ssl
 import subprocess
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 Answer = Callable[[BaseHTTPRequestHandler], None]
-OWNER = ("-c", "user.name=owner", "-c", "user.email=owner@example.org", "-c", "commit.gpgsign=false")
 
 
 class Site:
@@ -98,47 +96,3 @@ def certificate_of_this_machine(file: Path) -> Path:
     subprocess.run(["openssl", "req", "-x509", *kind, *name], check=True, capture_output=True)
     file.write_text(file.read_text() + Path(f"{file}.crt").read_text())
     return file
-
-
-def repository(place: Path, files: dict[str, str]) -> str:
-    """A git repository with one commit of these files; the commit."""
-    place.mkdir(parents=True)
-    git(place, "init", "-q", "-b", "main")
-    for name, text in files.items():
-        (place / name).parent.mkdir(parents=True, exist_ok=True)
-        (place / name).write_text(text)
-    git(place, "add", ".")
-    git(place, *OWNER, "commit", "-q", "-m", "recipes")
-    return git(place, "rev-parse", "HEAD").strip()
-
-
-def git(place: Path, *words: str) -> str:
-    """Run git in a repository, without the user's own config."""
-    env = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
-    return subprocess.run(["git", *words], cwd=place, env=env, check=True, capture_output=True, text=True).stdout
-
-
-def git_host(root: Path) -> Answer:
-    """What serves the repositories below a folder, by git's own CGI program."""
-
-    def serve(request: BaseHTTPRequestHandler) -> None:
-        path, _, query = request.path.partition("?")
-        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
-        env = {
-            **os.environ, "GIT_PROJECT_ROOT": str(root), "GIT_HTTP_EXPORT_ALL": "1", "REQUEST_METHOD": request.command,
-            "PATH_INFO": path, "QUERY_STRING": query, "CONTENT_TYPE": request.headers.get("Content-Type") or "",
-            "CONTENT_LENGTH": str(len(body)), "HTTP_CONTENT_ENCODING": request.headers.get("Content-Encoding") or "",
-            "GIT_PROTOCOL": request.headers.get("Git-Protocol") or "", "GIT_CONFIG_COUNT": "2",
-            "GIT_CONFIG_KEY_0": "uploadpack.allowFilter", "GIT_CONFIG_VALUE_0": "true",
-            "GIT_CONFIG_KEY_1": "safe.directory", "GIT_CONFIG_VALUE_1": "*",
-        }  # fmt: skip
-        done = subprocess.run(["git", "http-backend"], input=body, env=env, capture_output=True, check=False).stdout
-        head, _, content = done.partition(b"\r\n\r\n")
-        headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n"))
-        request.send_response(int(headers.pop("Status", "200").split()[0]))
-        for name, value in headers.items():
-            request.send_header(name, value)
-        request.end_headers()
-        request.wfile.write(content)
-
-    return serve

@@ -13,7 +13,7 @@ from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, Interr
 from drivetrain.core.paths import remove_working_directory
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import machine_limits
-from drivetrain.recipe import cache
+from drivetrain.recipe import fetch
 from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv.remove("--plain")
         os.environ[PLAIN] = "1"
     terminal.prepare_output()
-    cache.on_fetch[:] = [fetched.show]
+    fetch.on_fetch[:] = [fetched.show]
     try:
         with ended_by_signals():  # a run has its own way with them
             return _dispatch(argv)

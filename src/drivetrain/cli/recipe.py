@@ -104,6 +104,6 @@ def _measured(module: str) -> Callable[[Sequence[str]], int]:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"), "schema": recipe_schema.command,
-    "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch"),
+    "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch_address"),
     "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

@@ -57,8 +57,10 @@ class Dynamo(Compiled):
         import torch._dynamo
         import torch._functorch.config
 
-        os.environ[CACHE_VARIABLE] = self.cache_dir or _USERS_CACHE or str(user_cache() / "inductor")
-        kernel_cache.drop_broken(Path(os.environ[CACHE_VARIABLE]))
+        cache = user_cache()
+        if folder := self.cache_dir or _USERS_CACHE or (str(cache / "inductor") if cache is not None else ""):  # else torch's own
+            os.environ[CACHE_VARIABLE] = folder
+            kernel_cache.drop_broken(Path(folder))
         torch.compiler.reset()
         # Whether float32 products may be rounded is said by `precision`, and was decided there.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")

@@ -31,9 +31,13 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def user_cache() -> Path:
-    """The user's folder for what can be fetched or made again: below $XDG_CACHE_HOME, else ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "drivetrain"
+def user_cache() -> Path | None:
+    """The user's folder for what can be fetched or made again: below $XDG_CACHE_HOME, else ~/.cache.
+
+    None where that is no absolute path: it would be another one in each working directory, and a stranger's in some.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "drivetrain"
+    return folder if folder.is_absolute() else None
 
 
 added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's folders, where no package is installed

@@ -12,11 +12,9 @@ from pathlib import Path
 
 
 def user_state() -> Path:
-    """The folder of what is kept. A user without a home has none: nothing can be written below what this returns then."""
-    if given := os.environ.get("XDG_STATE_HOME"):
-        return Path(given) / "drivetrain"
-    home = os.path.expanduser("~")
-    return Path(os.devnull if home == "~" else home) / ".local" / "state" / "drivetrain"
+    """The folder of what is kept. Without a home, or with a relative one, nothing can be written below what this returns."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
+    return (folder if folder.is_absolute() else Path(os.devnull)) / "drivetrain"
 
 
 def keep_first(file: Path, content: bytes) -> None:

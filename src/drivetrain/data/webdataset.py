@@ -83,7 +83,7 @@ class WebDataset(Data):
         return True
 
     def load(self, device: torch.device) -> Splits:
-        cache = Path(os.path.expanduser(self.cache)) if self.cache else user_cache() / "shards"
+        cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
         train = SampleTable.load(shards.expand(str(self.train)), cache)
         if self.test:
             test = SampleTable.load(shards.expand(self.test), cache)

@@ -29,7 +29,7 @@ from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.trials import Trials
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
-from drivetrain.recipe import cache
+from drivetrain.recipe import fetch
 from drivetrain.run import directory
 from drivetrain.run.held import Held
 from drivetrain.run.result import Result
@@ -65,7 +65,7 @@ def train(
     if isinstance(config, Mapping):
         config = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
     overrides = words_of("drivetrain.train", config, keywords or {})
-    cache.on_fetch[:] = [fetched.show]
+    fetch.on_fetch[:] = [fetched.show]
     job = prepare_run(overrides, config_dirs)
     if not (job.run.parallel.distributed or job.run.tried()) or launched() is not None:
         ended = launch(job)

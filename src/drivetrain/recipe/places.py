@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath
 
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import recipes_dir
-from drivetrain.recipe import cache, reader
-from drivetrain.recipe.reader import Recipe
+from drivetrain.recipe import fetch, reader
+from drivetrain.recipe.reader import Recipe, Source
 from drivetrain.recipe.safe_yaml import read_bytes
-from drivetrain.recipe.source import Source
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -28,23 +27,20 @@ def names() -> list[str]:
 
 def read(name: str) -> Recipe:
     """The recipe that `recipe=` or a word of the command line names, checked. Raises UserError."""
-    path = find(name)
-    text = read_bytes(path)
-    if is_address(name) and cache.sha256_of(text) != path.stem:  # changed since it was found
-        raise UserError(f"recipe={name}: another process has changed {path}: start again")
-    recipe = reader.read(path, text)
-    return replace(recipe, name=_stem(name) if is_address(name) else recipe.name, source=Source(name, cache.sha256_of(text)))
+    path, content = load(name)
+    return replace(reader.read(path, content), source=Source(name, fetch.sha256_of(content)))
 
 
-def find(name: str) -> Path:
-    """The file of a recipe: one that ships, one in ./recipes or beside, that of a path, or what an address gave.
-
-    Raises UserError.
-    """
+def load(name: str) -> tuple[Path, bytes]:
+    """The file of a recipe and its bytes; what an address gave has the name that the address ends with. Raises UserError."""
     if is_address(name):
-        from drivetrain.recipe import addresses
+        return Path(PurePosixPath(fetch.parse(name).path).name or "recipe"), fetch.fetched(name)
+    path = _find(name)
+    return path, read_bytes(path)
 
-        return addresses.fetched(name)
+
+def _find(name: str) -> Path:
+    """The file of a recipe: one that ships, one in ./recipes or beside, or that of a path. Raises UserError."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if path.is_dir():
@@ -58,10 +54,3 @@ def find(name: str) -> Path:
     raise UserError(
         f"recipe={name} is not known: {did_you_mean(name, names())}, or give a path that ends in .yaml, or an address"
     )
-
-
-def _stem(address: str) -> str:
-    """The short name of an address."""
-    from drivetrain.recipe import addresses
-
-    return PurePath(addresses.parse(address).path).stem

@@ -14,16 +14,28 @@ import yaml
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import redact
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import header as headers
 from drivetrain.recipe import safe_yaml
 from drivetrain.recipe.header import Header
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
-from drivetrain.recipe.source import Source
 
 MAX_JOBS = 1000
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
 _OPTION = re.compile(r"[A-Za-z0-9_]+$")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a recipe came from, as a run records it: what `recipe=` was given, and the SHA-256 of the recipe's text."""
+
+    given: str  # a name, a path or a pinned address
+    sha256: str
+
+    def record(self) -> dict[str, str]:
+        """The entry of environment.json. The query of an address is left out: it may hold a key."""
+        return {"given": redact(f"recipe={self.given}").removeprefix("recipe="), "sha256": self.sha256}
 
 
 @dataclass

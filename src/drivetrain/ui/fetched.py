@@ -9,7 +9,7 @@ from drivetrain.recipe.safe_yaml import printable
 from drivetrain.ui.output import echo
 
 if TYPE_CHECKING:
-    from drivetrain.recipe.web import Fetched
+    from drivetrain.recipe.fetch import Fetched
 
 MOST_LINES = 200
 

@@ -57,7 +57,7 @@ def read(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Sid
         recorded = recorded_environment(path)
         return Side(word, [*overrides], config_dirs, path, recorded if is_of_this_user(recorded) else {})
     name = recipe_word(word, config_dirs)
-    places.find(name.strip("'"))
+    places.load(name.strip("'"))
     return Side(word, [f"recipe={name}", *overrides], config_dirs)
 
 
