@@ -94,25 +94,41 @@ def test_reading_in_other_processes_is_divided_by_reading_here():
     assert found.with_reading({}).rest == found.rest
 
 
-def steps(work, seconds):
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        work()
+def watched(work, seen):
+    """A sampler that has watched work until `seen(sampler.spent)`."""
+    sampler = Sampler(lambda: "micro_batch", watched.__code__)
+    while not seen(sampler.spent):
+        with sampler.watching():
+            work()
+    return sampler
 
 
-def test_the_sampler_sees_sleep_and_computing_apart():
+def test_the_sampler_sees_where_a_thread_sleeps_and_where_it_computes():
     def slept():
         time.sleep(0.004)
 
-    sampler = Sampler(lambda: "micro_batch", steps.__code__)
-    with sampler.watching():
-        steps(slept, 0.15)
-    with sampler.watching():
-        steps(lambda: sum(range(20000)), 0.15)
-    by_name = {found.site.code.co_name: spent for (_, found), spent in sampler.spent.items() if found.site is not None}
-    assert by_name["slept"].waits > 0.5 * by_name["slept"].own
-    assert by_name["<lambda>"].busy > 0.5 * by_name["<lambda>"].own
+    def computed():
+        return sum(range(20000))
+
+    def seen(spent):
+        names.update(found.site.code.co_name for _, found in spent if found.site is not None)
+        return {"slept", "computed"} <= names
+
+    names: set[str] = set()
+    watched(lambda: (slept(), computed()), seen)
     assert not [t for t in threading.enumerate() if t.name == "sampler"]
+
+
+def test_time_without_work_is_told_from_time_on_a_core_and_time_that_waits_for_one_counts_nowhere():
+    now = Times(0.0, 0.0, 0.0)
+    instants = _Instants(lambda: now, lambda frame: ("micro_batch", frame))
+    for _ in range(100):
+        for name, wall, own, busy in (("sleeps", 0.01, 0.01, 0.0), ("computes", 0.01, 0.01, 0.01), ("queues", 0.01, 0.0, 0.0)):
+            now = Times(now.wall + wall, now.own + own, now.busy + busy)
+            instants.count(name)
+    found = {name: (spent.busy, spent.waits) for (_, name), spent in instants.spent.items()}
+    expected = {"sleeps": (0.0, 1.0), "computes": (1.0, 0.0), "queues": (0.0, 0.0)}
+    assert found == {name: pytest.approx(seconds, abs=0.05) for name, seconds in expected.items()}
 
 
 def test_shares_are_right_where_most_time_is_in_calls_that_cannot_be_interrupted():
@@ -154,12 +170,12 @@ def test_the_backwards_own_time_is_not_that_of_a_hook_which_it_calls():
             y.register_hook(hook)
         y.sum().backward()
 
-    sampler = Sampler(lambda: "micro_batch", steps.__code__)
-    with sampler.watching():
-        steps(backward, 0.2)
-    in_hook = sum(s.own for (_, f), s in sampler.spent.items() if f.site is not None and f.site.code.co_name == "hook")
-    in_backward = sum(s.own for (_, f), s in sampler.spent.items() if f.in_backward)
-    assert in_hook < 0.1 * in_backward
+    def own(spent, is_it):
+        return sum(seconds.own for (_, found), seconds in spent.items() if is_it(found))
+
+    spent = watched(backward, lambda spent: own(spent, lambda found: found.in_backward) > 0.1).spent
+    in_hook = own(spent, lambda found: found.site is not None and found.site.code.co_name == "hook")
+    assert in_hook < 0.1 * own(spent, lambda found: found.in_backward)
 
 
 class Net(torch.nn.Module):
@@ -205,29 +221,29 @@ def test_frames_of_the_harness_are_not_the_users():
 
 
 class Cores:
-    """Updates that are slow with one thread."""
+    """Updates that are slow with fewer than four threads, by a clock that only they advance."""
 
     def __init__(self, sets: int | None = None):
-        self.sets = sets
+        self.sets, self.now = sets, 0.0
 
     def __call__(self):
         if self.sets is not None:
             torch.set_num_threads(self.sets)
-        time.sleep(0.002 if torch.get_num_threads() >= 4 else 0.02)
+        self.now += 0.002 if torch.get_num_threads() >= 4 else 0.02
 
 
-@pytest.mark.parametrize("sets", [None, 1])
-def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets):
+@pytest.mark.parametrize(("sets", "began"), [(None, 1), (1, 1), (None, 4)])
+def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets, began):
+    update = Cores(sets)
     monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: update.now))
     before, setter = torch.get_num_threads(), torch.set_num_threads
     try:
-        torch.set_num_threads(1)
-        found = threads.measure(Cores(sets), 0.01)
-        assert (found.number, found.cores, torch.get_num_threads()) == (1, 4, 1)
-        assert found.share > 0.5
+        torch.set_num_threads(began)
+        found = threads.measure(update, 0.01)
+        assert (found.number, found.cores, torch.get_num_threads()) == (began, 4, began)
+        assert found.share == pytest.approx(0.9 if began == 1 else 0.0)
         assert (found.place is not None) == (sets is not None)
-        torch.set_num_threads(4)
-        assert sets or threads.measure(Cores(), 0.01).share == 0
     finally:
         torch.set_num_threads(before)
     assert torch.set_num_threads is setter

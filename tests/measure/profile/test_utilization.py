@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -68,16 +67,14 @@ class Trainer:
 
     device, log_every = torch.device("cpu"), 100
 
-    def __init__(self, pause: float) -> None:
-        self.pause, self.w = pause, torch.rand(400, 400)
+    def __init__(self) -> None:
+        self.w = torch.rand(40, 40)
         self.step = self
         self.ema, self.timer, self.scheduler, self.log = (mock.Mock() for _ in range(4))
         self.progress = Progress()
 
     def micro_batch(self, batch: Any, loss_sum: torch.Tensor) -> None:
-        time.sleep(self.pause)
-        for _ in range(4):
-            self.w @ self.w
+        self.w @ self.w
 
     def update(self) -> bool:
         return True
@@ -90,9 +87,7 @@ class MicroBatch:
     last = True
 
 
-def test_time_outside_of_operations_is_seen():
-    """Half a second in which Python does something else is most of the update, whatever the machine is busy with."""
-    between = "between operations (Python, dispatch)"
-    slow = utilization.time_shares(Trainer(0.5), iter([MicroBatch()] * 99))
-    assert slow[between] > 0.5
-    assert sum(slow.values()) == pytest.approx(1.0, abs=0.05)
+def test_a_profile_of_updates_has_the_time_in_operations_and_between_them():
+    found = utilization.time_shares(Trainer(), iter([MicroBatch()] * 99))
+    assert list(found) == ["in operations", "between operations (Python, dispatch)"]
+    assert all(share > 0 for share in found.values())

@@ -47,7 +47,7 @@ def verdicts(found: Diagnosis) -> Part:
 
 def profiled(found: Diagnosis) -> list[Section]:
     """Where an update's time goes: by its phases, and by the lines of the user's code."""
-    return [_phases(found.profile), _lines(found.profile), words(*found.notes, roofline_text(found.profile))]
+    return [_phases(found.profile), words(*found.notes, roofline_text(found.profile)), _lines(found.profile)]
 
 
 def _phases(profile: StepProfile) -> Table:
