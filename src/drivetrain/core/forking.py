@@ -8,11 +8,9 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
@@ -87,27 +85,6 @@ def disown_garbage() -> None:
     would also copy the pages which both processes share.
     """
     gc.freeze()
-
-
-@contextlib.contextmanager
-def forked(target: Callable[..., None], *args: Any) -> Iterator[tuple[ForkedProcess, Connection]]:
-    """Within the context a forked process calls target(*args, connection). Yields it, and the connection on which it answers.
-
-    It is killed at the end of the context, whatever brings that.
-    """
-    connection, child_end = multiprocessing.Pipe(duplex=False)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = ForkedProcess(target=target, args=(*args, child_end))
-    try:
-        process.start()
-        child_end.close()
-        yield process, connection
-    finally:
-        if process.pid is not None:
-            process.kill()
-            process.join()
-        connection.close()
 
 
 def parent_pid() -> int:
