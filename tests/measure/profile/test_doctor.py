@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import attribution, bottlenecks
-from bench.bottlenecks import CASES, config_dir, place
+from bench import attribution
 from bench.drawn import MODELS, PLACES, draw
 
 from drivetrain.measure.profile import doctor as doctor_module
@@ -16,7 +15,8 @@ from drivetrain.measure.profile.diagnose import COMPUTE, Problem
 from drivetrain.measure.profile.sheet import profiled
 from drivetrain.recipe.reader import read
 from drivetrain.ui.sheet import Table
-from tests.support import made_pages
+from tests.support import bottlenecks, made_pages
+from tests.support.bottlenecks import CASES, config_dir, place
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_what_it_prescribes_is_faster_and_runs(doctor):
     assert "measured in interleaved rounds" in recipe.read_text()
     claim = read(recipe).claim.speed
     assert (claim.ratio, claim.interval[0]) == pytest.approx((float(gain[1]), float(gain[2])), abs=0.006)
-    assert re.search(rf"drivetrain recipe verify -cd \S+mine {recipe} .*data=own data\.target=bench\.bottlenecks\.Data", said)
+    assert re.search(rf"drivetrain recipe verify -cd \S+mine {recipe} .*data=own data\.target={bottlenecks.__name__}\.Data", said)
     assert set(claim.against) <= {"loader", "loader.num_workers", "loader.prefetch_factor"}
     words = ["epochs=1", "updates=2", *bottlenecks.OVERRIDES[:5]]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
 
 OVERRIDES = (
-    "data=own", "data.target=bench.bottlenecks.Data", "model=own", "model.target=bench.bottlenecks.Net", "trust=[bench]",
+    "data=own", f"data.target={__name__}.Data", "model=own", f"model.target={__name__}.Net", "trust=[tests]",
     "saving=none", "evaluate_every=1000", "epochs=1000", "batch.global_batch=128", "log_every=100", "runtime.device=cpu",
 )  # fmt: skip
 CASES = {
@@ -86,7 +86,7 @@ CASES = {
 def config_dir(folder: Path) -> list[str]:
     """Make a config directory with the planted loss in `folder`; return the arguments that name it."""
     (folder / "mine/loss").mkdir(parents=True, exist_ok=True)
-    (folder / "mine/loss/shuffled.yaml").write_text("_target_: bench.bottlenecks.Shuffled\n")
+    (folder / "mine/loss/shuffled.yaml").write_text(f"_target_: {__name__}.Shuffled\n")
     return ["-cd", str(folder / "mine")]
 
 
