@@ -37,6 +37,11 @@ RUNS = {
         "data=own", "data.target=drawing_sets.All", "data.validation=null", "data.drop_last=false", "loader=workers",
         "model=own", "model.target=drawing_sets.Net", "model.kwargs={noise: 0.1}", "trust=[drawing_sets]",
     ],
+    "own parts with a state": [
+        "data=own", "data.target=stateful_parts.Curriculum", "data.validation=null",
+        "data.drop_last=false", "model=own", "model.target=drawing_sets.Net", "loss=own", "loss.target=stateful_parts.Holder",
+        "metrics=[own]", "metrics.own.target=stateful_parts.Evaluations", "trust=[drawing_sets,stateful_parts]",
+    ],
 }  # fmt: skip
 
 
@@ -81,11 +86,17 @@ def lines(run_dir: Path) -> list[dict]:
 
 def numbers(run_dir: Path) -> list[tuple]:
     """What was told of the training, without the times."""
-    keys = ("event", "update", "epoch", "loss", "lr", "samples", "skipped", "accuracy")
+    keys = ("event", "update", "epoch", "loss", "lr", "samples", "skipped", "accuracy", "noise_scale", "Evaluations")
     return [tuple(r.get(k) for k in keys) for r in lines(run_dir) if r["event"] != "resume"]
 
 
-NORMAL = ("accumulated, clipped", "augmented, batch norm, average", "overflows", "samples and a model that draw")
+NORMAL = (
+    "accumulated, clipped",
+    "augmented, batch norm, average",
+    "overflows",
+    "samples and a model that draw",
+    "own parts with a state",
+)
 
 
 @pytest.mark.parametrize("name", [n if n in NORMAL else pytest.param(n, marks=pytest.mark.slow) for n in RUNS])

@@ -39,6 +39,9 @@ class Loss(Protocol):
     def parts(self) -> dict[str, torch.Tensor]:
         """Return running sums of its named parts, which a step adds to; 0-d."""
 
+    def keeps(self) -> dict[str, Any]:
+        """Return by name what a user brought."""
+
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         """Return what is wrong with the shape of the model's output for two samples; None: nothing."""
 

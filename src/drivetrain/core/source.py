@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +50,10 @@ class SequenceSource(Source, Protocol):
 
 class OwnCodeSource(Source, Protocol):
     """A source of samples that a user's code reads."""
+
+    def keeps(self) -> dict[str, Any]:
+        """Return what the user brought by name: a Dataset, and a function that makes batches."""
+        ...
 
     def draws(self, indices: torch.Tensor | None = None) -> list[str]:
         """Return what these samples draw from, such as numpy; without indices, some of the first ones."""

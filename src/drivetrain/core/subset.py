@@ -38,6 +38,11 @@ class Subset:
         read: tuple[Tree, Tree] = self.source.fetch(self.indices[indices], *options)
         return read
 
+    def keeps(self) -> dict[str, Any]:
+        """Return what a user brought, where they are read by a user's code."""
+        kept: dict[str, Any] = self.source.keeps() if self.own_code else {}
+        return kept
+
     def draws(self, indices: torch.Tensor | None = None) -> list[str]:
         """Return what these samples draw from, where they are read by a user's code."""
         drawn: list[str] = self.source.draws(None if indices is None else self.indices[indices])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from drivetrain.core import rng, streams
+from drivetrain.core import owned, rng, streams
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.streams import Stream
@@ -28,6 +28,7 @@ class Reader:
     def __init__(self, dataset: Any, together: Any = list) -> None:
         self.dataset, self.together = dataset, together
         self.used: list[int] = []  # the positions of the streams that were seen to move
+        self.stateful = bool(owned.find({"data": dataset, "data.collate": together}))  # each read counts: none is repeated
         self._streams: list[Stream] = []
         self.watched: list[Stream] = []  # those that only the Dataset draws from, where threads read it
         self.suspected = False  # whether one of them has moved
@@ -42,9 +43,11 @@ class Reader:
     def _find(self, index: int) -> list[Stream]:
         """Return the streams that the Dataset may draw from, those included that it makes at its first sample."""
         if not self._streams:
-            with streams.apart():
-                self._samples([index])
+            if not self.stateful:
+                with streams.apart():
+                    self._samples([index])
             self._streams = [*streams.of_process(), *streams.kept_by(self.dataset, self.together)]
+            self.used = list(range(len(self._streams))) if self.stateful else []
         return self._streams
 
     def read(self, indices: Sequence[int], keys: Sequence[int], *options: Any) -> Any:

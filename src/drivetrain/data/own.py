@@ -149,7 +149,7 @@ class Own(Data):
         lengths = source.lengths if source.lengths is not None else torch.zeros(len(source))
         two = torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)])
         x, y = source.fetch(two)
-        if not all(map(_same, trees.leaves((x, y)), trees.leaves(source.fetch(two)))):
+        if not source.reader.stateful and not all(map(_same, trees.leaves((x, y)), trees.leaves(source.fetch(two)))):
             logger.warning(
                 "a sample of data.target=%s is another one at each read, though torch, numpy and random draw the same, as where "
                 "__getitem__ makes a generator without a seed: such a run cannot be repeated",
@@ -219,6 +219,10 @@ class OwnSource:
         if not isinstance(targets, list | torch.Tensor) or len(targets) != len(self) or not _is_number(targets[0]):
             return None
         return torch.as_tensor(targets)
+
+    def keeps(self) -> dict[str, Any]:
+        """Return what the user brought by name."""
+        return {"data": self.reader.dataset, "data.collate": getattr(self.reader.together, "collate", None)}
 
     def draws(self, indices: torch.Tensor | None = None) -> list[str]:
         """Return what these samples draw from, such as numpy; without indices, some of the first ones."""

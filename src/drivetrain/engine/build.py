@@ -12,7 +12,7 @@ import torch
 from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
-from drivetrain.core import files, rng, stages
+from drivetrain.core import files, owned, rng, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
@@ -20,6 +20,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.limits import check_batch
 from drivetrain.core.model_call import ModelCall
+from drivetrain.core.owned import OwnState
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
 from drivetrain.core.step import Step
@@ -124,6 +125,9 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         memory_format=context.memory_format, set="test" if context.data.validation is None else "validation",
         max_batches=run.debug.eval_batches, origins=context.data.origins,
     )  # fmt: skip
+    own = OwnState(owned.find(_keeps(context, meters)), parallel)
+    if saving.active:
+        own.check()
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
         precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
@@ -131,7 +135,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
-        timer=timer, log=log, callbacks=callbacks, compile_seconds=compiler.seconds,
+        timer=timer, log=log, callbacks=callbacks, own=own, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
@@ -146,6 +150,17 @@ def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context:
     if isinstance(loss, ComparingLoss):
         return GlobalStep(step, loss, forward, context.model, context.precision)
     return CountedStep(step, loss, context.parallel) if loss.counted else step
+
+
+def _keeps(context: BuildContext, meters: Sequence[Any]) -> dict[str, Any]:
+    """Return by name what the user brought to the run."""
+    kept: dict[str, Any] = context.loss.keeps()
+    kept |= {f"metrics.{meter.name}": meter.state for meter in meters if meter.state.state_dict()}  # few keep any
+    sets = {"train": context.train_data, "validation": context.judging_data, "test": context.test_data}
+    for name, pipeline in sets.items():
+        if pipeline.own_code is not None:
+            kept |= {key.replace("data", f"data.{name}", 1): each for key, each in pipeline.own_code.keeps().items()}
+    return kept
 
 
 def _with_noise_scale(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -40,6 +41,17 @@ class NoiseScale:
         self.sums = torch.zeros(2, device=self.device)
         self._unit = torch.zeros((), device=self.device)
         self._before = (0.0, 0.0)
+        self.updates = 0  # that were made, of which each `every`th is measured
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from. The sums are 0 where a run is saved: a record was just written."""
+        return {"unit": self._unit, "before": list(self._before), "updates": self.updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict()`."""
+        if state:
+            self._unit.copy_(state["unit"])
+            self._before, self.updates = (state["before"][0], state["before"][1]), state["updates"]
 
     def add(self, first: torch.Tensor, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Add an update: squared norms of its first micro-batch's and of its gradient, and that micro-batch's share; all 0-d."""
@@ -54,7 +66,7 @@ class NoiseScale:
     def scale(self, variance: float, squared: float, epoch: int) -> float | None:
         """Return the noise scale in samples, from the sums since the last record and what was kept of those before.
 
-        None where the noise hides the gradient. A resumed run begins anew.
+        None where the noise hides the gradient.
         """
         self._before = variance, squared = KEPT * self._before[0] + variance, KEPT * self._before[1] + squared
         return self.size(epoch) * variance / squared if squared > 0 and variance > 0 else None
@@ -67,12 +79,11 @@ class NoiseScaleStep(WrappingStep):
     noise: NoiseScale
     parameters: Sequence[torch.nn.Parameter]
     parallel: Parallel
-    _updates: int = field(default=0, init=False)
     _first: torch.Tensor | None = field(default=None, init=False)
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         is_whole = self._first is None and batch.last and self.parallel.data_world.size == 1
-        if self._first is not None or self._updates % self.noise.every or is_whole:
+        if self._first is not None or self.noise.updates % self.noise.every or is_whole:
             self.inner.micro_batch(batch, loss_sum)
         elif self.parallel.keeps_own_gradients and not batch.last:
             self.inner.micro_batch(batch, loss_sum)
@@ -85,7 +96,7 @@ class NoiseScaleStep(WrappingStep):
     def update(self) -> bool:
         if self._first is not None:
             self.noise.add(self._first, self._squared_norm(), self._share)
-        self._updates += 1
+        self.noise.updates += 1
         return self.inner.update()
 
     def zero_grad(self) -> None:

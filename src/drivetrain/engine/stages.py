@@ -161,7 +161,13 @@ class StagedRun:
             if trainer.parallel.world.rank == 0:
                 at = f"update {trainer.progress.updates:,}: stage {self.number + 1} of {len(self.stages)}"
                 logger.info("%s, %s%s: %s", at, stage.end, end, stage.settings)
-            trainer.log.write("stage", stage=self.number + 1, stages=len(self.stages), changes=stage.title)
+            if self._begins():
+                trainer.log.write("stage", stage=self.number + 1, stages=len(self.stages), changes=stage.title)
+
+    def _begins(self) -> bool:
+        """Whether no update of this stage is made: a resumed run does not record the beginning of its stage again."""
+        progress = self.trainer.progress
+        return not (self.ends[self.number - 1].passed(progress) if self.number else progress.updates)
 
     def _check_models(self) -> None:
         """Refuse a stage in which the model would have parameters of another shape: the weights could not go on."""

@@ -16,6 +16,7 @@ from drivetrain.core import streams
 from drivetrain.core.errors import Diverged
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.owned import OwnState
 from drivetrain.core.progress import Progress
 from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
@@ -37,7 +38,16 @@ from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
 
-STATEFUL = ("scheduler", "precision", "ema", "batch", "stopping", "loader")  # restored in this order, after the optimizer
+STATEFUL = (
+    "scheduler",
+    "precision",
+    "ema",
+    "batch",
+    "stopping",
+    "loader",
+    "log",
+    "own",
+)  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 logger = logging.getLogger(__name__)
@@ -75,6 +85,7 @@ class Trainer:
     timer: StepTimer
     log: TrainingLog
     callbacks: Callbacks
+    own: OwnState  # of what the user brought
     compile_seconds: Callable[[], float | None]  # spent compiling so far
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
 

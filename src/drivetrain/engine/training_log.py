@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -48,6 +49,15 @@ class TrainingLog:
             total.zero_()
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next records need of those before."""
+        return {"noise": self.noise.state_dict() if self.noise is not None else {}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict()`."""
+        if self.noise is not None:
+            self.noise.load_state_dict(state.get("noise", {}))
 
     def train(self, lr: float) -> None:
         """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 from annotated_types import Ge, Le
 
-from drivetrain.core import rng, trees
+from drivetrain.core import owned, rng, trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.lazy import torch
@@ -132,7 +132,11 @@ class Loader(Option):
 
     def refusal(self, pipeline: Pipeline) -> str | None:
         """Return why this loader cannot read a pipeline's samples, and what to set; None: it can."""
-        return None
+        kept = owned.find(pipeline.own_code.keeps()) if pipeline.own_code is not None and type(self) is not Loader else {}
+        if not kept:
+            return None
+        name, owner = next(iter(kept.items()))
+        return f"{name} ({type(owner).__name__}) has a state, which only loader=sync keeps in step with the run: set loader=sync"
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
         """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""

@@ -40,7 +40,7 @@ class Device(Loader):
         return [on_cpu] if device.type == "cpu" else []
 
     def refusal(self, pipeline: Pipeline) -> str | None:
-        return self._cpu_loader().refusal(pipeline)
+        return super().refusal(pipeline) or self._cpu_loader().refusal(pipeline)
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:
         self._cpu_loader().raise_if_worker_died(error)

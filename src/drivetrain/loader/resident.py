@@ -46,6 +46,8 @@ class Resident(Loader):
             )
 
     def refusal(self, pipeline: Pipeline) -> str | None:
+        if problem := super().refusal(pipeline):
+            return problem
         drawn = pipeline.own_code.draws() if pipeline.own_code is not None else []
         if not drawn:
             return None

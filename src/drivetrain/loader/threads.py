@@ -56,6 +56,8 @@ class Threads(Loader):
         return reading_advice(pipeline, "loader.num_threads", self.threads())
 
     def refusal(self, pipeline: Pipeline) -> str | None:
+        if problem := super().refusal(pipeline):
+            return problem
         return refused(pipeline.own_code.draws()) if pipeline.own_code is not None else None
 
     def threads(self) -> int:

@@ -37,7 +37,8 @@ class Files(Logger):
 
         def comes_again(record: dict[str, Any]) -> bool:
             at_end = record.get("event") == "evaluate" and ("weights" in record or record["update"] == update != evaluated)
-            return at_end or record["update"] > update
+            begins = record.get("event") == "stage" and record["update"] == update  # it does so again
+            return at_end or begins or record["update"] > update
 
         self._held, path = Held(run_dir), run_dir / "metrics.jsonl"
         evaluated = update if evaluated is None else evaluated

@@ -59,6 +59,10 @@ class Loss(Option):
     def setup(self, context: BuildContext) -> None:
         """Prepare this copy for its run: on the run's device, with weights counted from the training data."""
 
+    def keeps(self) -> dict[str, Any]:
+        """Return by name what a user brought, once it is set up: its state is saved."""
+        return {}
+
     def outputs(self, classes: int) -> int:
         """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
         return classes

@@ -67,6 +67,9 @@ class Own(PartedLoss):
         self._takes_batch = second == ["batch"]
         self._count = getattr(self.function, "count", None)
 
+    def keeps(self) -> dict[str, Any]:
+        return {self.target_key: self.function}
+
     def _made(self, device: torch.device) -> Callable[..., Any]:
         """Import the target; make an object of it if it is a class. Raises UserError."""
         setting = f"{self.target_key}.target={self.target}"

@@ -86,6 +86,9 @@ class Sum(PartedLoss):
         for loss in self.losses.values():
             loss.setup(context)
 
+    def keeps(self) -> dict[str, Any]:
+        return {name: kept for loss in self.losses.values() for name, kept in loss.keeps().items()}
+
     def outputs(self, classes: int) -> int:
         return max(loss.outputs(classes) for loss in self.losses.values())
 
