@@ -147,6 +147,8 @@ def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(staged: Callabl
     assert resumed.number == (0 if update < 3 else 1 if update < 8 else 2)
     resumed.fit()
     assert same(left(whole.trainer), left(resumed.trainer))
+    begun, again = ([r["update"] for r in run.writers[0] if r["event"] == "stage"] for run in (whole, resumed))
+    assert again == [at for at in begun if at >= update]  # those before are in the file
 
 
 def test_each_stage_has_its_own_size_batch_and_precision(
