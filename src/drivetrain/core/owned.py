@@ -8,11 +8,14 @@ import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.protocols import Strategy
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 MOST = 10_000  # objects that are looked at
 ITEMS = 64  # of each container
@@ -60,6 +63,17 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, types.ModuleType | types.FunctionType):
         return []
     return list(getattr(value, "__dict__", {}).items())
+
+
+def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]:
+    """Return what has a state of that which the user brought to a run, by name."""
+    kept = context.loss.keeps()
+    kept |= {f"metrics.{metric.name}": metric.state for metric in metrics if metric.state.state_dict()}  # few keep any
+    sets = {"train": context.train_data, "validation": context.judging_data, "test": context.test_data}
+    for name, pipeline in sets.items():
+        if pipeline.own_code is not None:
+            kept |= {key.replace("data", f"data.{name}", 1): each for key, each in pipeline.own_code.keeps().items()}
+    return find(kept)
 
 
 @dataclass

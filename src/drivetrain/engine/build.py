@@ -99,9 +99,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     loader = context.loader = run.loader.build(context)
     batches = context.horizon.updates * batch.accumulation_steps
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
-    refusals = dict.fromkeys(map(loader.refusal, (context.train_data, context.judging_data, context.test_data)))
-    if problems := [problem for problem in refusals if problem is not None]:
-        raise UserError(problems)
+    loader.check((context.train_data, context.judging_data, context.test_data))
 
     # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
     # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
@@ -125,7 +123,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         memory_format=context.memory_format, set="test" if context.data.validation is None else "validation",
         max_batches=run.debug.eval_batches, origins=context.data.origins,
     )  # fmt: skip
-    own = OwnState(owned.find(_keeps(context, meters)), parallel)
+    own = OwnState(owned.of_run(context, meters), parallel)
     if saving.active:
         own.check()
     trainer = Trainer(
@@ -135,7 +133,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
         writer=Writer(context.run_dir, saving, parallel, eval_weights, describe(run, context.data)), progress=context.progress,
-        timer=timer, log=log, callbacks=callbacks, own=own, compile_seconds=compiler.seconds,
+        timer=timer, log=log, callbacks=callbacks, owned=own, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
         dry_run.preallocate(trainer)
@@ -150,17 +148,6 @@ def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context:
     if isinstance(loss, ComparingLoss):
         return GlobalStep(step, loss, forward, context.model, context.precision)
     return CountedStep(step, loss, context.parallel) if loss.counted else step
-
-
-def _keeps(context: BuildContext, meters: Sequence[Any]) -> dict[str, Any]:
-    """Return by name what the user brought to the run."""
-    kept: dict[str, Any] = context.loss.keeps()
-    kept |= {f"metrics.{meter.name}": meter.state for meter in meters if meter.state.state_dict()}  # few keep any
-    sets = {"train": context.train_data, "validation": context.judging_data, "test": context.test_data}
-    for name, pipeline in sets.items():
-        if pipeline.own_code is not None:
-            kept |= {key.replace("data", f"data.{name}", 1): each for key, each in pipeline.own_code.keeps().items()}
-    return kept
 
 
 def _with_noise_scale(

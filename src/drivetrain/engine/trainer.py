@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core import streams
 from drivetrain.core.errors import Diverged
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -22,7 +21,7 @@ from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.ema.base import Ema
-from drivetrain.engine import between_updates
+from drivetrain.engine import between_updates, saved_state
 from drivetrain.engine.between_updates import FAIL, SAVE, STOP
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
@@ -32,22 +31,11 @@ from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
-from drivetrain.saving import checkpoint_io
 from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
 
-STATEFUL = (
-    "scheduler",
-    "precision",
-    "ema",
-    "batch",
-    "stopping",
-    "loader",
-    "log",
-    "own",
-)  # restored in this order, after the optimizer
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 logger = logging.getLogger(__name__)
@@ -85,7 +73,7 @@ class Trainer:
     timer: StepTimer
     log: TrainingLog
     callbacks: Callbacks
-    own: OwnState  # of what the user brought
+    owned: OwnState  # of what the user brought
     compile_seconds: Callable[[], float | None]  # spent compiling so far
     stream_watchers: list[StreamWatcher] = field(default_factory=list)  # wrap the training stream, in order
 
@@ -188,20 +176,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return everything except the weights that a resumed run needs."""
-        return {
-            "progress": self.progress.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            **{part: getattr(self, part).state_dict() for part in STATEFUL},
-            "random": self.parallel.gather_object(streams.state()),
-        }
+        return saved_state.of(self)
 
     def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
-        weights, state = self.parallel.shard_state_dict(weights, state)
-        self.model.load_state_dict(weights)
-        self.progress.load_state_dict(state["progress"])
-        checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
-        for part in STATEFUL:
-            getattr(self, part).load_state_dict(state.get(part, {}))
-        if (rank := self.parallel.rng_rank()) < len(state["random"]):  # a rank beyond those that were saved keeps its own
-            streams.restore(state["random"][rank])
+        saved_state.restore(self, weights, state)

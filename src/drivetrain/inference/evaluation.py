@@ -130,7 +130,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) ->
     trainer.batch.load_state_dict(state["batch"])
     if trainer.ema.active:
         trainer.ema.load_state_dict(state["ema"])
-    trainer.own.load_state_dict({"ranks": state.get("own", {}).get("ranks", [])[:1]})
+    trainer.owned.load_state_dict({"ranks": state.get("owned", {}).get("ranks", [])[:1]})
     trainer.progress.updates = state["progress"]["updates"]
     trainer.evaluator = evaluated = trainer.evaluator.on(choice.split)
     if trainer.parallel.world.rank == 0:

@@ -11,7 +11,7 @@ from annotated_types import Ge, Le
 
 from drivetrain.core import owned, rng, trees
 from drivetrain.core.cpus import usable_cores
-from drivetrain.core.errors import Interrupted
+from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -137,6 +137,11 @@ class Loader(Option):
             return None
         name, owner = next(iter(kept.items()))
         return f"{name} ({type(owner).__name__}) has a state, which only loader=sync keeps in step with the run: set loader=sync"
+
+    def check(self, pipelines: Iterable[Pipeline]) -> None:
+        """Raise UserError where the samples of one of them cannot be read by this loader."""
+        if problems := [problem for problem in dict.fromkeys(map(self.refusal, pipelines)) if problem is not None]:
+            raise UserError(problems)
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
         """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""
