@@ -311,7 +311,7 @@ def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None
 
 def test_only_a_training_record_ends_a_block() -> None:
     ended: list[int] = []
-    sink = loops.BlockSink(ended.append)
+    sink = training.Sink(lambda record: ended.append(record["update"]))
     for event in ("evaluate", "remark", "train"):
         sink.log({"event": event, "update": 7})
     assert ended == [7]

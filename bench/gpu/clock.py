@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.gpu import training
 from bench.gpu.campaign import Row
+from bench.gpu.peaks import synchronize
 
 WITHIN = 0.03
 REASON = "a run leaves out its logging, and both clocks are read at slightly different moments: together under 3 % of 20 updates"
@@ -69,7 +70,8 @@ def timed(words: Sequence[str], folder: Path, records: int) -> dict[str, Any]:
     given = [*words, f"updates={updates}", f"output_dir={folder}/runs"]
     file = folder / "outside.txt"
     file.write_text("")  # a rank may be another process than this one
-    result = training.train(given, attach=lambda trainer: trainer.log.writers.append(_Outside(trainer.device, file)))
+    outside = training.Sink(lambda record: _note(file, record))
+    result = training.train(given, attach=lambda trainer: trainer.log.writers.append(outside))
     seen = [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
     return {**training.facts(result), **rates(seen, result.step_ms_p50)}
 
@@ -94,18 +96,8 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"reported_over_outside": ratios, "wrong": [name for name in ratios if not rows[name]["within"]]}
 
 
-class _Outside:
-    def __init__(self, device: Any, file: Path) -> None:
-        self.device, self.file = device, file
-
-    def log(self, record: dict[str, Any]) -> None:
-        if record["event"] == "train" and record["samples_per_second"]:
-            import torch
-
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            with self.file.open("a") as file:
-                print(time.perf_counter(), record["update"], record["samples"], record["samples_per_second"], file=file)
-
-    def close(self, status: str = "completed") -> None:
-        pass
+def _note(file: Path, record: dict[str, Any]) -> None:
+    if record["samples_per_second"]:
+        synchronize()
+        with file.open("a") as opened:
+            print(time.perf_counter(), record["update"], record["samples"], record["samples_per_second"], file=opened)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,19 +127,13 @@ def _fail(arm: Arm, error: RuntimeError, found: Interleaved, folder: Path) -> No
 
 def free_memory(device: str) -> Callable[[], float]:
     """Tells the free bytes of the device, asked in a child; of a CPU, of the machine's memory."""
-    if device == "cuda":
-        return lambda: children.call(_free_on_cuda)["free"]
-    return _available
+    return lambda: children.call(_free, device)["free"]
 
 
-def _free_on_cuda() -> dict[str, Any]:
+def _free(device: str) -> dict[str, Any]:
     import torch
 
-    return {"free": torch.cuda.mem_get_info()[0]}
+    from drivetrain.loader.resident import free_memory as free
 
-
-def _available() -> float:
-    with suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024.0 * float(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    return float("inf")
+    found = free(torch.device(device))
+    return {"free": float("inf") if found is None else found}

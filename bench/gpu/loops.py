@@ -6,7 +6,7 @@ An arm calls `sync` at the end of each block, when the device has done all its w
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,21 +80,9 @@ def ours(work: Work, more: Sequence[str], sync: BlockSync) -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
         sync.watch(lambda: peak_memory(work))
-        sinks.append(BlockSink(sync))
+        sinks.append(training.Sink(lambda record: end_block(sync, record["update"])))
         sync(0)
         trainer.fit()
-
-
-class BlockSink:
-    """Ends a block at a training record; evaluations and whatever else is logged end none."""
-
-    def __init__(self, sync: Callable[[int], None]) -> None:
-        self.sync = sync
-
-    def log(self, record: dict[str, Any]) -> None:
-        if record["event"] == "train":
-            synchronize()
-            self.sync(record["update"])
 
 
 def naive(work: Work, sync: BlockSync) -> None:
@@ -208,8 +196,13 @@ def blocks_of(work: Work, sync: BlockSync) -> Iterator[Iterator[Any]]:
     sync(0)
     for number in range(1, ENDLESS):
         yield shuffled(work)
-        synchronize()
-        sync(number * work.steps)
+        end_block(sync, number * work.steps)
+
+
+def end_block(sync: BlockSync, updates: int) -> None:
+    """Wait for the device, and hand over the block."""
+    synchronize()
+    sync(updates)
 
 
 def shuffled(work: Work) -> Iterator[Any]:

@@ -123,17 +123,9 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"compared": found, "wrong": [name for name, compared in found.items() if not compared["within"]]}
 
 
-class _StopHalfWay:
-    def __init__(self, update: int) -> None:
-        self.update = update
-
-    def log(self, record: dict[str, Any]) -> None:
-        if record["event"] == "train" and record["update"] == self.update:
+def _stop_half_way(trainer: Any) -> None:
+    def stop(record: dict[str, Any]) -> None:
+        if record["update"] == trainer.max_updates // 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def close(self, status: str = "completed") -> None:
-        pass
-
-
-def _stop_half_way(trainer: Any) -> None:
-    trainer.log.writers.append(_StopHalfWay(trainer.max_updates // 2))
+    trainer.log.writers.append(training.Sink(stop))

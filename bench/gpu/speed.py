@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.gpu import children, interleave, loops, peaks
+from bench.gpu import campaign, children, interleave, loops, peaks
 from bench.gpu.campaign import Row
 from bench.gpu.interleave import Interleaved, Loop
 from bench.gpu.loops import Work
@@ -171,7 +171,7 @@ def pack(work: Work, folder: Path) -> None:
 def measure(work: Work, arms: dict[str, Loop]) -> None:
     """In a child: report the row's figures after each round of the arms. An arm that fails says why, and the others go on."""
     flops = children.call(loops.count_flops, work)["flops"]
-    name = children.call(_device_name)["name"]
+    name = children.call(campaign.device_facts)["device_name"]
     peak = peaks.data_sheet_tflops(name)
     children.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
 
@@ -218,9 +218,3 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
             marks.append({"row": row, "arm": best, "against": other, "asked": asked, "reached": times[other] / ours[best]})
     failed = {f"{name}: {arm}": why for name, row in rows.items() for arm, why in row.get("failed_arms", {}).items()}
     return {"of_measured_bf16_matmul": shares, "marks": marks, "failed_arms": sorted(failed)}
-
-
-def _device_name() -> dict[str, Any]:
-    import torch
-
-    return {"name": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}

@@ -24,6 +24,20 @@ def train(overrides: Sequence[str], attach: Callable[[Any], None] | None = None,
     return result
 
 
+class Sink:
+    """A log writer that hands over training records; evaluations and whatever else is logged it leaves out."""
+
+    def __init__(self, on_train: Callable[[dict[str, Any]], None]) -> None:
+        self.on_train = on_train
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["event"] == "train":
+            self.on_train(record)
+
+    def close(self, status: str = "completed") -> None:
+        pass
+
+
 def distinct(words: Sequence[str]) -> list[str]:
     """The overrides, each key once, with the value that it was given last."""
     return list({word.partition("=")[0]: word for word in words}.values())
