@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
-from drivetrain.cli import arguments, completion, recipe_schema
+from drivetrain.cli import arguments, completion
+from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.launch import recipe_check
-from drivetrain.recipe import places
+from drivetrain.recipe import fetch, places
+from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
 
@@ -81,14 +86,48 @@ def _check(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _elsewhere(target: str) -> Callable[[Sequence[str]], int]:
-    """A verb whose function is in a module of its own."""
+def _show(argv: Sequence[str]) -> int:
+    if len(argv) != 1:
+        raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(places.names())}")
+    fetch.on_fetch.clear()  # it is printed here
+    content = places.load(argv[0])[1]
+    echo(fetched.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n"))
+    return DONE
 
-    def run(argv: Sequence[str]) -> int:
-        module, _, name = target.partition(":")
-        return int(getattr(import_module(module), name)(argv))
 
-    return run
+def _fetch(argv: Sequence[str]) -> int:
+    """Fetch a recipe, which shows it, print its pinned address, and run nothing."""
+    if len(argv) != 1 or not places.is_address(argv[0]):
+        raise UserError("drivetrain recipe fetch needs one address: https://… or hf://OWNER/REPO/FILE")
+    pinned = fetch.pin(argv[0])
+    places.read(pinned)  # is it a recipe?
+    echo(f"drivetrain train {shlex.quote(f'recipe={pinned}')}")
+    return DONE
+
+
+def _schema(argv: Sequence[str]) -> int:
+    """Print the JSON Schema of recipes, or write it to FILE, which it replaces. An editor uses it as docs/recipes.md says."""
+    from drivetrain.config.recipe_schema import recipe_schema
+
+    given = arguments.parse("recipe schema", argv, "")
+    assert given is not None  # `drivetrain recipe` has answered --help
+    if len(given.overrides) > 1:
+        raise UserError(f"drivetrain recipe schema writes one file: leave out {' '.join(given.overrides[1:])}")
+    if problems := catalog.problems(given.config_dir):
+        raise UserError(problems)
+    text = json.dumps(recipe_schema(given.config_dir), indent=1, ensure_ascii=False) + "\n"
+    if not given.overrides:
+        echo(text, end="")
+        return DONE
+    file = Path(given.overrides[0])
+    if file.suffix != ".json":
+        raise UserError(f"drivetrain recipe schema {file} writes JSON: give a file such as {file.with_suffix('.schema.json')}")
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+    echo(f"written to {file}: a recipe that begins with `# yaml-language-server: $schema={file}` is completed and checked by it")
+    return DONE
 
 
 def _measured(module: str) -> Callable[[Sequence[str]], int]:
@@ -103,7 +142,7 @@ def _measured(module: str) -> Callable[[Sequence[str]], int]:
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "check": _check, "export": _measured("drivetrain.measure.claims.export"), "schema": recipe_schema.command,
-    "show": _elsewhere("drivetrain.cli.recipe_places:show"), "fetch": _elsewhere("drivetrain.cli.recipe_places:fetch_address"),
-    "verify": _measured("drivetrain.measure.claims.verify"), "diff": _measured("drivetrain.measure.claims.diff"),
+    "list": _list, "show": _show, "fetch": _fetch, "check": _check, "schema": _schema,
+    "export": _measured("drivetrain.measure.claims.export"), "verify": _measured("drivetrain.measure.claims.verify"),
+    "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip
