@@ -1,10 +1,13 @@
 """The search of `drivetrain bisect`, with effects that are known: what it names, and with how many comparisons."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from bench import bisect as campaign
 
+from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.bisect.measurers import Settings, Speed
 from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Between, Measured, Search
 from drivetrain.measure.intervals import Interval
 
@@ -76,6 +79,23 @@ def test_what_makes_training_diverge_is_bad():
 
     search = Search(N, Diverging(lambda chosen: -0.2 * (4 in chosen)))
     assert named(search.run()) == [(4,)]
+
+
+def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
+    class Failing(Speed):
+        def failure(self, chosen, variant):
+            asked.append(chosen)
+            return "RuntimeError: boom" if 6 in chosen else None
+
+    asked = []
+    subsets = SimpleNamespace(variant=lambda chosen: ArmSpec("", [], None if 3 in chosen and 2 not in chosen else "a job"))
+    measurer = Failing(subsets, Settings(), 0.0, fails=True)
+    search = Search(N, measurer)
+    answer = search.run()
+    assert (answer.outcome, named(answer)) == (NAMED, [(6,)])
+    assert measurer.shown(answer.whole) == ("fails",)
+    assert search.tried[frozenset({6})].problem == "RuntimeError: boom"
+    assert len(asked) == len(set(asked)), "none is run twice"
 
 
 def test_no_difference_names_none_and_a_bad_without_a_figure_is_told():

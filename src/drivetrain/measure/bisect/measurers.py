@@ -135,15 +135,14 @@ class Measurer:
         return middle + self.sign, " – ".join(bounds) if known else "too few pairs for an interval"
 
 
+@dataclass
 class Speed(Measurer):
     """Measures samples a second in rounds of fresh processes; an effect is the logarithm of the ratio to GOOD's."""
 
+    rates: dict[Subset, tuple[list[float], list[float]]] = field(default_factory=dict)  # of the subset and of GOOD, by round
+
     margin = math.log1p(EQUIVALENCE)
     unit, sign = "samples/s", " ×"
-
-    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
-        super().__init__(subsets, settings, until)
-        self.rates: dict[Subset, tuple[list[float], list[float]]] = {}  # of the subset and of GOOD, by round
 
     def value(self, effect: float) -> str:
         return f"{math.exp(effect):.3f}"

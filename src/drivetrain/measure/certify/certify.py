@@ -125,7 +125,7 @@ def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
             run = shadow.widened_run(run) if looked.techniques else shadow.shadow_of(run)
 
         def recording(trainer: Any) -> None:  # of each rank
-            if (trace := record.record(trainer, looked)) is not None:
+            if (trace := record.Recorder(trainer, looked).run()) is not None:
                 answer(trace)
 
         ended = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)

@@ -40,11 +40,6 @@ class Look:
         return cls(updates, gradients=bool(plain) or not run.compile.captures_step, **others)
 
 
-def record(trainer: Any, look: Look) -> Trace | None:
-    """Train the first updates and return what was computed, on rank 0; None on other ranks."""
-    return Recorder(trainer, look).run()
-
-
 @dataclass(eq=False)
 class Recorder:
     """Looks at the stream, at the step and at the state after each update."""
@@ -58,7 +53,7 @@ class Recorder:
     batches: list[Any] = field(default_factory=list)  # indices and weight sign of the update's micro-batches so far
 
     def run(self) -> Trace | None:
-        """Record; see `record`."""
+        """Train the first updates and return what was computed, on rank 0; None on other ranks."""
         look, parallel = self.look, self.trainer.parallel
         self.noise = shadow.RandomRounding(look.roundoff, look.seed) if look.roundoff else None
         self.trainer = trainer = self._watched(self.trainer)

@@ -17,7 +17,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark import arms
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.reader import Recipe
+from drivetrain.recipe.claim import Claim
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
@@ -31,7 +31,7 @@ class Side:
     """One of the two: a recipe, or a run's directory with the recipe that it wrote."""
 
     name: str  # as given on the command line
-    recipe: Recipe | None
+    claim: Claim | None
     run: RunFiles  # of a recipe: its config alone
 
 
@@ -49,8 +49,8 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     sides = _read(names, overrides, config_dirs)
     _show(sides)
     for side in sides:
-        if side.recipe is not None and side.recipe.claim is not None:
-            echo(f"{side.name} claims {side.recipe.claim}")
+        if side.claim is not None:
+            echo(f"{side.name} claims {side.claim}")
     dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
     both = ",".join(f"{name}/recipe.yaml" if Path(name).is_dir() else name for name in names)
     echo(f"to measure the difference: drivetrain compare {shlex.join([*dirs, f'recipe={both}', *overrides])}")
@@ -75,7 +75,8 @@ def _read_run(name: str) -> Side:
     path = Path(name)
     if not (path / "config.yaml").is_file():
         raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
-    return Side(name, recipes.read_of_run(path) if (path / "recipe.yaml").is_file() else None, reader.read(path))
+    claim = recipes.read_of_run(path).claim if (path / "recipe.yaml").is_file() else None
+    return Side(name, claim, reader.read(path))
 
 
 def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
@@ -85,7 +86,7 @@ def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]
     config: dict[str, Any] = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
     files = RunFiles(recipe.path, name, None, "", compared(config, chosen), {}, Points(), Points())
-    return Side(name, recipe, files)
+    return Side(name, recipe.claim, files)
 
 
 def _show(sides: Sequence[Side]) -> None:

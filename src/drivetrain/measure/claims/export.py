@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.target import Reach
@@ -19,7 +19,7 @@ from drivetrain.measure.claims.write import SOFTWARE, as_comments, assembled, ch
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
 from drivetrain.recipe import write as recipe_text
-from drivetrain.recipe.claim import SETS, Claim, Device
+from drivetrain.recipe.claim import Claim, Device
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader, recipe_file
 from drivetrain.run.reader import RunFiles, differing
@@ -34,12 +34,12 @@ class Settings:
 
     target: str | float | None = None  # accuracy>=0.98, or a value of the metric that ranks the runs' models
     metric: str | None = None  # whose final value is claimed; null: the one that ranks the runs' models
-    set: str | None = None  # validation or test; null: the one that the runs are judged by
+    set: Literal["validation", "test"] | None = None  # null: the one that the runs are judged by
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe export`; return its exit code."""
-    settings, words = _settings(argv)
+    settings, words = arguments.split(argv, Settings)
     file = Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None
     if not words:
         raise UserError(
@@ -54,14 +54,6 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     file.write_text(text, encoding="utf-8")
     echo(f"written to {file}: {_next(file, read_runs([Path(words[0])])[0])}")
     return DONE
-
-
-def _settings(argv: list[str]) -> tuple[Settings, list[str]]:
-    """The command's settings and its other words."""
-    settings, words = arguments.split(argv, Settings)
-    if settings.set is not None and settings.set not in SETS:
-        raise UserError(f"set={settings.set}: {did_you_mean(settings.set, SETS)}")
-    return settings, words
 
 
 def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
