@@ -34,6 +34,7 @@ SAME = {
     "memory format": (CONV, ["surgery=[channels_last]"], "exact: the order of sums"),
     "data parallel": (MLP, ["parallel=dp"], "exact: bit for bit"),
     "average": (MLP, ["ema=ema"], "exact: bit for bit"),
+    "logging": (MLP, ["log_every=3"], "exact: the order of sums"),  # the sum of losses begins anew with each record
     "bf16": (MLP, ["precision=bf16"], "within rounding of bfloat16"),
     "loop": ([*MLP, "optimizer.fused=true"], ["optimizer.fused=false", "optimizer.foreach=false"], "exact"),
 }
