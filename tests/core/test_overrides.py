@@ -130,6 +130,12 @@ def test_a_deep_value_is_refused_before_it_is_parsed(value):
     assert "more than 8 deep" in problems[0]
 
 
+def test_a_long_override_is_refused_before_it_is_parsed():
+    problems: list[str] = []
+    assert list(parse_each(["model.target=" + "a." * 50_000 + "b"], "key=value", problems)) == []
+    assert problems == [f"{'model.target=' + 'a.' * 13}a… has 100,014 characters: no override may have more than 32,768"]
+
+
 def test_brackets_in_quotes_are_text():
     problems: list[str] = []
     ((_, parsed),) = parse_each([r"""key=["[[[[[[[[[[[","a\"[[[[[[[[[", '((((((((((']"""], "key=value", problems)

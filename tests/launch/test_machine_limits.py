@@ -14,6 +14,7 @@ from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError
 from drivetrain.launch import machine_limits, network
 from drivetrain.saving import space
 from tests.support import command
+from tests.support.waiting import LIMIT_S
 
 SMALL = 48 * 2**10
 
@@ -104,7 +105,7 @@ def test_a_run_within_the_limit(tmp_path, limit, words, code, says):
     train = [sys.executable, "-m", "drivetrain", "train", "-q", *RUN, *words]
     done = subprocess.run(
         ["unshare", alone, "bash", "-c", f'{shell} && exec "$@"', "bash", *train],
-        cwd=tmp_path, env=command.environment(), capture_output=True, text=True, check=False, timeout=command.TIMEOUT_S,
+        cwd=tmp_path, env=command.environment(), capture_output=True, text=True, check=False, timeout=LIMIT_S,
     )  # fmt: skip
     assert done.returncode == code, done
     assert says in done.stderr, done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import multiprocessing
 import os
@@ -105,6 +106,13 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+@functools.cache
+def end_with_users_parent() -> None:
+    """Save and end soon after the process has ended that started this one by multiprocessing, where one did."""
+    if multiprocessing.parent_process() is not None:
+        end_with_parent(signal.SIGTERM)
 
 
 def end_with_input() -> None:

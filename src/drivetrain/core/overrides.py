@@ -15,6 +15,7 @@ _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hy
 # Quoted texts, and what stands between the signs of lists and calls; in a mapping also between keys and values.
 _PART = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}'"]+""")
 _PART_OF_MAPPING = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}:'"]+""")
+MAX_LENGTH = 2**15  # characters of one override: Hydra's parser takes minutes for those that the system would allow
 MAX_DEPTH = 8  # levels of lists and mappings in a value, on the command line as in a recipe
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
 
@@ -72,6 +73,9 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
     from hydra.errors import HydraException
 
     for text in overrides:
+        if len(text) > MAX_LENGTH:
+            problems.append(f"{text[:40]}… has {len(text):,} characters: no override may have more than {MAX_LENGTH:,}")
+            continue
         if _depth(text.partition("=")[2]) > MAX_DEPTH:
             problems.append(f"{text[:40]}… has lists or mappings more than {MAX_DEPTH} deep: no value may be that deep")
             continue

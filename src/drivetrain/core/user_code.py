@@ -27,7 +27,7 @@ def load(setting: str, name: str) -> Any:
     """Import the class or function `name`; `setting` (such as model.target=my_pkg.Net) begins the messages. Raises UserError."""
     try:
         found = import_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, RecursionError) as error:
         raise UserError(f"{setting} cannot be imported: {error}") from None
     if not callable(found):
         raise UserError(f"{setting} is {type(found).__name__}: name a class or a function")

@@ -19,6 +19,7 @@ from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
 from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import BAD_CONFIG, UserError
+from drivetrain.core.forking import end_with_users_parent
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag, signals_sent_to
@@ -60,6 +61,7 @@ def train(
     A signal that stopped the run does afterwards what it would have done: it ends the caller's program, unless that handles it.
     """
     process.restart_clock()
+    end_with_users_parent()
     if config_dirs:
         add_import_paths(config_dirs)
     if isinstance(config, Mapping):

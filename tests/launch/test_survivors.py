@@ -1,0 +1,81 @@
+"""Whatever starts runs, and however it is stopped or killed: nobody of it lives on."""
+
+import itertools
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.support import command
+from tests.support.waiting import until
+
+MARK = "DRIVETRAIN_TEST_MARK"  # in the environment of all that a command starts
+RUN = (
+    "data=digits", "model=mlp", "runtime.device=cpu", "batch.global_batch=64", "log_every=1", "saving.every_updates=2",
+    "epochs=100000",
+)  # fmt: skip
+DDP, FSDP = (("parallel=" + name, "parallel.nproc=2") for name in ("ddp", "fsdp"))
+WORKERS, THREADS = (("loader=" + name,) for name in ("workers", "threads"))
+IN_A_FORK = """
+import multiprocessing, sys
+import drivetrain
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=drivetrain.train, args=(sys.argv[1:],), daemon=True)
+    process.start()
+    process.join()
+"""
+TRAIN, SWEEP = ("train",), ("train", "-m", "optimizer=sgd,adamw")
+COMPARE, ABLATE = ("compare", "optimizer=sgd,adamw"), ("ablate", "recipe=digits_fast", "baseline=naive", "rounds=9")
+TUNE, DOCTOR, FORK = ("tune", "what=lr"), ("doctor",), ("fork",)
+CASES = [
+    *itertools.product((TRAIN,), ((), DDP, FSDP, WORKERS, THREADS), ("INT", "TERM", "KILL", "KILL a child")),
+    *itertools.product((SWEEP, FORK), ((), DDP, WORKERS), ("INT", "TERM", "KILL", "KILL a child")),
+    *itertools.product((COMPARE, ABLATE, TUNE, DOCTOR), ((), WORKERS), ("INT", "TERM", "KILL")),
+]
+
+
+def living(mark: str) -> dict[int, str]:
+    """The processes that have this mark in their environment, and what they run: those that have ended are none."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.own_process  # whose environment /proc tells
+@pytest.mark.parametrize("moment", ["starting", "running"])
+@pytest.mark.parametrize(
+    ("verb", "words", "how"), CASES, ids=lambda each: each if isinstance(each, str) else " ".join(each) or "-"
+)
+def test_nobody_lives_on(tmp_path, verb, words, how, moment):
+    mark = uuid.uuid4().hex
+    (tmp_path / "program.py").write_text(IN_A_FORK)
+    of_its_own = {"ablate": ("data=", "model="), "tune": ("epochs=",)}.get(verb[0], ())
+    given = [*(verb if verb is not FORK else ()), *(word for word in RUN if not word.startswith(of_its_own)), *words]
+    process = command.start(*given, cwd=tmp_path, how=["program.py"] if verb is FORK else command.DRIVETRAIN, env={MARK: mark})
+    try:
+        if moment == "starting":
+            until(lambda: process.pid in living(mark))
+        elif verb[0] in ("train", "fork"):
+            until(lambda: any(tmp_path.rglob("metrics.jsonl")))
+        else:
+            until(lambda: len(living(mark)) > 1)
+        number = getattr(signal, f"SIG{how.split()[0]}")
+        others = [other for other in living(mark) if other != process.pid]
+        os.kill(max(others) if how.endswith("a child") and others else process.pid, number)
+        if how.endswith("a child"):  # one that is gone is told or made anew; then the command is stopped
+            time.sleep(1)
+            process.send_signal(signal.SIGTERM)
+        command.finish(process)
+        until(lambda: not living(mark), lambda: f"they live on: {living(mark)}")
+    finally:
+        for other in living(mark):
+            os.kill(other, signal.SIGKILL)
