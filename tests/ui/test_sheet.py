@@ -2,6 +2,7 @@
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,18 @@ def test_a_table_without_what_says_nothing_or_the_same_of_all():
     assert [*table.differing(2)[0].header] == ["a", "b", "c"]
 
 
-def test_a_table_drops_spare_columns_until_it_fits():
+def test_a_table_drops_spare_columns_until_it_fits(capsys):
     table = Table(["a", "b", "c"], [["x" * 10, "y" * 20, "z" * 30]], spare=("c", "no such column", "b"))
     for room, header in ((None, "abc"), (80, "abc"), (50, "ab"), (20, "a")):
         found, left_out = table.fitting(room)
         assert "".join(found.header) == header
         assert {*"abc"} - {*left_out} == {*header}
+    replace(table, width=50).show()
+    said = capsys.readouterr().out
+    assert "not shown here: c" in said
+    assert "z" not in said
+    replace(table, rows=table.rows * 3, most=2).show()
+    assert "… and 1 more, which the page has" in capsys.readouterr().out
 
 
 def test_a_cell_may_have_a_drawing_and_a_share(capsys):

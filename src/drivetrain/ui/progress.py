@@ -6,6 +6,7 @@ import sys
 import time
 
 from drivetrain.ui import output
+from drivetrain.ui.terminal import duration
 
 LINE_EVERY_S = 10.0  # where there is no terminal
 _CLEAR = "\r\x1b[2K"
@@ -21,8 +22,8 @@ class Steps:
 
     def __call__(self, text: str, left: float | None = None) -> None:
         """Show what is being done, and about how many seconds are `left`."""
-        after = f", about {_duration(left)} left" if left else ""
-        line = output.plain(f"{text} ({_duration(time.monotonic() - self._began)}{after})")
+        after = f", about {duration(left)} left" if left else ""
+        line = output.plain(f"{text} ({duration(time.monotonic() - self._began)}{after})")
         print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +65,3 @@ class Rate:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

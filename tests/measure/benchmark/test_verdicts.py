@@ -11,8 +11,9 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import noninferiority as test
 from drivetrain.measure.benchmark.arms import compose, swept
+from drivetrain.measure.benchmark.facts import final_figures
 from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial
-from drivetrain.measure.benchmark.quality import Plan, evaluated_figures, sequentially
+from drivetrain.measure.benchmark.quality import Plan, sequentially
 from drivetrain.run.result import Result
 
 ACCURACY = Selection("accuracy", max)
@@ -177,7 +178,7 @@ def test_no_seeds_are_added_after_the_time_for_it():
 
 def test_a_run_that_averages_its_weights_is_judged_by_the_average():
     result = Result(metrics={"validation": {"final": {"accuracy": 0.5, "ema_accuracy": 0.9}, "best": {}}})
-    assert evaluated_figures(result)["accuracy"] == 0.9
+    assert final_figures(result.metrics[result.judged_by])["accuracy"] == 0.9
 
 
 @pytest.mark.parametrize(

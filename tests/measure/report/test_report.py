@@ -1,18 +1,45 @@
 """`drivetrain report`: what any runs left, in one table, one CSV and one page."""
 
 import csv
+import itertools
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.target import Reach
 from drivetrain.measure.report.over_seeds import summarize_seeds
 from drivetrain.measure.report.report import common_target, named, verdict
 from drivetrain.run.reader import differing, find, read
+from drivetrain.run.result import Result
 from tests.support import pages
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], Path]]:
+    """Where runs are kept that several tests read, and those that are there, by their words."""
+    return tmp_path_factory.mktemp("runs"), {}
+
+
+@pytest.fixture
+def train(known, tiny) -> Callable[..., Result]:
+    """Train a tiny run with these words, or copy one that was trained for another test; it lies in outputs/."""
+    folder, runs = known
+    made = itertools.count()
+
+    def trained(*words: str) -> Result:
+        if words not in runs:
+            result = drivetrain.train(tiny(*words))
+            runs[words] = Path(shutil.copytree(result.run_dir, folder / str(len(runs))))
+            return result
+        return Result.read(Path(shutil.copytree(runs[words], f"outputs/known-{next(made)}")))
+
+    return trained
 
 
 @pytest.fixture

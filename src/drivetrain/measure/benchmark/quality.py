@@ -20,7 +20,6 @@ from drivetrain.measure.benchmark.facts import Facts, final_figures
 from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRun, Trial, Verdict
 from drivetrain.measure.training import trainings
 from drivetrain.run.reader import RunFiles
-from drivetrain.run.result import Result
 
 # Trains an arm with the seed of this number, counted from 0.
 Train = Callable[[int, int], TrainedRun]
@@ -132,7 +131,7 @@ def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> Trained
     facts = Facts.of(run, seed, reach)
     if run.result is None or facts.error is not None:
         return TrainedRun(seed, samples, error=facts.error, facts=facts)
-    trained = TrainedRun(seed, samples, evaluated_figures(run.result), facts=facts)
+    trained = TrainedRun(seed, samples, final_figures(run.result.metrics.get(run.result.judged_by)), facts=facts)
     # Each recorded loss is the mean over the samples since the record before.
     points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
     losses = [(now - before, loss) for now, before, loss in points if loss is not None]
@@ -143,8 +142,3 @@ def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> Trained
         trained.figures[seconds_to(reach)] = run.result.wall_s if arrived is None else arrived
         trained.censored = [] if arrived is not None else [seconds_to(reach)]
     return trained
-
-
-def evaluated_figures(result: Result) -> dict[str, float]:
-    """The figures that a run ends with, on the set that it is judged by."""
-    return final_figures(result.metrics.get(result.judged_by))

@@ -21,8 +21,7 @@ def sheet(found: Diagnosis, faster: Sequence[str] = ()) -> Sheet:
     """The verdict, the commands of a `faster` run, where an update's time goes, and what was measured."""
     body: list[Section] = [verdicts(found), *([commands(*faster)] if faster else [])]
     body += [heading("Where the time of an update goes"), *profiled(found)]
-    for title, comparison in found.comparisons.items():
-        body += [heading(title), words(overview.headline(comparison)), *overview.sections(comparison)]
+    body += overview.titled(found.comparisons)
     return Sheet("Where the time goes – drivetrain doctor", conclusion(found), body)
 
 
@@ -32,8 +31,7 @@ def conclusion(found: Diagnosis) -> str:
     verdict = verdict[:1].upper() + verdict[1:] if verdict.split(" ")[0].isalpha() else verdict  # else it begins with a key
     if not found.gains or (ratio := found.gains[0].row.ratio) is None:
         return verdict
-    speed = f"{ratio.middle:.2f} × as fast ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"{verdict}; {found.gains[0].overrides} makes it {speed}"
+    return f"{verdict}; {found.gains[0].overrides} makes it {ratio.as_fast()}"
 
 
 def verdicts(found: Diagnosis) -> Part:

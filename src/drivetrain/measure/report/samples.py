@@ -129,7 +129,7 @@ def _shown_as(loaded: LoadedRun) -> Any:
         return lambda samples: _table(samples, lambda sample: loaded.text_of(sample.x), "text")
     if shape is not None and len(shape) == 3 and shape[0] in (1, 3):
         top = loaded.transforms.max_value
-        return lambda samples: _tiles(samples, top)
+        return lambda samples: Part(f'<ul class="tiles">{"".join(_tile(sample, top) for sample in samples)}</ul>')
     return lambda samples: _table(samples, lambda sample: sample.name, "sample")
 
 
@@ -142,10 +142,6 @@ def _table(samples: Sequence[Sample], text: Any, header: str) -> Table:
         rows.append([shown, *([sample.target] if has_target else []), sample.prediction, f"{sample.loss:.4g}"])
     columns = [header, *(["is"] if has_target else []), "predicted", "loss"]
     return Table(columns, rows, "Samples with predictions", ("is", "predicted"))
-
-
-def _tiles(samples: Sequence[Sample], top: float | None) -> Part:
-    return Part(f'<ul class="tiles">{"".join(_tile(sample, top) for sample in samples)}</ul>')
 
 
 def _tile(sample: Sample, top: float | None) -> str:
