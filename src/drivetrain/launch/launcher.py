@@ -114,8 +114,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         check.validate_device(stage.run)
     if world.size > 1 and (tried := {group: option for group, option in job.run.tried().items() if option.needs_trial}):
         raise UserError(
-            f"{job.run.named(group)} as it is set tries before the ranks start, and another launcher has started them: let "
-            f"drivetrain start them (parallel=ddp alone), or set {option.untried}"
+            f"{job.run.named(group)} has settings that trials choose before the ranks start, and another launcher has started "
+            f"them: let drivetrain start them (parallel=ddp alone), or set {option.untried}"
             for group, option in tried.items()
         )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory

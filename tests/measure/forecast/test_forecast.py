@@ -240,7 +240,7 @@ def test_ranks_divide_the_batch_and_fsdp_the_state():
 
 def test_offloading_to_the_host_is_forecast_for_a_device_that_is_not_here():
     planned = plan([*SMALL, "runtime.device=auto", "model=mlp", "checkpointing=offload"], (), "h100")
-    validate.validate_device(planned.look().run)
+    validate.validate_device(planned.look())
     assert any("checkpointing=offload is not recorded" in note for note in planned.notes)
     sharded = plan([*SMALL, "model=mlp", "parallel=fsdp", "parallel.nproc=2", "parallel.offload=true"], (), "h100")
     assert any("the copies to the host" in note for note in sharded.notes)

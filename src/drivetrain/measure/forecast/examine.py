@@ -95,7 +95,7 @@ class Subject:
         """Build the plan's run in this process, unless it is given. Raises UserError."""
         on_exit = ExitStack()
         if trainer is None:
-            context = BuildContext(plan.look().run, World(), NO_RUN_DIR, on_exit=on_exit)
+            context = BuildContext(plan.look(), World(), NO_RUN_DIR, on_exit=on_exit)
             trainer = build.build(context, [])
         here = plan.device == HERE
         dtype = plan.run.precision.dtype

@@ -113,8 +113,7 @@ def forecast(
 
 def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     """The answer of a process of its own, which builds the run."""
-    run = planned.look().run
-    return child.ask(run, lambda trainer: answer(planned, trainer, settings, until), "the run cannot be forecast")
+    return child.ask(planned.look(), lambda trainer: answer(planned, trainer, settings, until), "the run cannot be forecast")
 
 
 def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[Any, Any]:

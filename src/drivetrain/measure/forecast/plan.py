@@ -58,19 +58,17 @@ class Plan:
         samples = math.ceil(self.run.batch.size(0) / self.run.parallel.data_ranks())
         return replace(self, steps=math.ceil(samples / max(1, int(largest))))
 
-    def look(self) -> Job:
-        """The run that is built here. On another device no layer is timed for this CPU's sake."""
+    def look(self) -> RunSpec:
+        """The run that is built here. For another device no layer is timed for this CPU's sake."""
         changes = [*ALONE, *(["runtime.device=cpu"] if self.device != HERE else [])]
         checkpointing = self.run.checkpointing
         if checkpointing.chosen_by_compiler or checkpointing.keeps_on_host or checkpointing.memory_gb is not None:
             changes.append("checkpointing=none")
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
-        _, job = arms.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)
-        if self.device == HERE:
-            return job
-        precision: Any = replace_setting(job.run.precision, looks_for_slow_layers=False)
-        return replace(job, run=replace(job.run, parts={**job.run.parts, "precision": precision}))
+        run = arms.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
+        run.precision.looks_for_slow_layers = self.device == HERE
+        return run
 
     def stages(self) -> list[tuple[str, float, Plan]]:
         """Each stage: its title, its share of the run's updates, and a run that is like it from beginning to end."""
@@ -109,15 +107,6 @@ class Plan:
             offloaded=getattr(parallel, "offload", False),
             whole_gradients=self.micro_batches() > 1 and not getattr(parallel, "sync_each_micro", False),
         )  # fmt: skip
-
-
-def replace_setting(option: Any, **values: Any) -> Any:
-    """A copy of an option with other values of these attributes."""
-    import copy
-
-    changed = copy.copy(option)
-    vars(changed).update(values)
-    return changed
 
 
 def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> Plan:
