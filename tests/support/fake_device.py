@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
@@ -178,6 +179,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kind: str) -> torch.device:
     torch._C._ensureCUDADeviceGuardSet()
     for name, value in vars(MODULE).items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)  # torch 2.11 makes a tensor on the device
+    for module in (torch.cuda, torch.cuda.graphs):
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(base, "backpropagate", give_gradients)
     return device

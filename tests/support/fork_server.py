@@ -1,7 +1,8 @@
 """A process that has imported torch and forks: a `python -m drivetrain` that starts in milliseconds instead of seconds.
 
 `install()` puts `Popen` in the place of `subprocess.Popen`. A command `[sys.executable, "-m", "drivetrain", …]` is then run
-by a child of the server, with the arguments, environment, directory, files, session and signals of a process of its own.
+by a child of the server, and so is a user's `[sys.executable, "program.py", …]`, with the arguments, environment, directory,
+files, session and signals of a process of its own.
 Its exit code, its output and its process id are those of any other process. Every other command starts as ever, and so
 does one whose interpreter would be another one: other PYTHON… variables, a sitecustomize.py, another copy of drivetrain.
 `Popen.forking = False` (the marker `own_process`) turns it off.
@@ -45,6 +46,7 @@ READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHI
 SET_BY_IMPORTS = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 HUGE_PAGE, MADV_COLLAPSE = 2**21, 25  # of Linux
 WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"]  # as execnet starts a worker of xdist
+PROGRAM = "program.py"  # a user's own, in the working directory
 CHANNEL = "DRIVETRAIN_TEST_CHANNEL"  # the number of the file by which a worker asks the server for its commands
 LENGTH = 8  # bytes that hold the length of a request
 MODULES_TO = "DRIVETRAIN_TEST_MODULES_TO"  # the file that gets the names of all modules that a command had imported at its end
@@ -126,8 +128,8 @@ class Popen(_Popen):  # type: ignore[type-arg]
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
         self._status, told = os.pipe()
         request = {
-            "module": None if worker else words[2],
-            "words": list(map(str, words[3:])),
+            "module": None if worker else words[1] if words[1] == PROGRAM else words[2],
+            "words": list(map(str, words[2 if words[1] == PROGRAM else 3 :])),
             "safe": safe,
             "cwd": cwd,
             "env": env,
@@ -151,7 +153,9 @@ class Popen(_Popen):  # type: ignore[type-arg]
         return self._servers[kind]
 
     def _may_fork(self, args: Any, cwd: str, env: dict[str, str], safe: bool) -> bool:
-        if isinstance(args, (str, bytes, os.PathLike)) or list(args[:2]) != [sys.executable, "-m"] or args[2] not in MODULES:
+        if isinstance(args, (str, bytes, os.PathLike)) or args[0] != sys.executable:
+            return False
+        if args[1] != PROGRAM and (args[1] != "-m" or args[2] not in MODULES):
             return False
         names = {n for n in {*env, *AT_START} if n.startswith(READ_AT_START) and n not in ("PYTHONPATH", "PYTHONSAFEPATH")}
         if any(env.get(n) != AT_START.get(n) for n in names):
@@ -160,7 +164,9 @@ class Popen(_Popen):  # type: ignore[type-arg]
         if any((p / f"{name}.py").exists() for p in places for name in ("sitecustomize", "usercustomize")):
             return False
         checkout = self.package.parents[1]
-        if args[2].partition(".")[0] != "drivetrain":  # found in the working directory, a program of the tests also elsewhere
+        if (
+            args[1] != PROGRAM and args[2].partition(".")[0] != "drivetrain"
+        ):  # found in the working directory, a program of the tests also elsewhere
             return Path(cwd) == checkout or (args[2].startswith("tests.") and checkout in places)
         found = next(
             (p / "drivetrain" for p in [*([] if safe else [Path(cwd)]), *places] if (p / "drivetrain" / "__init__.py").exists()),
@@ -285,7 +291,10 @@ def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
         return
     if "." in request["module"]:
         sys.modules.pop(request["module"], None)  # it was imported as another's part; now it is the program
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    if request["module"] == PROGRAM:
+        runpy.run_path(PROGRAM, run_name="__main__")
+    else:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 def _open_standard_files() -> None:
