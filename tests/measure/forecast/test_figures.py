@@ -12,7 +12,7 @@ from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import memory, page, roofline
 from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
-from drivetrain.measure.forecast.figure import Figure, total
+from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.memory import Ranks
 from drivetrain.measure.forecast.replay import Row
 
@@ -122,7 +122,7 @@ def test_network_time_hides_behind_the_backward():
 
 
 def test_figures_add_with_their_intervals():
-    assert total([Figure(1, 0, 2), Figure(2, 2, 3)]) == (3, 2, 5)
+    assert Figure(1, 0, 2) + Figure(2, 2, 3) == (3, 2, 5)
     assert Figure.within(10, 0.5, 2) == (10, 5, 20)
     assert Figure(1, 0, 2).times(3) == (3, 0, 6)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -24,6 +23,7 @@ class Figure(NamedTuple):
         return cls(value, value * low, value * high)
 
     def __add__(self, other: Figure) -> Figure:  # type: ignore[override]
+        """The sum, with the sum of the intervals: the parts may be wrong together."""
         return Figure(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> Figure:
@@ -33,14 +33,3 @@ class Figure(NamedTuple):
     def holds(self, value: float) -> bool:
         """Whether a value lies in the interval."""
         return self.low <= value <= self.high
-
-
-NOTHING = Figure.exactly(0.0)
-
-
-def total(figures: Iterable[Figure]) -> Figure:
-    """The sum, with the sum of the intervals: the parts may be wrong together."""
-    found = NOTHING
-    for figure in figures:
-        found = found + figure
-    return found

@@ -14,7 +14,7 @@ from drivetrain.engine import child
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.forecast.devices import NAMES, known
-from drivetrain.measure.forecast.figure import Figure, total
+from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.plan import Plan, plan
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -69,7 +69,7 @@ class StagedAnswer:
     @property
     def whole(self) -> Figure:
         """The seconds of the run: of each stage its share."""
-        return total(stage.answer.forecast.whole.times(stage.share) for stage in self.stages)
+        return sum((stage.answer.forecast.whole.times(stage.share) for stage in self.stages), Figure.exactly(0.0))
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
