@@ -129,7 +129,7 @@ def test_a_small_run_on_a_device_has_one_rank_and_its_device_alone(tmp_path: Pat
 
 
 def campaign_in(folder: Path, minutes: float = 1.0, **given: Any) -> Campaign:
-    return Campaign(folder, "cpu", {}, minutes, **given)
+    return Campaign(folder, "cpu", {}, time.monotonic() + 60 * minutes, **given)
 
 
 def fine() -> dict[str, Any]:

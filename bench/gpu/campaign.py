@@ -43,12 +43,12 @@ class Campaign:
     """The stages' JSON files in `folder`, each copied to `out` when it changes, and the time that this call may take."""
 
     def __init__(
-        self, folder: Path, device: str, about: Mapping[str, Any], minutes: float,
+        self, folder: Path, device: str, about: Mapping[str, Any], until: float,
         summaries: Mapping[str, Summary] | None = None, out: Path | None = None,
     ) -> None:  # fmt: skip
         self._folders = [folder] if out is None else [folder, out]
         self._device, self._about, self._summaries = device, about, summaries or {}
-        self._until = time.monotonic() + 60 * minutes
+        self._until = until  # by time.monotonic()
         self._rows: dict[str, Rows] = {}
         self._code = code()
         self.hidden = [f"{harness.ROOT}/"]  # places on this machine, which are left out of the files
