@@ -17,17 +17,20 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from drivetrain.core.errors import UserError
 from tests.support.effects import LIMIT_S, Begins, TooLong, limited, watched
 from tests.support.recipe_mutants import FRAGMENTS, KINDS, NUMBERS, SHAPES, TEXTS, Raw, mutated, places
 
+# What fails in the suite is not made smaller: that takes minutes.
 settings.register_profile(
-    "few", max_examples=25, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
-)
-settings.register_profile("campaign", settings.get_profile("few"), max_examples=10_000, derandomize=False, print_blob=True)
+    "few", max_examples=25, phases=[Phase.explicit, Phase.generate], derandomize=True, database=None, deadline=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+few = settings.get_profile("few")
+settings.register_profile("campaign", few, max_examples=10_000, phases=list(Phase), derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "few"))
 fuzz = pytest.mark.fuzz
 
