@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast import memory, page, roofline
+from drivetrain.measure.forecast import here, memory, page, roofline
 from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
 from drivetrain.measure.forecast.figure import Figure
 from drivetrain.measure.forecast.memory import Ranks
@@ -140,3 +141,23 @@ def test_every_device_of_the_table_says_that_it_was_not_measured(name: str):
 def test_an_unknown_device_is_told_with_a_near_one():
     with pytest.raises(UserError, match=r"device=h10 is not known.*h100"):
         known("h10")
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"a machine": [1]}', '{"a machine": {"host": "slow"}}'])
+def test_a_machine_is_measured_once_and_anew_where_the_file_is_damaged(monkeypatch, tmp_path, damaged):
+    measured = []
+
+    def measurements(device: torch.device, formats: tuple[str, ...]) -> dict[str, object]:
+        names = [*(f"flops {name}" for name in ("float32", *formats)), "convolution", "bandwidth", "host"]
+        return {name: lambda name=name: measured.append(name) or 1.0 for name in names}
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(here, "_measurements", measurements)
+    here.state_file().parent.mkdir(parents=True)
+    here.state_file().write_text(damaged)
+    for _ in range(2):
+        found = here.this_device(torch.device("cpu"), ("bfloat16",))
+    assert (found.bandwidth, found.flops) == (1.0, {"float32": 1.0, "bfloat16": 1.0})
+    assert measured == ["flops float32", "flops bfloat16", "convolution", "bandwidth", "host"]
+    here.this_device(torch.device("cpu"), ("float16",))
+    assert measured[5:] == ["flops float16"]

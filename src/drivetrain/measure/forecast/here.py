@@ -13,6 +13,7 @@ import torch
 from drivetrain.core import limits
 from drivetrain.core.files import write_json
 from drivetrain.core.peak_flops import measured
+from drivetrain.core.typed import fits
 from drivetrain.core.user_state import user_state
 from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.devices import HERE, Device
@@ -37,7 +38,7 @@ def this_device(device: torch.device, formats: tuple[str, ...]) -> Device:
     software = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     key = f"{VERSION} {environment.device_name(device)} {platform.node()} {software}"
     known = _read()
-    found: dict[str, float] = known.get(key, {})
+    found = known.get(key, {})
     missing = {name: measure for name, measure in _measurements(device, formats).items() if name not in found}
     for name, measure in missing.items():
         found[name] = measure()
@@ -121,12 +122,12 @@ def _best(work: Callable[[], object], device: torch.device) -> float:
     return max(1e-9, min(taken))
 
 
-def _read() -> dict[str, Any]:
+def _read() -> dict[str, dict[str, float]]:
     try:
         found = json.loads(state_file().read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if fits(found, dict[str, dict[str, float]]) else {}
 
 
 def _write(content: dict[str, Any]) -> None:
