@@ -7,6 +7,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.core.microbatch import Request
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.saving import checkpoint_io, manifest
@@ -70,6 +71,45 @@ def test_a_forward_may_take_gradients_in_an_evaluation(train, monkeypatch):
     assert result.status == "completed", result.error
     found = drivetrain.load(result.run_dir, ["trust=[drawing_sets]"]).predict(torch.rand(2, 3))
     assert found.probabilities.shape == (2, 4)
+
+
+@pytest.mark.parametrize("order", ["sequential", "balanced", "weighted", "repeated", "own"])
+def test_an_order_is_that_of_one_process_for_ranks_and_workers(weights, order):
+    words = ("data.target=drawing_sets.Ordered", f"data.order={order}", "epochs=1")
+    alone = weights(*words)
+    assert torch.equal(weights(*words, "loader=workers"), alone)
+    assert torch.allclose(weights(*words, "batch=accumulate", "batch.accumulation_steps=3"), alone, atol=1e-6)
+    assert not torch.allclose(weights(*words, "data.order=shuffled"), alone, atol=1e-5)
+
+
+def test_an_order_of_its_own_may_have_another_length(train, monkeypatch):
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    result = train(*WORDS, "data.target=drawing_sets.Ordered", "data.order=own", "data.drop_last=false")
+    assert result.updates == 2 * 6  # of 64 samples in updates of 12
+    assert result.epochs == 2
+
+
+def test_a_sample_that_comes_again_draws_anew():
+    from drivetrain.core.order import AGAIN
+    from drivetrain.data.own import OwnSource
+    from drivetrain.data.samples import Stack
+    from drivetrain.loader import Loader, Pipeline
+
+    source = OwnSource(drawing_sets.All(), "data.target", Stack())
+    request = Request(0, torch.tensor([5, 5 + AGAIN]), 1.0)
+    ((x, y, _),) = Loader().batches(Pipeline(source, (), None, 0), [request], torch.device("cpu"))
+    assert y.tolist() == [1, 1]
+    assert not torch.equal(x[0], x[1])
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("balanced", "a list `targets`"), ("weighted", "a list `weights`"), ("own", r"a method `order\(seed, epoch\)`")],
+)
+def test_an_order_wants_what_it_goes_by(train, monkeypatch, word, says):
+    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    with pytest.raises(UserError, match=says):
+        train(*WORDS, f"data.order={word}")
 
 
 def test_a_run_in_threads_is_refused_with_what_to_set(train, monkeypatch):

@@ -17,6 +17,7 @@ from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Effect, Option, RunSpec
+from drivetrain.core.order import index_of
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
@@ -192,7 +193,7 @@ class Batch(Option):
     ) -> Iterator[Request]:
         """Yield this rank's micro-batches of one epoch in order, from update number `skip` on.
 
-        `order(seed, epoch)` is the source's own order of its samples, where it has one.
+        `order(seed, epoch)` gives the numbers of the epoch's samples; without it they are a random permutation.
 
         Update u takes positions [u·G, (u+1)·G) of the epoch's order, which are split evenly among ranks and micro-batches.
         Each micro-batch is weighted by its samples (by its tokens, where samples are sequences), so that an update is the
@@ -221,7 +222,7 @@ class Batch(Option):
 
     def amount(self, indices: torch.Tensor) -> int:
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
-        return int(self.lengths[indices].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
+        return int(self.lengths[index_of(indices)].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
 
     def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.order import index_of
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
 
@@ -35,8 +36,19 @@ class Subset:
 
     def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[Tree, Tree]:
         """Return the samples at these positions of the view."""
-        read: tuple[Tree, Tree] = self.source.fetch(self.indices[indices], *options)
+        again = indices - index_of(indices)  # which samples come again (core/order.py)
+        read: tuple[Tree, Tree] = self.source.fetch(self.indices[index_of(indices)] + again, *options)
         return read
+
+    def labels(self) -> torch.Tensor | None:
+        """Return the classes (n,) of these samples, where the source knows them."""
+        labels = getattr(self.source, "labels", lambda: None)()
+        return None if labels is None else torch.as_tensor(labels)[self.indices]
+
+    def weights(self) -> torch.Tensor | None:
+        """Return the weights (n,) of these samples, where a user's code gives some."""
+        weights = self.source.weights() if self.own_code else None
+        return None if weights is None else torch.as_tensor(weights)[self.indices]
 
     def keeps(self) -> dict[str, Any]:
         """Return what a user brought, where they are read by a user's code."""

@@ -12,10 +12,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import annotated_types
 
+from drivetrain.core import order as orders
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.order import Order
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
@@ -212,6 +214,11 @@ class Data(Option):
         if self.validation == "auto":
             return AUTO_SHARE
         return self.validation if isinstance(self.validation, float) else None
+
+    def order_of(self, source: Source) -> Order:
+        """Return the order in which the samples of the training set come. Raises UserError."""
+        own = getattr(source, "order", None)
+        return orders.shuffled(len(source)) if own is None else Order(len(source), len(source), own)
 
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None where only loading tells."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+from drivetrain.core import order as orders
 from drivetrain.core import trees, user_code
 from drivetrain.core.allowed import Arguments, ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.order import Order, index_of
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, measure_on_some
@@ -53,7 +56,10 @@ class Own(Data):
         pad: bool | ColumnName | None = None,
         normalize: bool = True,
         drop_last: bool = True,
+        order: Literal["shuffled", "sequential", "balanced", "weighted", "repeated", "own"] = "shuffled",
+        repeats: Count = 3,
     ) -> None:
+        self.order, self.repeats = order, repeats
         self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
         self.validation = validation
         self.classes, self.normalize, self.drop_last = classes, normalize, drop_last
@@ -67,6 +73,8 @@ class Own(Data):
                 yield from user_code.trust_problems(f"data.{key}={name}", name, run.values["trust"])
         if self.collate and self.pad not in (None, False):
             yield f"data.pad={str(self.pad).lower()} and data.collate={self.collate} exclude each other: the function pads"
+        if self.order != "shuffled" and run.batch.buckets_lengths:
+            yield f"data.order={self.order} and {run.named('batch')} exclude each other (it orders by length): set batch=fixed"
         if (self.train is None) != (self.test is None):
             yield "data.train and data.test belong together: give both, or neither"
 
@@ -97,6 +105,24 @@ class Own(Data):
             train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
             validation=validation[0] if validation else None,
         )  # fmt: skip
+
+    def order_of(self, source: Any) -> Order:
+        n = len(source)
+        if self.order in ("shuffled", "sequential", "repeated"):
+            plain = {"shuffled": orders.shuffled, "sequential": orders.sequential}
+            return orders.repeated(n, self.repeats) if self.order == "repeated" else plain[self.order](n)
+        if self.order == "balanced":
+            if (labels := source.labels()) is None:
+                raise UserError(f"data.order=balanced needs the classes: give data.target={self.target} a list `targets` of them")
+            return orders.balanced(labels)
+        if self.order == "weighted":
+            if (weights := source.weights()) is None:
+                raise UserError(f"data.order=weighted needs weights: give data.target={self.target} a list `weights`")
+            return orders.weighted(weights)
+        if not hasattr(source, "order"):
+            raise UserError(f"data.order=own needs a method `order(seed, epoch)` of data.target={self.target}, of sample numbers")
+        setting = f"order(seed, epoch) of data.target={self.target}"
+        return Order(len(source.order(0, 0)), n, source.order, repeats=True, setting=setting)
 
     def _dataset(self, target: Any, split: str) -> Any:
         """Build the Dataset of a split. Raises UserError."""
@@ -209,9 +235,16 @@ class OwnSource:
 
     def __init__(self, dataset: Any, setting: str, together: Any, lengths: torch.Tensor | None = None) -> None:
         self.dataset, self.setting, self.lengths, self.reader = dataset, setting, lengths, Reader(dataset, together)
+        if callable(given := getattr(dataset, "order", None)):
+            self.order = partial(_given, given)
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def weights(self) -> torch.Tensor | None:
+        """Return how often each sample is drawn, relative to the others (n,), where the Dataset says it as `weights`."""
+        weights = getattr(self.dataset, "weights", None)
+        return None if weights is None or len(weights) != len(self) else torch.as_tensor(weights)
 
     def labels(self) -> torch.Tensor | None:
         """Return the classes (n,) where the Dataset has them as `targets`, as torchvision's have."""
@@ -240,13 +273,17 @@ class OwnSource:
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
         """Return the samples as a batch. What they draw follows from `draws`, a seed and an epoch; None: it is as it comes."""
-        chosen = indices.tolist()
+        chosen = index_of(indices).tolist()
         try:
             if draws is None:
                 return self.reader.plain(chosen, pad_to)
             return self.reader.read(chosen, keys(*draws, indices).tolist(), pad_to)
         except DataError as error:
             raise DataError(f"{self.setting}: {error}") from None
+
+
+def _given(order: Any, seed: int, epoch: int) -> torch.Tensor:
+    return torch.as_tensor(order(seed, epoch))
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

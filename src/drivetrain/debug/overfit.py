@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.order import index_of
 from drivetrain.core.step import StreamWatcher
 from drivetrain.core.subset import Subset
 from drivetrain.core.world import World
@@ -43,10 +44,10 @@ class Overfit(Debug):
     def choose_data(self, train: Any, judging: Any, test: Any) -> tuple[Any, Any, Any]:
         context = self._context
         requests = context.batch.requests(
-            len(train.source), context.seed, 0, World(), context.run.data.drop_last, order=getattr(train.source, "order", None)
+            context.order.length, context.seed, 0, World(), context.run.data.drop_last, order=context.order
         )
         batch = torch.cat([request.indices for request in one_update(requests)])
-        same = train._replace(source=Subset(train.source, batch))
+        same = train._replace(source=Subset(train.source, index_of(batch)))
         return train, same, same
 
     def stream_watchers(self) -> list[StreamWatcher]:
@@ -56,10 +57,10 @@ class Overfit(Debug):
         """Yield the first update's micro-batches again and again, in place of the stream."""
         stream.close()
         context = self._context
-        samples, drop_last = len(context.train_data.source), context.run.data.drop_last
+        samples, drop_last = context.order.length, context.run.data.drop_last
         requests = context.batch.requests(
             samples, context.seed, 0, context.parallel.data_world, drop_last,
-            order=getattr(context.train_data.source, "order", None),
+            order=context.order,
         )  # fmt: skip
         first = one_update(requests)  # of the run, also when it is resumed
         batch = list(context.loader.stream(context.train_data, first, context.device, context.memory_format))

@@ -65,11 +65,10 @@ class NormStatistics:
 
     def _requests(self) -> Iterator[Request]:
         """Yield this rank's micro-batches of the first updates of epoch 0: whole ones, where there are any."""
-        context, source = self._context, self._context.train_source
-        batch, samples, left = context.batch, len(source), self._updates
+        context = self._context
+        batch, samples, left = context.batch, context.order.length, self._updates
         drop_last = batch.updates(samples, 0, True) > 0
-        order, world = getattr(source, "order", None), context.parallel.data_world
-        for request in batch.requests(samples, context.seed, 0, world, drop_last, order=order):
+        for request in batch.requests(samples, context.seed, 0, context.parallel.data_world, drop_last, order=context.order):
             yield request
             left -= request.last
             if not left:

@@ -74,10 +74,9 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
     from drivetrain.core.device import synchronize
     from drivetrain.core.microbatch import one_update
 
-    batch, source, step = copy(trainer.batch), trainer.train_data.source, trainer.step
+    batch, order, step = copy(trainer.batch), trainer.order, trainer.step
     batch.global_batch, batch.accumulation_steps = micro_batch * steps, steps
-    order = getattr(source, "order", None)
-    requests = batch.requests(len(source), trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last, order=order)
+    requests = batch.requests(order.length, trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last, order=order)
     stream = trainer.loader.stream(trainer.train_data, one_update(requests), trainer.device, trainer.memory_format)
     update, loss = list(stream), torch.zeros((), device=trainer.device)
     for _ in range(TIMED):

@@ -16,6 +16,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
+from drivetrain.core.order import AGAIN, index_of
 from drivetrain.core.signals import Overdue, StopFlag
 from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, OwnCodeSource, SequenceSource, Source
 from drivetrain.core.tensors import has_streams, send
@@ -50,16 +51,17 @@ class Pipeline(NamedTuple):
         """Return inputs and targets of `request.indices_to_read()` as the source has them."""
         return self.read_samples(request.indices_to_read(), request)
 
-    def read_samples(self, indices: torch.Tensor, request: Request, alone: bool = True) -> Batch:
+    def read_samples(self, numbers: torch.Tensor, request: Request, alone: bool = True) -> Batch:
         """Return inputs and targets of some of the request's samples, cropped where source and first step support it.
 
         What a user's code draws follows from seed, epoch and index. Beside other threads, not `alone`, it cannot.
         """
         if self.own_code is not None:
-            return self.own_code.fetch(indices, self.pad_to, (self.seed, request.epoch) if alone else None)
+            return self.own_code.fetch(numbers, self.pad_to, (self.seed, request.epoch) if alone else None)
+        indices = index_of(numbers)
         if self.pad_to > 1:
             return cast(SequenceSource, self.source).fetch(indices, self.pad_to)
-        boxes = self.crop_boxes(indices, request)
+        boxes = self.crop_boxes(numbers, request)
         return self.source.fetch(indices) if boxes is None else cast(CroppingSource, self.source).fetch(indices, boxes)
 
     @property
@@ -236,7 +238,7 @@ def timeout_error(
     reader: str, seconds: float, pipeline: Pipeline, index: int, cause: str = "a stuck read, or too slow a disk"
 ) -> Interrupted:
     """Return the error that ends a run whose `reader` delivered nothing for `seconds`, of a batch that begins with `index`."""
-    name = getattr(pipeline.source, "name", None)
+    name, index = getattr(pipeline.source, "name", None), index & (AGAIN - 1)
     sample = name(index) if callable(name) else f"sample {index}"
     if StopFlag.told_to_stop():
         return Interrupted(f"stopped by a signal while {reader} delivered nothing, of a batch that begins with {sample}")

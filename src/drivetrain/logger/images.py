@@ -65,8 +65,7 @@ class Images(Logger):
         context, pipeline = self._context, self._context.train_data
         request = next(
             context.batch.requests(
-                len(pipeline.source), context.seed, 0, context.parallel.data_world, False,
-                order=getattr(pipeline.source, "order", None),
+                context.order.length, context.seed, 0, context.parallel.data_world, False, order=context.order
             )
         )  # fmt: skip
         x, y = pipeline._replace(normalize=None)(request)
