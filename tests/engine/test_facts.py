@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from drivetrain.batch import Batch
+from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
 from drivetrain.engine import facts
 from drivetrain.launch import launcher
@@ -17,7 +18,7 @@ from drivetrain.measure.benchmark import arms
 def small(samples: int, size: int, epochs: int = 10, drop_last: bool = True, ranks: int = 1) -> SimpleNamespace:
     batch = Batch(global_batch=size)
     return SimpleNamespace(
-        batch=batch, train_data=SimpleNamespace(source=range(samples)), drop_last=drop_last, progress=SimpleNamespace(epoch=0),
+        batch=batch, order=orders.shuffled(samples), drop_last=drop_last, progress=SimpleNamespace(epoch=0),
         max_updates=epochs * batch.updates(samples, 0, drop_last),
         parallel=SimpleNamespace(data_world=SimpleNamespace(size=ranks)),
     )  # fmt: skip
