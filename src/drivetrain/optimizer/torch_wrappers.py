@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @functools.cache
@@ -22,16 +23,17 @@ def has_fused(name: str, device: str) -> bool:
 
 def _is_accepted(name: str, device: str) -> bool:
     """Whether the class makes a fused update of a number that says that it is on such a device."""
-    number = _Placed(torch.zeros(1))
     avoid_compiler_import()
-    optimizer = getattr(torch.optim, name)([number], fused=True)
-    remove_step_wrappers(optimizer)
-    number.grad, number.place = torch.zeros(1), torch.device(device)
-    try:
-        with _OnCpu():
-            optimizer.step()
-    except RuntimeError:  # "`fused=True` requires all the params to be … of supported devices"
-        return False
+    with _disable_current_modes():  # a fake number has no place of ours
+        number = _Placed(torch.zeros(1))
+        optimizer = getattr(torch.optim, name)([number], fused=True)
+        remove_step_wrappers(optimizer)
+        number.grad, number.place = torch.zeros(1), torch.device(device)
+        try:
+            with _OnCpu():
+                optimizer.step()
+        except RuntimeError:  # "`fused=True` requires all the params to be … of supported devices"
+            return False
     return True
 
 
