@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from drivetrain.batch import Accumulate
 from drivetrain.core import streams
@@ -94,6 +95,16 @@ def test_the_streams_of_the_process_stay_as_they_were(kind, kept):
         random.gauss(0, 1)
     before = streams.state()
     read(Loader(), source(kind))
+    assert all(torch.equal(now, before[name]) for name, now in streams.state().items())
+
+
+@pytest.mark.parametrize("context", [FakeTensorMode, lambda: torch.device("meta")])
+def test_draws_are_apart_where_tensors_have_no_values(context):
+    before = streams.state()
+    with context(), streams.apart():
+        torch.rand(3)
+        np.random.rand()
+        random.random()
     assert all(torch.equal(now, before[name]) for name, now in streams.state().items())
 
 

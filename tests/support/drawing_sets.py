@@ -86,14 +86,14 @@ class Kept(Base):
 
     def __init__(self, split: str = "train") -> None:
         super().__init__(split)
-        self.generators = {"torch": torch.Generator().manual_seed(1)}
+        self.generators = {"torch": torch.Generator().manual_seed(1), "other": np.random.RandomState(np.random.PCG64(5))}
         own, other = np.random.default_rng(2), random.Random(4)
         self.from_closure = lambda: own.random()
         self.from_partial = partial(random.Random.random, other)
 
     def draw(self, index: int) -> Any:
         drawn = torch.rand(1, generator=self.generators["torch"]).item() + module_generator.random()
-        return [drawn, self.from_closure(), self.from_partial()]
+        return [drawn, self.from_closure(), self.from_partial() + self.generators["other"].rand()]
 
     def __reduce__(self) -> Any:
         return type(self), ("train" if self.count == 53 else "test",)

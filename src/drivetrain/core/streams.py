@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import pickle
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -91,24 +92,29 @@ class NumpyStream:
 
     def __init__(self, generator: np.random.RandomState) -> None:
         self._generator = generator
-        state: Any = generator.get_state()
-        bits: Any = generator._bit_generator
-        self._address: int = bits.ctypes.state_address if type(bits).__name__ == "MT19937" else 0
-        if self._read() != state[1].tobytes() + bytes(ctypes.c_int(state[2])):  # another layout
+        state = self._state()
+        self._bits: Any = generator._bit_generator  # it has to stay where it is
+        self._address: int = self._bits.ctypes.state_address if type(self._bits).__name__ == "MT19937" else 0
+        if self._address and self._read() != state["state"]["key"].tobytes() + bytes(
+            ctypes.c_int(state["state"]["pos"])
+        ):  # another layout
             self._address = 0
         self._known = self._read(), state
+
+    def _state(self) -> Any:
+        return self._generator.get_state(legacy=False)
 
     def _read(self) -> bytes:
         return ctypes.string_at(self._address, _BYTES) if self._address else b""
 
     def _keeps_a_number(self, state: Any) -> bool:
-        return not self._address or bool(state[3])
+        return not self._address or bool(state["has_gauss"])
 
     def save(self) -> tuple[bytes, Any]:
         """See `Stream`."""
         words, state = self._known
         if self._read() != words or self._keeps_a_number(state):
-            self._known = self._read(), self._generator.get_state()
+            self._known = self._read(), self._state()
         return self._known
 
     def moved(self, saved: tuple[bytes, Any]) -> bool:
@@ -116,7 +122,7 @@ class NumpyStream:
         words, state = saved
         if self._read() != words:
             return True
-        return self._keeps_a_number(state) and pickle.dumps(self._generator.get_state()) != pickle.dumps(state)
+        return self._keeps_a_number(state) and pickle.dumps(self._state()) != pickle.dumps(state)
 
     def restore(self, saved: tuple[bytes, Any]) -> None:
         """See `Stream`."""
@@ -129,7 +135,10 @@ class NumpyStream:
 
     def seed(self, number: int) -> None:
         """See `Stream`."""
-        self._generator.seed(number & _WORD)
+        if self._address:
+            self._generator.seed(number & _WORD)
+        else:
+            self._generator.set_state({**type(self._bits)(number).state, "has_gauss": 0, "gauss": 0.0})
 
 
 class NumpyGeneratorStream:
@@ -157,7 +166,8 @@ class NumpyGeneratorStream:
         self._bits.state = type(self._bits)(number).state
 
 
-def of_process() -> list[Stream]:
+@functools.cache
+def of_process() -> Sequence[Stream]:
     """Return the three streams of this process: torch's of the CPU, numpy's and Python's."""
     import numpy as np
 
@@ -275,11 +285,16 @@ def restore(saved: Mapping[str, torch.Tensor]) -> None:
 @contextmanager
 def apart() -> Iterator[None]:
     """Within the context, draws move no stream of this process: afterwards they are as before."""
-    before = state()
+    before = [(stream, stream.save()) for stream in of_process()]  # no tensors are made: within the context of another device
+    of_devices = {kind: device.get_rng_state() for kind, device in _devices_in_use().items()}
     try:
         yield
     finally:
-        restore(before)
+        for stream, saved in before:
+            stream.restore(saved)
+        for kind, device in _devices_in_use().items():
+            if kind in of_devices:
+                device.set_rng_state(of_devices[kind])
 
 
 def _devices_in_use() -> dict[str, Any]:
