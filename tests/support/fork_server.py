@@ -37,9 +37,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-MODULES = (
-    "drivetrain", "src.train", "bench.gpu", "tests.support.forks",
-)  # fmt: skip
+MODULES = ("drivetrain", "drivetrain.cli.child", "src.train", "bench.gpu", "tests.support.forks")
 # What an interpreter and its libraries read once, when they start: a command with other values needs an interpreter of its own.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "LD_", "TORCH_", "TORCHINDUCTOR_", "KMP_", "CUDA_", "TZ", "LC_", "LANG")
 # What libraries set in the tests' own process when they are imported: no test means a command to have it.
