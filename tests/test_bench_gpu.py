@@ -138,7 +138,7 @@ def fine() -> dict[str, Any]:
 
 
 def fails() -> None:
-    print("what it wrote")
+    print("what it wrote", os.__file__)
     raise ValueError("why")
 
 
@@ -161,6 +161,7 @@ def test_a_failure_has_its_traceback_and_a_second_call_goes_on(tmp_path: Path) -
     failed = kept["rows"]["fails"]
     assert "Traceback" in failed["error"]
     assert "ValueError: why" in failed["error"]
+    assert f"{sys.base_prefix}/" not in (tmp_path / "gpu--cpu.json").read_text()
     assert "what it wrote" in failed["output"]
     assert "code 9" in kept["rows"]["dies"]["error"]
     again = campaign_in(tmp_path)

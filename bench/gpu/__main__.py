@@ -65,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
     cores = os.cpu_count() or 1
     jobs = given.jobs or max(1, 3 * cores // 8)
     with tempfile.TemporaryDirectory() as folder:
-        work.hidden.append(f"{folder}/")
+        work.hidden += [f"{folder}/", *([str(given.out), f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/"] if given.out else [])]
         found: dict[str, list[Row]] = {}
         for name, module in modules.items():
             place = Path(folder) / name

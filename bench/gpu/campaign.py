@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ class Campaign:
         self._until = until  # by time.monotonic()
         self._rows: dict[str, Rows] = {}
         self._code = code()
-        self.hidden = [f"{harness.ROOT}/"]  # places on this machine, which are left out of the files
+        # Places on this machine, which are left out of the files.
+        self.hidden = [f"{harness.ROOT}/", *(f"{place}/" for place in (sys.prefix, sys.base_prefix, sys.exec_prefix))]
 
     def rows(self, stage: str) -> Rows:
         """The rows of a stage that are done, as the files in both folders have them."""

@@ -34,4 +34,5 @@ def keep_cache(folder: Path, out: Path) -> None:
     if packed.tell() > LARGEST:
         print(f"the compiler's cache does not travel: {packed.tell() / 2**20:.0f} MiB packed")
         return
+    out.mkdir(parents=True, exist_ok=True)
     (out / ARCHIVE).write_bytes(packed.getvalue())
