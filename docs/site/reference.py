@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from importlib import import_module
 
 import cards
 
@@ -21,9 +20,7 @@ def _commands() -> str:
     found = ["# Commands", "", "`drivetrain VERB` is the command; `python -m src.train` is `drivetrain train`.", ""]
     for verb in verbs.all_verbs().values():
         if verb.help:
-            module = import_module(verb.target.partition(":")[0])
-            text = getattr(module, "HELP", verb.help)
-            found += [f"## {verb.name}", "", "```text", text.rstrip(), "```", ""]
+            found += [f"## {verb.name}", "", "```text", verb.page().rstrip(), "```", ""]
     return "\n".join(found)
 
 

@@ -83,14 +83,14 @@ def certify() -> None:
     """The process that records a run's first updates."""
     from drivetrain.measure.certify import certify
 
-    certify.command([*TINY, "precision=bf16"], ["precision=fp32"])
+    certify.command([*TINY, "precision=bf16", "against", "precision=fp32"])
 
 
 def bisect() -> None:
     """The arms of the comparisons that look for the setting that makes a run slower."""
-    from drivetrain.cli import bisect
+    from drivetrain.cli import measuring
 
-    bisect.command(["precision=fp32", "precision=bf16", *TINY])
+    measuring.bisect(["precision=fp32", "precision=bf16", *TINY])
 
 
 WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, sweep, compare, ablate, tune, doctor, certify, bisect)}

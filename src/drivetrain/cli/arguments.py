@@ -68,16 +68,20 @@ def parse_with(made: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.N
     return given
 
 
-def parse(verb: str, argv: Sequence[str], help_text: str, *paths: str) -> argparse.Namespace | None:
-    """A verb's arguments, with `paths` the names of further options that take a path; None once --help has been printed.
+def parse(verb: str, argv: Sequence[str], help_text: str, *options: str) -> argparse.Namespace | None:
+    """A verb's arguments; None once --help has been printed. Raises UserError.
 
-    Raises UserError.
+    A further option is "--flag", "--file FILE" for a path, or "--key VALUE" for another way to write key=VALUE. `values` are
+    those of flags and files, in their order.
     """
-    made = parser(verb)
-    for option in paths:
-        made.add_argument(option, type=Path)
+    made, names, settings = parser(verb), list[str](), list[str]()
+    for option, _, kind in (each.partition(" ") for each in options):
+        (settings if kind == "VALUE" else names).append(option.removeprefix("--"))
+        made.add_argument(option, **({"type": Path if kind == "FILE" else str} if kind else {"action": "store_true"}))
     given = parse_with(made, argv)
     if given.help:
         echo(fold(help_text))
         return None
+    given.overrides += [f"{key}={getattr(given, key)}" for key in settings if getattr(given, key) is not None]
+    given.values = [getattr(given, name) for name in names]
     return given

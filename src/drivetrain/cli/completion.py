@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from drivetrain.cli import verbs
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import places
+from drivetrain.run import directory
 from drivetrain.ui.output import echo, fold
 
 HELP = """\
@@ -68,6 +70,11 @@ def candidates(argv: Sequence[str]) -> list[str]:
         verb = verbs.find(words[0])
         offered = overrides(words[1:], last) if verb.takes_overrides else verb.complete(words[1:], last)
     return [word for word in offered if word.startswith(last)]
+
+
+def runs() -> list[str]:
+    """The newest runs below outputs/."""
+    return [str(path) for path in directory.newest_first(Path("outputs"))[:50]]
 
 
 def overrides(words: Sequence[str], last: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.cli import arguments
+from drivetrain.cli import arguments, completion
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths, expanded
@@ -97,14 +97,11 @@ def _width(value: str) -> float | None:
 
 def complete(words: Sequence[str], last: str, *options: str) -> list[str]:
     """What TAB offers: runs below outputs/ for the first word, then settings and overrides."""
-    from drivetrain.cli import completion
-    from drivetrain.run import directory
-
     if (
         not [word for word in words if "=" not in word and not word.startswith("-")]
         and not last.startswith("-")
         and "=" not in last
     ):
-        return [str(path) for path in directory.newest_first(Path("outputs"))[:50]]
+        return completion.runs()
     own = ["update=best", "update=last", "average=true", *options]
     return [*own, *completion.overrides(words, last)]

@@ -37,7 +37,7 @@ drivetrain show [group=option] [key=value] …      the learning rate (and momen
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain show`; its exit code."""
-    if (given := arguments.parse("show", argv, HELP, "--png")) is not None:
+    if (given := arguments.parse("show", argv, HELP, "--png FILE")) is not None:
         show(given.overrides, given.config_dir, given.png)
     return DONE
 

@@ -1,7 +1,8 @@
 """The verbs of the command line. A verb's module is imported when the verb is run, not before.
 
-A new verb costs one module with `command(argv) -> int` and one row below. Another package adds a verb by an entry point in
-the group `drivetrain.verbs`, such as `hello = "my_pkg.hello:command"`.
+A new verb costs one module with `command(argv) -> int` and one row below; one that measures, a row here and one in
+measuring.py. Another package adds a verb by an entry point in the group `drivetrain.verbs`, such as
+`hello = "my_pkg.hello:command"`.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ class Verb:
 
     def run(self, argv: list[str]) -> int:
         """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported or returns no exit code."""
-        module, _, name = self.target.partition(":")
-        function = getattr(self._import(module), name or "command", None)
-        if function is None:
+        if (function := self._part("")) is None:
+            module, _, name = self.target.partition(":")
             raise UserError(f"the verb {self.name} is {self.target}, but {module} has no '{name or 'command'}'")
         code = function(argv)
         if not isinstance(code, int):
@@ -36,9 +36,20 @@ class Verb:
         return code
 
     def complete(self, words: list[str], last: str) -> list[str]:
-        """The words that `last` may become, by the module's function `complete(words, last)`, if it has one."""
-        function = getattr(self._import(self.target.partition(":")[0]), "complete", None)
+        """The words that `last` may become, by `complete(words, last)` of the function or its module, if they have one."""
+        function = self._part("complete")
         return list(function(words, last)) if function is not None else []
+
+    def page(self) -> str:
+        """Its help: `help` of the function, HELP of its module, or the one line."""
+        return str(self._part("help") or self._part("HELP") or self.help)
+
+    def _part(self, part: str) -> Any:
+        """The verb's function, or a part of it or of its module; None where it has none."""
+        name, _, function = self.target.partition(":")
+        module = self._import(name)
+        found = getattr(module, function or "command", None)
+        return getattr(found, part, None) or getattr(module, part, None) if part else found
 
     def _import(self, module: str) -> Any:
         try:
@@ -53,32 +64,31 @@ _ROWS = (
     Verb("train", "drivetrain.cli.train:command", "train what the config says", takes_overrides=True),
     Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it does"),
     Verb(
-        "compare", "drivetrain.cli.compare:command",
+        "compare", "drivetrain.cli.measuring:compare",
         "techniques side by side in turns: what each brings and costs, and whether the result is still right",
-        takes_overrides=True,
     ),
     Verb(
-        "certify", "drivetrain.cli.certify:command",
+        "certify", "drivetrain.cli.measuring:certify",
         "is this the same mathematics? A few updates beside a plain run and beside float64, and where they differ",
     ),
     Verb(
-        "ablate", "drivetrain.cli.ablate:command",
+        "ablate", "drivetrain.cli.measuring:ablate",
         "what each technique of a recipe brings by itself, and what leaving it out costs",
-        takes_overrides=True,
     ),
-    Verb("bisect", "drivetrain.cli.bisect:command", "which of the knobs in which two configs differ makes one slower, or worse"),
     Verb(
-        "doctor", "drivetrain.cli.doctor:command",
+        "bisect", "drivetrain.cli.measuring:bisect",
+        "which of the knobs in which two configs differ makes one slower, or worse",
+    ),
+    Verb(
+        "doctor", "drivetrain.cli.measuring:doctor",
         "where a step's time goes, what is wrong, and which overrides are proven to help",
-        takes_overrides=True,
     ),
     Verb(
-        "tune", "drivetrain.cli.tune:command",
+        "tune", "drivetrain.cli.measuring:tune",
         "what makes a run faster on this machine: found by measuring, kept where it is proven",
-        takes_overrides=True,
     ),
-    Verb("forecast", "drivetrain.cli.forecast:command", "peak memory, time and limits of a run, before it is started"),
-    Verb("report", "drivetrain.cli.report:command", "any runs in one table, one CSV and one page with plots"),
+    Verb("forecast", "drivetrain.cli.measuring:forecast", "peak memory, time and limits of a run, before it is started"),
+    Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
     Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or compare recipes"),
     Verb("evaluate", "drivetrain.cli.evaluate:command", "the metrics of a finished run, on any data, device and ranks"),

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.cli import certify as cli
-from drivetrain.cli import completion
+from drivetrain.cli import completion, measuring
 from drivetrain.core.errors import UserError
 from drivetrain.measure.certify import certify as verb
 from drivetrain.measure.certify import explain, judge, shadow
@@ -160,16 +159,16 @@ def test_the_other_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
     monkeypatch.setattr(verb, "certify", certify)
     with pytest.raises(UserError, match="enough"):
-        cli.command([*MLP, "steps=2", "precision=bf16", "ema=ema", "against", "precision=fp32"])
+        measuring.certify([*MLP, "steps=2", "precision=bf16", "ema=ema", "against", "precision=fp32"])
     tested, reference, updates = seen
     assert (tested.named("precision"), reference.named("precision"), updates) == ("precision=bf16", "precision=fp32", 2)
     assert reference.named("ema") == "ema=ema"
     assert reference.named("model") == "model=mlp"
     with pytest.raises(UserError, match="that is the same run"):
-        cli.command([*MLP, "against", "precision=fp32"])
+        measuring.certify([*MLP, "against", "precision=fp32"])
     with pytest.raises(UserError, match="leave resume= out"):
-        cli.command([*MLP, "against", "resume=x"])
-    assert cli.command(["--help"]) == 0
+        measuring.certify([*MLP, "against", "resume=x"])
+    assert measuring.certify(["--help"]) == 0
     assert "exit codes" in capsys.readouterr().out
 
 

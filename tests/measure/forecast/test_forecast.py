@@ -11,7 +11,7 @@ import torch
 from bench import forecast as bench
 
 from drivetrain.checkpointing.base import rounded_up
-from drivetrain.cli import forecast as verb
+from drivetrain.cli.measuring import forecast as verb
 from drivetrain.config import validate
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
@@ -271,7 +271,7 @@ def test_a_device_may_be_named_by_a_number():
 @pytest.mark.parametrize("words", [["device=H100"], ["--device", "h100"], ["--device=RTX"]])
 def test_a_device_may_be_named_in_any_case_and_as_a_flag(words):
     with pytest.raises(UserError, match="device=rtx" if "RTX" in words[-1] else "no_such_model"):
-        verb.command([*words, "model=no_such_model"])
+        verb([*words, "model=no_such_model"])
 
 
 def test_a_strategy_whose_memory_is_not_forecast_is_told():

@@ -44,16 +44,15 @@ class Certified:
     roundoff: float  # of the coarser of the two
 
 
-def command(argv: Sequence[str], against: Sequence[str] | None, config_dirs: Sequence[str] = ()) -> int:
-    """Run `drivetrain certify`; return its exit code. `against` is what the other run sets differently; None: techniques off."""
-    settings, _ = arguments.split([*argv, *(against or ())], Settings)
-    overrides = arguments.split(argv, Settings)[1]
-    if against is not None:
-        against = arguments.split(against, Settings)[1]
-    arms.refuse_resume("certify", [*overrides, *(against or ())])
+def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain certify`; return its exit code. After "against": what the other run sets; without it: techniques off."""
+    settings, words = arguments.split(argv, Settings)
+    at = words.index("against") if "against" in words else len(words)
+    overrides, against = words[:at], words[at + 1 :]
+    arms.refuse_resume("certify", [*overrides, *against])
     job = prepare_job(arms.without_saving(overrides), config_dirs)
-    changes = plain_changes(job.run) if against is None else list(against)
-    if against is None and not changes:
+    changes = against if "against" in words else plain_changes(job.run)
+    if "against" not in words and not changes:
         raise UserError(
             "no option of this run claims to be the same mathematics as the group's default (`drivetrain list` shows what each "
             "claims): say what to compare it with, as in `drivetrain certify precision=bf16 against precision=fp32`"
@@ -67,9 +66,8 @@ def command(argv: Sequence[str], against: Sequence[str] | None, config_dirs: Seq
     found = done.verdict, done.tested, done.reference, done.roundoff, different
     sheet, content = explain.sheet(*found), explain.as_dict(*found)
     sheet.show()
-    words = [*argv, *(["against", *against] if against is not None else [])]
-    about = environment.describe(words, job.config_hash, {})
-    leave.leave(leave.folder(job, "certify"), "certify", sheet, ["certify", *words], about, content)
+    about = environment.describe(argv, job.config_hash, {})
+    leave.leave(leave.folder(job, "certify"), "certify", sheet, ["certify", *argv], about, content)
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 

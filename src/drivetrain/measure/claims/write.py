@@ -13,6 +13,8 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.measure.benchmark import ablate as ablating
+from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.compare import HandOn
@@ -140,6 +142,16 @@ def check_file(file: Path | None) -> None:
 def as_comments(lines: Sequence[str]) -> str:
     """The lines as YAML comments, with control characters and line breaks removed."""
     return "".join(f"# {printable(line)}\n" for line in lines)
+
+
+def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
+    """Run `drivetrain compare`, which writes the file `recipe` if there is one; return its exit code."""
+    return comparing.command(overrides, config_dirs, writer("compare", recipe))
+
+
+def ablate(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
+    """Run `drivetrain ablate`, which writes the file `recipe` if there is one; return its exit code."""
+    return ablating.command(overrides, config_dirs, writer("ablate", recipe, last=True))
 
 
 def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:

@@ -39,8 +39,8 @@ class Settings:
     out: str | None = None  # a folder; None: the folder of the one run, or a new one under outputs/report
 
 
-def command(argv: Sequence[str]) -> int:
-    """Run `drivetrain report`; return its exit code."""
+def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
+    """Run `drivetrain report`; return its exit code. Runs know their own `config_dirs`."""
     settings, rest = arguments.split(argv, Settings)
     if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
         known = "which has target=, samples= and out="

@@ -1,0 +1,203 @@
+"""The verbs that measure: a row for each, with its function below drivetrain.measure, its further options and its help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from drivetrain.cli import arguments, completion
+from drivetrain.core.errors import DONE
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """A verb on a config. Its function takes the overrides, the config dirs and the values of its options."""
+
+    name: str
+    target: str  # "module:function" below drivetrain.measure, which is imported when the verb is run
+    help: str
+    options: tuple[str, ...] = ()  # as arguments.parse takes them
+    complete: Callable[[Sequence[str], str], Sequence[str]] = completion.overrides
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Run the verb; its exit code."""
+        if (given := arguments.parse(self.name, argv, self.help, *self.options)) is None:
+            return DONE
+        module, _, function = self.target.partition(":")
+        run: Callable[..., int] = getattr(import_module(f"drivetrain.measure.{module}"), function)
+        return run(given.overrides, given.config_dir, *given.values)
+
+
+def _certify_words(words: Sequence[str], last: str) -> list[str]:
+    """What TAB offers: overrides, and once `against`."""
+    offered = completion.overrides([word for word in words if word != "against"], last)
+    return offered if "against" in words or "=" in last else ["against", *offered]
+
+
+def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
+    """What TAB offers: recipes and runs for GOOD and BAD, then overrides."""
+    from drivetrain.recipe import places
+
+    if len([word for word in words if not word.startswith("-")]) >= 2 or "=" in last:
+        return completion.overrides(words, last)
+    return [*places.names(), *completion.runs()]
+
+
+def _forecast_words(words: Sequence[str], last: str) -> list[str]:
+    """What TAB offers: devices after `device=`, settings and overrides."""
+    from drivetrain.measure.forecast.devices import NAMES
+
+    if last.startswith("device="):
+        return [f"device={name}" for name in NAMES]
+    return ["device=", "seconds=", "what_if=", "--json", *completion.overrides(words, last)]
+
+
+compare = Measuring("compare", "claims.write:compare", """\
+drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by side, relative to the first
+
+  drivetrain compare precision=fp32,bf16 surgery=[],[channels_last]
+  drivetrain compare recipe=naive,fast data=digits
+  drivetrain compare optimizer=adamw,lamb quality=true      is the result still right?
+
+  rounds=20             at most; each starts fresh processes of all arms, and an arm that is known to 2 % stops early
+  block_s=0.4            seconds of a block of timed updates; each arm has two in a round
+  quality=true          also train each arm to its end: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
+  seeds=5               trainings of each arm for quality=true before the first look, and before each further one
+  max_seeds=20          as many at most, while an arm is INCONCLUSIVE
+  quality_s=600         no further seeds after so many seconds of training
+  judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
+  target=0.95           of that metric: the seconds until it is reached are judged too
+  --recipe FILE         hand the fastest arm on as a recipe that claims what was measured, if it is faster beyond doubt;
+                        a better result alone is not handed on
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+A key that only one arm's option has goes to that arm: optimizer=sgd,adamw optimizer.momentum=0.9. Of an arm whose options claim
+the same mathematics (exact or close in `drivetrain list`), the training loss decides too.
+
+Each arm is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
+""", ("--recipe FILE",))  # fmt: skip
+
+certify = Measuring("certify", "certify.certify:command", """\
+drivetrain certify [group=option] [key=value] … [against [group=option] …]     is this the same mathematics?
+
+  drivetrain certify recipe=fast                          beside the same run without its exact and close techniques
+  drivetrain certify model=gpt task=language_modelling data=stdlib precision=bf16 against precision=fp32
+  drivetrain certify model=mlp parallel=ddp batch=accumulate against parallel=single batch=fixed
+
+Both runs make a few updates from one state with the same samples. Answers:
+  exact                 bit for bit the same, or only the order of sums differs
+  within rounding       the differences are those that the run's number format gives
+  differs               with the first layer or phase that does, and the update in which it does
+
+After `against`: the settings of the other run that differ; the rest is the same. Without it, each technique of the run that
+claims to be exact or close (`drivetrain list`) is switched off in the other run.
+
+  steps=4               updates that are compared
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+exit codes: 0 exact or within rounding · 1 differs · 2 cannot be judged, or a bad command line
+""", complete=_certify_words)  # fmt: skip
+
+ablate = Measuring("ablate", "claims.write:ablate", """\
+drivetrain ablate recipe=fast baseline=naive [key=value] …   what each technique of a recipe brings, and what leaving it out costs
+
+  drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
+  drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
+
+The arms are the baseline with each technique (alone), the recipe without each (without), and the techniques added one after
+another to the baseline, the best first (steps). tables=[steps] measures those alone, in the order of the config.
+
+  rounds=8              as for `drivetrain compare`, which says what block_s is too
+  quality=true          a second column: is the result still as good? seeds, max_seeds, quality_s, judge and target are
+                        compare's; a config that several tables have is trained once
+  --recipe FILE         write the recipe with the claim that the last of the steps measured
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+""", ("--recipe FILE",))  # fmt: skip
+
+bisect = Measuring("bisect", "bisect.bisect:command", """\
+drivetrain bisect GOOD BAD [key=value] …      which of their differing knobs makes BAD slower, or its result worse?
+
+  drivetrain bisect naive fast data=digits                              two recipes
+  drivetrain bisect outputs/2026-01-05/11-02-40-1f3c9a mine.yaml        a run, and a recipe's file
+  drivetrain bisect 'precision=fp32' 'precision=bf16 compile=inductor' model=resnet9
+                        overrides in quotes; what follows GOOD and BAD, both have
+
+  quality=true          bisect the result: the final metric, by trainings with the same seeds; without it, samples a second
+  rounds=40             of each comparison, at most: a comparison ends when its interval is clear
+  seeds=16              trainings of each config for quality=true, at most
+  block_s=0.4           seconds of a block of timed updates; each config has two in a round
+  budget_s=3600         seconds for all comparisons, approximately
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+Subsets of the changes are put on top of GOOD, and compared with GOOD in turns as `drivetrain compare` does it. The answer is
+the smallest set that makes the difference, also where several changes do so only together. A group's option and its keys are
+one change. A BAD that fails is searched for what makes it fail.
+
+exit codes: 0 named, or they do not differ · 1 not resolved within the budget, or GOOD fails · 2 a bad command line
+""", complete=_bisect_words)  # fmt: skip
+
+doctor = Measuring("doctor", "profile.doctor:command", """\
+drivetrain doctor [group=option] [key=value] …      where a step's time goes, what is wrong, and what is proven to help
+
+  drivetrain doctor model=own model.target=my_pkg.Net data=own data.target=my_pkg.Data trust=[my_pkg]
+  drivetrain doctor recipe=naive rounds=16
+
+  prove=false           only examine the step
+  profile_s=2              seconds of each examination of the step
+  rounds=8, block_s=0.4  of the comparison that proves the overrides
+  --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/doctor
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+""", ("--recipe FILE",))  # fmt: skip
+
+tune = Measuring("tune", "tune.tune:command", """\
+drivetrain tune [what=all] [group=option] [key=value] …      what makes this run faster on this machine, kept where proven
+
+  drivetrain tune model=resnet9                        loaders, precision, layout, optimizer, micro-batch, compiling; then lr
+  drivetrain tune what=workers data=imagefolder data.root=photos
+  drivetrain tune what=lr optimizer=sgd                the range test, with a plot: advice, nothing is set
+
+  what=all              or workers (loaders and their counts), batch (micro-batches of the same global batch), lr
+  budget_s=600          about how many seconds it may take
+  rounds=8, block_s=0.3  of each comparison; candidates that fall behind stop early
+  quality=true          is the result still right? seeds=5 trainings of each, as far as the budget goes
+  lr_updates=150        updates of the range test
+  'target=accuracy>=0.98'  in place of speed: which global batch near the gradient noise scale gets there soonest, over seeds=5
+                        (or --target 'accuracy>=0.98')
+  --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/tune
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
+""", ("--recipe FILE", "--target VALUE"))  # fmt: skip
+
+forecast = Measuring("forecast", "forecast.forecast:command", """\
+drivetrain forecast [device=NAME] [group=option] [key=value] …      peak memory, time and limits of a run, before it starts
+
+  drivetrain forecast model=gpt task=language_modelling data=stdlib precision=bf16
+  drivetrain forecast recipe=imagenet_resnet50 data=synthetic data.shape=[3,224,224] device=h100
+  drivetrain forecast model=resnet9 parallel=fsdp parallel.nproc=8 device=a100 what_if=false
+
+  device=here           this machine, of which a short look is taken; or h100, h200, a100, 4090, … (TAB names them)
+  seconds=20            about how long it may take once the run is built
+  what_if=true          which further override would help most: precision, recomputation, compiling, ranks
+  --json                the figures as JSON: each with its interval, as [value, low, high]
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
+
+The run's own step is made on tensors without values: nothing is trained and nothing is written. Figures for devices that are
+not here come from data sheets, and were not measured.
+
+exit codes: 0 it fits the device's memory · 1 it does not · 2 a bad command line, or a step that cannot be forecast
+""", ("--json", "--device VALUE"), complete=_forecast_words)  # fmt: skip
+
+report = Measuring("report", "report.report:command", """\
+drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, finished or under way, in a table, a CSV and a page
+
+  drivetrain report                                    all below outputs/
+  drivetrain report outputs/2026-11-21/…/…             one run, with the samples that it gets most wrong
+  drivetrain report outputs/multirun/2026-11-21/…      one sweep
+  drivetrain report runs/a runs/b target=0.97 out=page
+
+  target=VALUE          the metric that times are taken to, or 'target=accuracy>=0.98'; default: what all completed runs reached
+  samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
+  out=DIR               where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
+""", complete=lambda words, last: completion.runs())  # fmt: skip
