@@ -3,7 +3,7 @@
 import pytest
 
 from drivetrain.core.errors import UserError
-from drivetrain.sweeps import grid, search_space
+from drivetrain.sweeps import grid, optuna
 
 
 @pytest.mark.parametrize("word", ["optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)"])
@@ -12,7 +12,7 @@ def test_endless_ranges(word, monkeypatch):
     with pytest.raises(UserError):
         grid.prepare([word])
     with pytest.raises(UserError):
-        search_space.read([word])
+        optuna.read([word])
 
 
 def test_too_many_combinations(monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from drivetrain.cli.completion import candidates
 from drivetrain.cli.main import main
@@ -20,13 +21,22 @@ from drivetrain.sweeps import prepare
 from drivetrain.sweeps.driver import Grid
 from drivetrain.sweeps.forked import own_device
 from drivetrain.sweeps.grid import SweepJob
-from drivetrain.sweeps.objective import Objective, common, write
 from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweeps.optuna import Search, SearchSpace
+from drivetrain.sweeps.optuna import Search, SearchSpace, choices, examples, setting
+from drivetrain.sweeps.optuna import read as read_space
 from drivetrain.sweeps.progress_table import LiveTable, ProgressLines, progress, row
-from drivetrain.sweeps.search_space import Axis
-from drivetrain.sweeps.search_space import read as read_space
-from drivetrain.sweeps.store import LENGTH, Entry, Sweep, merge_overrides, one_job, read, unfinished
+from drivetrain.sweeps.store import (
+    LENGTH,
+    Entry,
+    Objective,
+    Sweep,
+    common,
+    merge_overrides,
+    one_job,
+    read,
+    unfinished,
+    write_summary,
+)
 from drivetrain.sweeps.submitit import _parameters
 from drivetrain.ui import terminal
 
@@ -223,7 +233,7 @@ def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
     for place, theirs in zip(places, (words, [*words, "hydra/launcher=joblib"], ["epochs=1,3"], words), strict=True):
         a_sweep(place, theirs)
         (place / ".lock").touch()
-    write(Sweep(places[3], words, []), None, 1.0, finished=True)
+    write_summary(Sweep(places[3], words, []), None, 1.0, finished=True)
     found = list(unfinished(tmp_path, words))
     assert sorted(p.name for p in found) == ["a", "b"]
     with directory.locked(places[0]):
@@ -267,7 +277,7 @@ def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
         ended(entry, status, value)
     objective = common(sweep.entries)
     assert objective == Objective("accuracy", maximize=True)
-    write(sweep, objective, 7.0, grid.is_finished())
+    write_summary(sweep, objective, 7.0, grid.is_finished())
     told = json.loads((sweep.path / "sweep.json").read_text())
     assert (told["best"], told["finished"], told["wall_s"]) == (1, True, 7.0)
     assert told["objective"] == {"metric": "accuracy", "direction": "maximize"}
@@ -371,44 +381,40 @@ def test_the_live_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "axis"),
     [
-        ("optimizer.lr=interval(1,2)", Axis("optimizer.lr", None, 1.0, 2.0)),
-        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", Axis("optimizer.lr", None, 1e-4, 1e-1, log=True)),
-        ("epochs=int(interval(1,5))", Axis("epochs", None, 1, 5, whole=True)),
-        ("epochs=range(1,5)", Axis("epochs", None, 1, 4, 1, whole=True)),
-        ("epochs=range(1,6,2)", Axis("epochs", None, 1, 5, 2, whole=True)),
-        ("clip.norm=range(0.5,2.0,0.5)", Axis("clip.norm", None, 0.5, 1.5, 0.5)),
-        ("precision=fp32,bf16", Axis("precision", ["fp32", "bf16"])),
-        ("surgery=choice([],[channels_last])", Axis("surgery", ["[]", "[channels_last]"])),
+        ("optimizer.lr=interval(1,2)", FloatDistribution(1.0, 2.0)),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", FloatDistribution(1e-4, 1e-1, log=True)),
+        ("epochs=int(interval(1,5))", IntDistribution(1, 5)),
+        ("epochs=range(1,5)", IntDistribution(1, 4)),
+        ("epochs=range(1,6,2)", IntDistribution(1, 5, step=2)),
+        ("clip.norm=range(0.5,2.0,0.5)", FloatDistribution(0.5, 1.5, step=0.5)),
+        ("precision=fp32,bf16", CategoricalDistribution(["fp32", "bf16"])),
+        ("surgery=choice([],[channels_last])", CategoricalDistribution(["[]", "[channels_last]"])),
     ],
 )
-def test_hydras_grammar_is_the_space(word: str, axis: Axis) -> None:
-    found = read_space(["updates=3", word])
-    assert found == ["updates=3", axis]
-    values = axis.listed()
-    distribution = axis.distribution()
+def test_hydras_grammar_is_the_space(word: str, axis: Any) -> None:
+    key = word.partition("=")[0]
+    assert read_space(["updates=3", word]) == (["updates=3", key], {key: axis})
+    values = choices(axis)
     if values is not None and "interval" not in word:
         grid = prepare(["updates=3", word])  # what a sweep makes of the same word
-        assert [axis.override(v) for v in values] == [job.overrides[1] for job in grid]
-        assert all(distribution._contains(distribution.to_internal_repr(v)) for v in values)
-    elif values is None:
-        assert (distribution.low, distribution.high, distribution.log) == (axis.low, axis.high, axis.log)
+        assert [setting(key, v) for v in values] == [job.overrides[1] for job in grid]
 
 
 def test_an_interval_is_tried_in_its_middle() -> None:
     """The middle of what is searched: between 1e-4 and 1e-2 by its logarithm that is 1e-3."""
-    assert Axis("optimizer.lr", None, 1e-4, 1e-2, log=True).examples() == [pytest.approx(1e-3)]
-    assert Axis("optimizer.lr", None, 1.0, 2.0).examples() == [1.5]
-    assert Axis("epochs", None, 1, 5, whole=True).examples() == [3]
+    assert examples(FloatDistribution(1e-4, 1e-2, log=True)) == [pytest.approx(1e-3)]
+    assert examples(FloatDistribution(1.0, 2.0)) == [1.5]
+    assert examples(IntDistribution(1, 5)) == [3]
 
 
 def test_what_is_no_space() -> None:
     told = problems(
         lambda: read_space(
             ["a=interval(2,1)", "b=tag(log,interval(0,1))", "c=tag(often,interval(0,1))", "d=tag(log,choice(1,2))", "e=1,1",
-             "f=interval(1,2)", "f=3"]
+             "g=interval(0,1e999)", "h=glob(*)", "f=interval(1,2)", "f=3"]
         )
     )  # fmt: skip
-    parts = ("lower number", "above 0", "tag often", "not for listed", "twice", "f is searched")
+    parts = ("low <= high", "low > 0", "tag often", "not for listed", "twice", "two ends", "glob()", "f is searched")
     for line, part in zip(told, parts, strict=True):
         assert part in line
 

@@ -19,13 +19,13 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
-from drivetrain.sweeps import objective, store
+from drivetrain.sweeps import store
 from drivetrain.sweeps.forked import Forked, Launcher, SignalForwarder
 from drivetrain.sweeps.grid import SweepJob, prepare
 from drivetrain.sweeps.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.optuna import Search, SearchSpace
 from drivetrain.sweeps.progress_table import LiveTable, ProgressLines
-from drivetrain.sweeps.store import Entry, Sweep
+from drivetrain.sweeps.store import Entry, Objective, Sweep
 from drivetrain.sweeps.submitit import Submitit
 from drivetrain.ui import terminal
 from drivetrain.ui.output import echo
@@ -73,7 +73,7 @@ class Grid:
 
     def is_finished(self) -> bool:
         """Whether no job is left to run."""
-        return objective.all_final(self._entries)
+        return store.all_final(self._entries)
 
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> int:
@@ -164,11 +164,27 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
             signals.launcher = launcher
             running = _run_jobs(source, sweep, launcher, display, signals)
             signals.launcher = None
-        judged_by = source.space.objective if isinstance(source, Search) else objective.common(sweep.entries)
-        objective.write(sweep, judged_by, time.monotonic() - began, source.is_finished())
+        judged_by = source.space.objective if isinstance(source, Search) else store.common(sweep.entries)
+        store.write_summary(sweep, judged_by, time.monotonic() - began, source.is_finished())
     echo()
-    objective.show(sweep, judged_by)
+    _show(sweep, judged_by)
     return path, _exit_code(sweep, source, signals, running)
+
+
+def _show(sweep: Sweep, objective: Objective | None) -> None:
+    """Print the jobs as a table, and the best of them as a command to copy."""
+    best = objective.best(sweep.entries) if objective else None
+    jobs = [(e.number, e.job.label, e.result) for e in sweep.entries if e.result is not None]
+    terminal.show_jobs(jobs, objective.metric if objective else None, best.number if best else None)
+    if objective is None or best is None or best.result is None:
+        return
+    overrides = shlex.join(o for o in best.job.overrides if not is_hydra_override(o))
+    value = terminal.number(objective.value(best.result) or 0.0) + best.result.when(best.result.judged("best"))
+    what = f"{best.result.judged_by} {objective.metric}"
+    echo(f"\nbest: job {best.number}, {what} {value} ({best.job.label or 'the only one'})")
+    dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
+    echo(f"  drivetrain train {dirs}{overrides}")
+    echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")
 
 
 def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured: bool) -> Launcher:

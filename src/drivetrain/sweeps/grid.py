@@ -72,8 +72,6 @@ def prepare_one(
 
 def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
     """For each override the single-value overrides that it stands for, and whether it sweeps over several."""
-    from hydra.core.override_parser.types import ValueType
-
     axes: list[list[str]] = []
     sweeps: list[bool] = []
     problems: list[str] = []
@@ -85,27 +83,38 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
             problems.append(
                 f"'{text}': a sweep runs its jobs in the order that is given, so that it can be resumed: leave out shuffle"
             )
-        elif override.value_type is ValueType.GLOB_CHOICE_SWEEP:
-            problems.append(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
-        elif override.value_type in (ValueType.CHOICE_SWEEP, ValueType.SIMPLE_CHOICE_SWEEP, ValueType.RANGE_SWEEP):
+        else:
             try:
-                values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), MAX_JOBS + 1)]
-            except (ValueError, ArithmeticError) as error:  # Hydra's own: range(1,4,0)
-                problems.append(f"'{text}' is no sweep: {error}")
+                values = listed(text, override, MAX_JOBS)
+            except UserError as error:
+                problems += error.problems
                 continue
-            if len(values) > MAX_JOBS:
-                problems.append(f"'{text}' has more than {MAX_JOBS:,} values, the most that a sweep may have: list fewer")
             if key_of(text) == "recipe":  # an address needs no quotes
                 values = [value.strip("'\"") for value in values]
             axes.append([f"{override.get_key_element()}={value}" for value in values])
-        else:
-            problems.append(
-                f"'{text}': a sweep goes through listed values: write them out as a,b,c or range(1,4), "
-                "or search by -m hydra/sweeper=optuna"
-            )
     if problems:
         raise UserError(problems)
     return axes, sweeps
+
+
+def listed(text: str, override: Any, most: int) -> list[str]:
+    """The values that an override lists in Hydra's sweep grammar. Raises UserError where they are none, or more than `most`."""
+    from hydra.core.override_parser.types import ValueType
+
+    if override.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        raise UserError(f"'{text}': glob() chooses among the options of a group, and {key_of(text)} is none")
+    if override.value_type is ValueType.INTERVAL_SWEEP:
+        raise UserError(
+            f"'{text}': a sweep goes through listed values: write them out as a,b,c or range(1,4), "
+            "or search by -m hydra/sweeper=optuna"
+        )
+    try:
+        values = [str(value) for value in itertools.islice(override.sweep_string_iterator(), most + 1)]
+    except (ValueError, ArithmeticError) as error:  # Hydra's own: range(1,4,0)
+        raise UserError(f"'{text}' is no sweep: {error}") from None
+    if len(values) > most:
+        raise UserError(f"'{text}' has more than {most:,} values, the most that are possible: list fewer")
+    return values
 
 
 def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[dict[str, Any]]:

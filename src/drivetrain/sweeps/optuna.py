@@ -10,15 +10,89 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import key_of, parse_each
 from drivetrain.launch.job import Job
-from drivetrain.sweeps import search_space
-from drivetrain.sweeps.grid import SweepJob, is_sweep_recipe, prepare_one
-from drivetrain.sweeps.objective import Objective
+from drivetrain.sweeps.grid import SweepJob, is_sweep_recipe, listed, prepare_one
 from drivetrain.sweeps.options import Optuna
-from drivetrain.sweeps.search_space import Axis
-from drivetrain.sweeps.store import FINAL, Entry, Sweep
+from drivetrain.sweeps.store import FINAL, Entry, Objective, Sweep
 
 MAX_GRID = 10_000  # combinations with sampler=grid
+MAX_VALUES = 100_000  # of a key that is searched over
+
+
+def read(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The overrides, and the distribution of each key with several values, which stands bare among them. Raises UserError."""
+    words, axes = list[str](), dict[str, Any]()
+    problems: list[str] = []
+    for text, override in parse_each(overrides, "key=value, key=a,b or key=interval(a,b)", problems):
+        if not override.is_sweep_override():
+            words.append(text)
+            continue
+        key = str(override.get_key_element()).lstrip("+")
+        words.append(key)
+        try:
+            axes[key] = _distribution(text, override)
+        except UserError as error:
+            problems += error.problems
+        except ValueError as error:  # optuna's own: a low end above the high one
+            problems.append(f"'{text}' is no space to search: {error}")
+    if not axes and not problems:
+        problems.append(
+            "hydra/sweeper=optuna has nothing to search: give a key several values, as optimizer.lr=interval(1e-4,1e-1)"
+        )
+    keys = [key_of(override) for override in overrides]
+    problems += [f"{key} is searched over and also given: leave one of them out" for key in axes if keys.count(key) > 1]
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    return words, axes
+
+
+def _distribution(text: str, override: Any) -> Any:
+    """The values that Hydra's sweep grammar names, as optuna takes them. Raises UserError or ValueError."""
+    from hydra.core.override_parser.types import IntervalSweep, RangeSweep
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value = override.value()
+    tags: set[str] = getattr(value, "tags", set())  # a glob has none
+    if other := sorted(tags - {"log"}):
+        raise UserError(f"'{text}': tag {', '.join(other)} means nothing here: the only tag is log")
+    if isinstance(value, IntervalSweep):
+        low, high, log = value.start, value.end, "log" in tags
+        if not math.isfinite(high - low):  # type: ignore[operator]
+            raise UserError(f"'{text}': an interval has two ends")
+        kind = IntDistribution if isinstance(low, int) and isinstance(high, int) else FloatDistribution
+        return kind(low, high, log=log)  # type: ignore[arg-type]
+    if tags:
+        raise UserError(f"'{text}': log is for interval(a,b), not for listed values")
+    values = listed(text, override, MAX_VALUES)
+    if isinstance(value, RangeSweep) and len(values) > 1 and value.step > 0:
+        first, step = next(iter(value.range())), value.step
+        if isinstance(first, int) and isinstance(step, int):
+            return IntDistribution(first, first + (len(values) - 1) * step, step=step)
+        return FloatDistribution(float(first), float(first) + (len(values) - 1) * float(step), step=float(step))
+    if len(set(values)) < len(values):
+        raise UserError(f"'{text}' names a value twice")
+    return CategoricalDistribution(values)
+
+
+def choices(axis: Any) -> list[Any] | None:
+    """All the values of a distribution; None where there are infinitely many."""
+    if hasattr(axis, "choices"):
+        return list(axis.choices)
+    return None if axis.step is None else [axis.low + n * axis.step for n in range(round((axis.high - axis.low) / axis.step) + 1)]
+
+
+def examples(axis: Any) -> list[Any]:
+    """Values to validate a config with: all listed ones, or one in the middle of an interval."""
+    if hasattr(axis, "choices"):
+        return list(axis.choices)
+    middle = math.sqrt(axis.low * axis.high) if axis.log else (axis.low + axis.high) / 2
+    return [round(middle) if isinstance(axis.low, int) else middle]
+
+
+def setting(key: str, value: Any) -> str:
+    """The override that sets this value, with at most six significant digits."""
+    return f"{key}={float(f'{value:.6g}') if isinstance(value, float) else value}"
 
 
 class SearchSpace:
@@ -28,8 +102,7 @@ class SearchSpace:
         if is_sweep_recipe(overrides):
             raise UserError("hydra/sweeper=optuna: the recipe has a grid of its own: leave out one of the two")
         self.option, self.config_dirs = option, config_dirs
-        self.overrides = search_space.read(overrides)
-        self.axes = [a for a in self.overrides if isinstance(a, Axis)]
+        self.overrides, self.axes = read(overrides)
         self.trials = option.n_trials
         if option.sampler == "grid":
             self.trials = min(self.trials, self._grid_size())
@@ -40,15 +113,15 @@ class SearchSpace:
 
     def job(self, values: dict[str, Any]) -> SweepJob:
         """The job of these values."""
-        label = [a.override(values[a.key]) for a in self.axes]
-        overrides = [o.override(values[o.key]) if isinstance(o, Axis) else o for o in self.overrides]
+        label = [setting(key, values[key]) for key in self.axes]
+        overrides = [setting(o, values[o]) if o in self.axes else o for o in self.overrides]
         return prepare_one(label, overrides, config_dirs=self.config_dirs)
 
     def _validate_values(self) -> Job:
         """Compose a job for each listed value, with the other axes' first values; return one of them. Raises UserError."""
-        examples = {a.key: a.examples() for a in self.axes}
-        first = {key: values[0] for key, values in examples.items()}
-        combinations = [first, *({**first, key: v} for key, values in examples.items() for v in values[1:])]
+        tried = {key: examples(axis) for key, axis in self.axes.items()}
+        first = {key: values[0] for key, values in tried.items()}
+        combinations = [first, *({**first, key: v} for key, values in tried.items() for v in values[1:])]
         jobs = [self.job(values) for values in combinations]
         if problems := [p for job in jobs for p in job.problems]:
             raise UserError(dict.fromkeys(problems))
@@ -56,7 +129,7 @@ class SearchSpace:
         return jobs[0].job
 
     def _grid_size(self) -> int:
-        lists = {axis.key: axis.listed() for axis in self.axes}
+        lists = {key: choices(axis) for key, axis in self.axes.items()}
         for key, values in lists.items():
             if values is None:
                 raise UserError(f"hydra.sweeper.sampler=grid goes through listed values, and {key} has an interval")
@@ -67,8 +140,8 @@ class SearchSpace:
 
     def grid(self) -> list[dict[str, Any]]:
         """Every combination, shuffled by the search's seed."""
-        values = [axis.listed() or [] for axis in self.axes]
-        cells = [dict(zip((a.key for a in self.axes), cell, strict=True)) for cell in itertools.product(*values)]
+        values = [choices(axis) or [] for axis in self.axes.values()]
+        cells = [dict(zip(self.axes, cell, strict=True)) for cell in itertools.product(*values)]
         random.Random(self.option.seed or 0).shuffle(cells)
         return cells
 
@@ -86,7 +159,7 @@ class Search:
 
     def _restore(self, trial: Any) -> None:
         """Take over a trial of the stored study."""
-        if set(trial.params) != {a.key for a in self.space.axes}:  # the search was killed while optuna proposed values
+        if trial.params.keys() != self.space.axes.keys():  # the search was killed while optuna proposed values
             if not trial.state.is_finished():
                 self._tell_failed(trial.number)
             return
@@ -106,7 +179,7 @@ class Search:
         while len(entries) < count and len(self._sweep.entries) < self.total:
             if self.space.option.sampler == "grid":
                 self._study.enqueue_trial(self.space.grid()[len(self._sweep.entries)])
-            trial = self._study.ask({a.key: a.distribution() for a in self.space.axes})
+            trial = self._study.ask(self.space.axes)
             entries += self._sweep.add([self.space.job(trial.params)], trial.number)
         return entries
 

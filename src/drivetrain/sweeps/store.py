@@ -1,26 +1,29 @@
-"""A sweep's folder: its overrides and jobs in jobs.json, and each job's run in a folder of its own."""
+"""A sweep's folder: its overrides and jobs in jobs.json, each job's run in a folder of its own, and sweep.json at the end."""
 
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import read_json, write_json
+from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.selection import selected
 from drivetrain.core.typed import fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import directory
+from drivetrain.run import directory, environment
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.sweeps.grid import SweepJob, prepare_one
@@ -219,3 +222,70 @@ def merge_overrides(path: Path, overrides: Sequence[str], given: Sequence[str]) 
     new_launcher = "hydra/launcher" in keys  # it has keys of its own
     kept = [o for o in overrides if key_of(o) not in keys and not (new_launcher and key_of(o).startswith("hydra.launcher."))]
     return [*kept, *given]
+
+
+@dataclass
+class Objective:
+    """A metric, and whether it is maximized."""
+
+    metric: str
+    maximize: bool
+
+    @classmethod
+    def of(cls, run: RunSpec) -> Objective:
+        """The objective that ranks a run's models."""
+        selection = selected(run)
+        return cls(selection.name, selection.maximize)
+
+    @property
+    def direction(self) -> Literal["minimize", "maximize"]:
+        """As optuna names it."""
+        return "maximize" if self.maximize else "minimize"
+
+    def value(self, result: Result | None) -> float | None:
+        """The value at a run's best evaluation; None where the run did not complete, or the value is not finite."""
+        value = result.judged("best").get(self.metric) if result is not None and result.status == "completed" else None
+        return value if value is not None and math.isfinite(value) else None
+
+    def best(self, entries: Sequence[Entry]) -> Entry | None:
+        """The best job; the first of equal ones."""
+        values = [(entry, value) for entry in entries if (value := self.value(entry.result)) is not None]
+        if not values:
+            return None
+        return (max if self.maximize else min)(values, key=lambda pair: pair[1])[0]
+
+
+def common(entries: Sequence[Entry]) -> Objective | None:
+    """The objective of all the jobs; None where their losses have different ones."""
+    found = [Objective.of(e.job.job.run) for e in entries if e.job.job is not None]
+    return found[0] if found and all(o == found[0] for o in found) else None
+
+
+def write_summary(sweep: Sweep, objective: Objective | None, seconds: float, finished: bool) -> None:
+    """Write sweep.json: the jobs with their statuses, objectives and times, and the best one."""
+    best = objective.best(sweep.entries) if objective else None
+    content = {
+        "finished": finished,
+        "overrides": [environment.redact(o) for o in sweep.overrides],
+        "objective": {"metric": objective.metric, "direction": objective.direction} if objective else None,
+        "best": best.number if best else None,
+        "wall_s": seconds,
+        "jobs": [_row(entry, objective) for entry in sweep.entries],
+    }
+    write_json(sweep.path / "sweep.json", content)
+
+
+def _row(entry: Entry, objective: Objective | None) -> dict[str, Any]:
+    result = entry.result
+    return {
+        "job": entry.number,
+        "overrides": [environment.redact(o) for o in entry.job.overrides],
+        "status": result.status if result else None,  # null: it has not run, or still runs elsewhere
+        "objective": objective.value(result) if objective else None,
+        "wall_s": result.wall_s if result else None,
+    }
+
+
+def all_final(entries: Sequence[Entry]) -> bool:
+    """Whether no job is left to run."""
+    return all(e.result is not None and e.result.status in FINAL for e in entries)
