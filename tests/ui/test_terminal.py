@@ -1,6 +1,7 @@
 """What a run shows in a terminal: within its width, without what it cannot draw, and with what was set marked."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -40,6 +41,14 @@ def test_a_terminal_has_colours_and_no_color_takes_them_away(at_a_terminal, monk
     plain = shown(at_a_terminal)
     assert not any(f"\x1b[{code}m" in plain for code in (*range(30, 38), *range(90, 98)))
     assert "├── optimizer     adamw" in plain
+
+
+def test_what_the_mark_means_is_told_where_only_a_length_has_it(at_a_terminal):
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown(at_a_terminal, ("epochs=8",)))
+    assert "epochs        8*\n* set by an override" in plain
+    assert "* set by" not in shown(at_a_terminal, ())
+    (task, data) = plain.splitlines()[1:3]
+    assert task.index(" changes") == data.index(" changes")  # the columns of the longest option are those of the others
 
 
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), (output.PLAIN, "1")])

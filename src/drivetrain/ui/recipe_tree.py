@@ -40,19 +40,21 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
     for line in found:
         text = Text(f"{line.group:<14}", no_wrap=True, overflow="ellipsis")
         style = "yellow" if line.option_set else "dim" if line.option in OFF else "cyan"
-        text.append(f"{line.option + '*' * line.option_set:<13} ", style)
+        text.append(f"{line.option + '*' * line.option_set:<15} ", style)
         text.append(f"{effect(run, line.group):<8}", "dim")
         for knob, was_set in line.knobs:
             text.append(f" {knob}{'*' * was_set}", "yellow" if was_set else "dim")
         tree.add(text)
+    marked = any(line.option_set or (line.knobs and line.knobs[0][1]) for line in found)
     for key in ("epochs", "updates"):
         if composed.plain[key] is not None:
             was_set = composed.plain[key] != composed.option_defaults.get(key)
+            marked = marked or was_set
             tree.add(Text(f"{key:<14}").append(f"{composed.plain[key]}{'*' * was_set}", "yellow" if was_set else "cyan"))
     for stage in _stages(run):
         tree.add(Text(stage, "yellow"))
     console.print(tree)
-    if any(line.option_set or (line.knobs and line.knobs[0][1]) for line in found):
+    if marked:
         console.print(Text("* set by an override or the recipe, and not by default", "dim"))
 
 

@@ -189,7 +189,7 @@ class Table:
             echo(f"… and {len(self.rows) - self.most} more, which the page has")
         if left_out:
             more = f" and {len(left_out) - NAMED} more" if len(left_out) > NAMED else ""
-            echo(f"not shown here: {', '.join(left_out[:NAMED])}{more}")
+            echo(f"not shown here: {'; '.join(left_out[:NAMED])}{more}")
 
     def fitting(self, room: int | None) -> tuple[Table, list[str]]:
         """The table as wide as there is room for, and the names of the columns that were left out."""
