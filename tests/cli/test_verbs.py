@@ -114,6 +114,8 @@ def test_list_a_key_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("list", "nope"), ("'nope'", "optimizer")),
         (("list", "tarket"), ("'tarket'", "'target'")),
+        (("list", "order"), ("'order'", "order is a key of data", "drivetrain list data")),
+        (("list", "optimizer.lr"), ("'optimizer.lr'", "lr is a key of optimizer")),
         (("list", "optimiser"), ("'optimiser'", "'optimizer'")),
         (("trian",), ("'trian'", "'train'")),
         (("precision=amp",), ("drivetrain train precision=amp",)),

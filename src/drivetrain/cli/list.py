@@ -63,7 +63,10 @@ def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     if group not in groups:
         keys = catalog.root_keys()
         if group not in keys:
-            raise UserError(f"there is no group '{group}': {did_you_mean(group, [*groups, *keys])}")
+            knob = group.rpartition(".")[2]
+            having = [name for name in groups if any(knob in catalog.option_keys(name, o, config_dirs) for o in groups[name])]
+            hint = f"{knob} is a key of {' and '.join(having)}: `drivetrain list {having[0]}` has it" if having else ""
+            raise UserError(f"there is no group '{group}': {hint or did_you_mean(group, [*groups, *keys])}")
         echo(f"{group} is a key of the whole config, and no group: {keys[group]}")
         return
     for option, file in groups[group].items():

@@ -1,4 +1,4 @@
-"""`drivetrain recipe`: list, show, check, export, verify and compare recipes."""
+"""`drivetrain recipe`: list, show, fetch, check, export, verify and diff recipes."""
 
 from __future__ import annotations
 
