@@ -53,10 +53,10 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     from drivetrain.core.overrides import words_of
     from drivetrain.run.curves import need_pandas
     from drivetrain.run.table import as_frame
-    from drivetrain.sweeps.driver import run_all
+    from drivetrain.sweeps import run
 
     need_pandas("drivetrain.sweep")
-    return as_frame(run_all(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
+    return as_frame(run(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
 
 
 def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Compared":

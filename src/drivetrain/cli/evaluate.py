@@ -32,10 +32,7 @@ On the same set, with the run's own ranks, batch and device, the figures are tho
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain evaluate`; its exit code."""
-    parser = run_arguments.parser("evaluate")
-    parser.add_argument("--out", type=Path)
-    given = run_arguments.parse("drivetrain evaluate", parser, argv, HELP)
-    if given is None:
+    if (given := run_arguments.parse("evaluate", argv, HELP, out={"type": Path})) is None:
         return DONE
     if given.paths:
         raise UserError(f"drivetrain evaluate takes one run, and was given {', '.join(given.paths)} too")

@@ -31,11 +31,7 @@ kept, its output is compared with the model's. docs/export.md shows how to load 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain export`; its exit code."""
-    parser = run_arguments.parser("export")
-    parser.add_argument("--format")
-    parser.add_argument("--with-normalize", action="store_true")
-    given = run_arguments.parse("drivetrain export", parser, argv, HELP)
-    if given is None:
+    if (given := run_arguments.parse("export", argv, HELP, format={}, with_normalize={"action": "store_true"})) is None:
         return DONE
     if len(given.paths) > 1:
         raise UserError("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")

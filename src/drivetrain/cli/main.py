@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from drivetrain import __version__
-from drivetrain.cli import help, verbs
+from drivetrain.cli import verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, Interrupted, UserError, wants_traceback
 from drivetrain.core.paths import remove_working_directory
 from drivetrain.core.signals import ended_by_signals
@@ -74,7 +74,7 @@ def _of_the_disk(error: Exception) -> str | None:
 def _dispatch(argv: list[str]) -> int:
     name = argv[0] if argv else "--help"
     if name in ("-h", "--help", "help"):
-        echo(fold(help.overview(__version__)))
+        echo(fold(verbs.overview(__version__)))
         return DONE
     if name == "--version":
         echo(f"drivetrain {__version__}")

@@ -35,12 +35,8 @@ exit codes: 0 done · 1 some inputs could not be read · 2 nothing was predicted
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain predict`; its exit code."""
-    parser = run_arguments.parser("predict")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--data", choices=["test", "validation", "train"])
-    parser.add_argument("--batch", type=int)
-    given = run_arguments.parse("drivetrain predict", parser, argv, HELP)
-    if given is None:
+    splits = {"choices": ["test", "validation", "train"]}
+    if (given := run_arguments.parse("predict", argv, HELP, out={"type": Path}, data=splits, batch={"type": int})) is None:
         return DONE
     if bool(given.paths) == bool(given.options.data):
         raise UserError("drivetrain predict needs either inputs (files, folders, arrays, or - for lines), or --data test")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drivetrain.cli import arguments, completion
 from drivetrain.core.errors import UserError
@@ -36,13 +37,11 @@ class RunArguments:
     options: argparse.Namespace
 
 
-def parser(verb: str) -> argparse.ArgumentParser:
-    """A parser to which a verb may add its own options."""
-    return arguments.parser(verb)
-
-
-def parse(verb: str, made: argparse.ArgumentParser, argv: Sequence[str], help_text: str) -> RunArguments | None:
-    """A verb's arguments; None once its help has been printed. Raises UserError."""
+def parse(verb: str, argv: Sequence[str], help_text: str, **options: dict[str, Any]) -> RunArguments | None:
+    """A verb's arguments, its own `options` as argparse takes them; None once its help has been printed. Raises UserError."""
+    made = arguments.parser(verb)
+    for name, kind in options.items():
+        made.add_argument(f"--{name.replace('_', '-')}", **kind)
     given = made.parse_intermixed_args(list(argv))
     if given.help or not argv:
         echo(fold(help_text))
@@ -50,7 +49,7 @@ def parse(verb: str, made: argparse.ArgumentParser, argv: Sequence[str], help_te
     settings = [word for word in given.overrides if _is_setting(word)]
     paths = [word for word in given.overrides if word not in settings]
     if not paths:
-        raise UserError(f"{verb} needs a run's directory, such as outputs/<date>/<time>-<id>")
+        raise UserError(f"drivetrain {verb} needs a run's directory, such as outputs/<date>/<time>-<id>")
     add_import_paths(given.config_dir)
     choice, overrides = _choice(settings)
     return RunArguments(expanded(paths[0]), paths[1:], overrides, choice, given.config_dir, given)

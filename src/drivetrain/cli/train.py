@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from drivetrain.cli import arguments
+from drivetrain.config import catalog, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.paths import conf_dir, recipes_dir
+from drivetrain.launch.job import Job, prepare_run
+from drivetrain.run import environment
 from drivetrain.ui.output import echo, fold
+from drivetrain.ui.sheet import Table
 
 HELP = """\
 drivetrain train [group=option] [key=value] …      (the same: python -m src.train …)
@@ -55,9 +63,7 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     _refuse_flags_of_hydra(given)
     if given.info is not None:
-        from drivetrain.cli import info
-
-        return info.show(given.info, given.overrides, given.config_dir)
+        return _show_info(given.info, given.overrides, given.config_dir)
     if given.cfg:
         return _show_config(given)
     for flag, value in (("--resolve", given.resolve), ("--package", given.package)):
@@ -91,13 +97,12 @@ def _train(given: argparse.Namespace) -> int:
     from drivetrain.config import hydra_settings
     from drivetrain.core.forking import end_with_parent
     from drivetrain.launch import launcher
-    from drivetrain.launch.job import prepare_run
     from drivetrain.parallel import launched
     from drivetrain.ui import terminal
 
     mode = hydra_settings.split(given.overrides)[0].given.get("mode")
     if given.multirun or mode == "MULTIRUN" or sweeps.is_sweep_recipe(given.overrides):
-        return sweeps.run(given.overrides, given.config_dir, given.quiet)
+        return sweeps.run(given.overrides, given.config_dir, given.quiet)[1]
     if launcher.started_from_python():
         end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
@@ -110,10 +115,6 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _show_config(given: argparse.Namespace) -> int:
-    from omegaconf import OmegaConf
-
-    from drivetrain.launch.job import prepare_run
-
     if given.multirun:
         raise UserError(f"--cfg {given.cfg} shows the config of one run, and -m starts several: leave one of them out")
     job = prepare_run(given.overrides, given.config_dir)
@@ -133,3 +134,53 @@ def _part(config: Any, package: str) -> Any:
             raise UserError(f"--package {package}: there is no '{name}'{inside}: {hint}")
         config = config[name]
     return config
+
+
+def _show_info(what: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> int:
+    """Print what Hydra's --info prints: `what` is all or one of the parts below; return the exit code. Raises UserError."""
+    job = prepare_run(overrides, config_dirs)
+    for name, part in PARTS.items():
+        if what == "all" or name == what.removesuffix("-tree"):
+            part(job)
+    return DONE
+
+
+def _versions(job: Job) -> None:
+    names = ("torch", "torchvision", "timm", "hydra-core", "omegaconf")
+    Table(
+        ("package", "version"), [(name, environment.version(name) or "not installed") for name in ("drivetrain", *names)]
+    ).show()
+
+
+def _search_path(job: Job) -> None:
+    recipes = [("recipes", recipes_dir()), ("recipes of this folder", Path("recipes").absolute())]
+    own = [("--config-dir", Path(folder).resolve()) for folder in job.composed.config_dirs]
+    found = [("drivetrain", conf_dir()), *((f"plugin {p.package}", p.conf) for p in plugins.plugins()), *own, *recipes]
+    Table(("provider", "folder"), [(provider, str(folder)) for provider, folder in found]).show()
+
+
+def _plugins(job: Job) -> None:
+    found = [(p.package, str(p.conf)) for p in plugins.plugins()]
+    Table(("plugin", "options in"), found or [("none", "")]).show()
+
+
+def _defaults(job: Job) -> None:
+    """One line for each group: its option, the file that holds it, and who chose it."""
+    files, recipe = catalog.option_files(job.composed.config_dirs), job.composed.recipe
+    rows = []
+    for group, choice in job.composed.choices.items():
+        by = "default" if choice == catalog.default_options()[group] else "command line"
+        if recipe is not None and recipe.choices.get(group) == choice:
+            by = recipe.where(group)
+        for name in choice if isinstance(choice, list) else [choice]:
+            rows.append((group, name, by, str(files[group][name])))
+    Table(("group", "option", "chosen by", "file"), rows).show()
+
+
+def _config(job: Job) -> None:
+    echo(OmegaConf.to_yaml(job.composed.config))
+
+
+PARTS: dict[str, Callable[[Job], None]] = {
+    "versions": _versions, "plugins": _plugins, "searchpath": _search_path, "defaults": _defaults, "config": _config,
+}  # fmt: skip

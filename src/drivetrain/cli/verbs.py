@@ -7,7 +7,7 @@ measuring.py. Another package adds a verb by an entry point in the group `drivet
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -134,3 +134,18 @@ def find(name: str) -> Verb:
     else:
         hint = did_you_mean(name, [verb.name for verb in known.values() if verb.help])
     raise UserError(f"there is no command '{name}': {hint}")
+
+
+def overview(version: str) -> str:
+    """What `drivetrain help` prints: a line for each verb."""
+    title = f"drivetrain {version}: every training technique is one config override, and measured"
+    rows = [f"  drivetrain {verb.name:<12} {verb.help}" for verb in all_verbs().values() if verb.help]
+    return "\n".join([title, "", *rows, "", *_unused(), "  drivetrain train --help says more"])
+
+
+def _unused() -> Iterator[str]:
+    """A line for each plugin's verb whose name is taken."""
+    known = all_verbs()
+    for entry in plugins.entry_points(plugins.VERBS):
+        if known[entry.name].target != entry.value:
+            yield f"  not available: {entry.name} from {entry.value}, because another verb has this name\n"

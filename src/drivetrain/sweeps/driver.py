@@ -76,13 +76,8 @@ class Grid:
         return store.all_final(self._entries)
 
 
-def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> int:
-    """Run all jobs and show them in a table; return the exit code. Raises UserError if no job can run."""
-    return run_all(overrides, config_dirs, quiet)[1]
-
-
-def run_all(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
-    """Do the same; return the sweep's folder too."""
+def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
+    """Run all jobs and show them in a table; return the folder and the exit code. Raises UserError if no job can run."""
     resume = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "resume"), "null")
     own, dirs = [o for o in overrides if key_of(o) != "resume"], [str(Path(d).resolve()) for d in config_dirs]
     if resume not in ("null", "", "auto"):
