@@ -224,20 +224,14 @@ def test_recipe_that_is_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", SWEPT)
 def test_a_recipe_sweeps_only_what_a_recipe_may_set(case: str, tmp_path: Path) -> None:
-    """`sweep:` is as untrusted as the rest of the file."""
+    """`sweep:` is as untrusted as the rest of the file; `recipe check` refuses what a run refuses."""
     file = empty(tmp_path / "given") / "recipe.yaml"
     file.write_text(f"epochs: 1\nsweep:\n  {SWEPT[case]}\n")
     cwd = empty(tmp_path / "here")
-    done = run("train", "-q", f"recipe={file}", "updates=1", cwd=cwd)
-    assert not list(cwd.rglob("*")), "nothing is written, least of all by the recipe's own code"
-    answered(done, (f"{file}:{6 if case == 'own code' else 3}: ",))
-
-
-@pytest.mark.parametrize("case", ["trust", "own model", "own code"])
-def test_recipe_check_refuses_what_a_run_refuses(case: str, tmp_path: Path) -> None:
-    file = empty(tmp_path / "given") / "recipe.yaml"
-    file.write_text(f"epochs: 1\nsweep:\n  {SWEPT[case]}\n")
-    answered(run("recipe", "check", str(file), cwd=empty(tmp_path / "here")), (f"{file}:{6 if case == 'own code' else 3}: ",))
+    for words in (("train", "-q", f"recipe={file}", "updates=1"), ("recipe", "check", str(file))):
+        done = run(*words, cwd=cwd)
+        assert not list(cwd.rglob("*")), "nothing is written, least of all by the recipe's own code"
+        answered(done, (f"{file}:{6 if case == 'own code' else 3}: ",))
 
 
 def test_a_wrong_recipe_and_a_wrong_word_are_told_together(tmp_path: Path) -> None:

@@ -21,13 +21,3 @@ def test_an_odd_word_is_refused(word, capsys):
     assert said.startswith("error: ")
     assert "Traceback" not in said
     assert "DRIVETRAIN_TRACEBACK" not in said
-
-
-@pytest.mark.parametrize(
-    ("words", "told"), [([], ": nothing is given"), (["chekc"], ": 'chekc' is none of these: did you mean 'check'")]
-)
-def test_recipe_without_one_of_its_verbs_says_what_was_given(words, told, capsys):
-    assert main.main(["recipe", *words]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: drivetrain recipe needs list, show NAME")
-    assert told in said

@@ -177,13 +177,6 @@ def test_showing_needs_no_torch():
     assert "scheduler=onecycle optimizer=sgd" in done.stdout
 
 
-def test_help_and_completion(capsys):
-    assert main(["show", "--help"]) == 0
-    assert "--png" in capsys.readouterr().out
-    assert main(["complete", "drivetrain show sched"]) == 0
-    assert "scheduler=" in capsys.readouterr().out.split()
-
-
 def test_it_says_what_the_options_claim_of_training(capsys):
     assert main(["show", "precision=bf16", "surgery=[channels_last]", "augment=[flip_crop]"]) == 0
     exact, close, changes = capsys.readouterr().out.splitlines()[-3:]

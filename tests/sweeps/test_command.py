@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.sweeps import prepare
 from tests.support.command import (
     OWN,
     ROOT,
@@ -112,25 +113,18 @@ def test_failing_jobs_leave_the_others_whole(tmp_path: Path) -> None:
     assert "Traceback" not in done.err + done.out
 
 
-def test_a_bad_value_on_an_axis(tmp_path: Path) -> None:
-    """It is one job's: exit 2, the others are whole."""
-    done = train("-m", *SMALL, "optimizer.lr=0.01,-1,0.02", cwd=tmp_path)
+def test_a_bad_value_and_a_bad_recipe_on_an_axis(tmp_path: Path) -> None:
+    """They are their jobs': exit 2, the others are whole."""
+    done = train("-m", *SMALL, "optimizer.lr=0.01,-1", "recipe=default,nope", cwd=tmp_path)
     assert done.code == 2, done
     left = jobs(tmp_path / "outputs")
-    assert [result(run_dir)["status"] for run_dir in left] == ["completed", "failed", "completed"]
+    assert [result(run_dir)["status"] for run_dir in left] == ["completed", "failed", "failed", "failed"]
     assert_whole(left[0], 3)
-    assert_whole(left[2], 3)
-    assert "optimizer.lr=-1" in result(left[1])["error"]
+    assert "recipe=nope" in result(left[1])["error"]
+    assert "optimizer.lr=-1" in result(left[2])["error"]
     assert "optimizer.lr=-1: must be > 0" in done.err
-    assert "1 of 3 jobs did not complete" in done.err
-    assert len(table(done)) == 3
-
-
-def test_a_bad_recipe_on_an_axis(tmp_path: Path) -> None:
-    done = train("-m", *SMALL, "recipe=nope,default", cwd=tmp_path)
-    assert done.code == 2, done
-    assert "recipe=nope" in done.err
-    assert [result(run_dir)["status"] for run_dir in jobs(tmp_path / "outputs")] == ["failed", "completed"]
+    assert "3 of 4 jobs did not complete" in done.err
+    assert len(table(done)) == 4
 
 
 @pytest.mark.parametrize(
@@ -162,17 +156,10 @@ def test_one_process_or_two(tmp_path: Path) -> None:
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-4)
 
 
-def test_a_range(tmp_path: Path) -> None:
-    done = train("-m", *TINY, "epochs=range(1,3)", cwd=tmp_path)
-    assert done.code == 0, done
-    left = jobs(tmp_path / "outputs")
-    assert [(result(d)["updates"], result(d)["epochs"]) for d in left] == [(8, 1.0), (16, 2.0)]
-    assert [f"epochs={n}" in row for n, row in enumerate(table(done), 1)] == [True, True]
-
-
 @pytest.mark.slow
 def test_a_sweep_recipe_runs_as_a_sweep(tmp_path: Path) -> None:
     """recipe=speed_ladder without -m; what the command line gives is no axis any more."""
+    assert len({made.job.config_hash for made in prepare(["recipe=speed_ladder"]) if made.job}) == 8
     done = train("recipe=speed_ladder", "data=digits", "model=resnet9", "updates=2", "optimizer.fused=true", cwd=tmp_path)
     assert done.code == 0, done
     left = jobs(tmp_path / "outputs")
@@ -182,17 +169,6 @@ def test_a_sweep_recipe_runs_as_a_sweep(tmp_path: Path) -> None:
         assert "optimizer.fused=true" in result(run_dir)["overrides"]
     given = [{w for w in result(d)["overrides"] if w.startswith(("precision=", "surgery="))} for d in left]
     assert len({frozenset(words) for words in given}) == 4
-
-
-@pytest.mark.slow
-def test_the_whole_speed_ladder(tmp_path: Path) -> None:
-    done = train("recipe=speed_ladder", "updates=2", cwd=tmp_path)
-    assert done.code == 0, done
-    left = jobs(tmp_path / "outputs")
-    assert len(left) == 8
-    assert len({result(d)["config_hash"] for d in left}) == 8
-    for run_dir in left:
-        assert_whole(run_dir, 2)
 
 
 def test_recipes_as_an_axis(tmp_path: Path) -> None:
@@ -205,22 +181,26 @@ def test_recipes_as_an_axis(tmp_path: Path) -> None:
     assert "override /precision: bf16\n" in (fast / "recipe.yaml").read_text()
 
 
-def test_a_job_can_be_gone_on_with(tmp_path: Path) -> None:
-    done = train("-m", *TINY, "optimizer=sgd,adamw", "epochs=1", cwd=tmp_path)
+def test_a_range_and_a_job_that_is_gone_on_with(tmp_path: Path) -> None:
+    done = train("-m", *TINY, "scheduler=constant", "epochs=range(1,3)", cwd=tmp_path)
     assert done.code == 0, done
-    job = jobs(tmp_path / "outputs")[1]
-    done = train(f"resume={job}", "epochs=2", cwd=tmp_path)
+    left = jobs(tmp_path / "outputs")
+    assert [(result(d)["updates"], result(d)["epochs"]) for d in left] == [(8, 1.0), (16, 2.0)]
+    assert [f"epochs={n}" in row for n, row in enumerate(table(done), 1)] == [True, True]
+    done = train(f"resume={left[0]}", "epochs=2", cwd=tmp_path)
     assert done.code == 0, done
-    assert f"resuming from {job / 'checkpoints' / '8'}" in done.err
-    assert_whole(job, 16)
+    assert f"resuming from {left[0] / 'checkpoints' / '8'}" in done.err
+    assert_whole(left[0], 16)
+    assert result(left[0])["metrics"] == result(left[1])["metrics"], "as if it had never ended"
 
 
-def test_a_signal_ends_the_sweep_and_keeps_what_there_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_ends_the_sweep_and_keeps_what_there_is(number: int, tmp_path: Path) -> None:
     """The running job saves, no further one starts; exit 75."""
     cwd = with_own_nets(tmp_path / "here")
     words = (*OWN, "model.target=my_nets.Gated", "epochs=1", "optimizer.lr=0.01,0.02,0.03")
     with at_the_gate(cwd, "5", "-m", *words) as (process, go):
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         go.touch()
         done = finish(process)
     assert done.code == 75, done

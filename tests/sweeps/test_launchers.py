@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from drivetrain.run import directory
 from drivetrain.sweeps import forked
 from tests.support.command import (
     TINY,
@@ -260,8 +261,7 @@ def test_slurm_jobs_run_on_when_the_sweep_is_stopped(tmp_path: Path) -> None:
         in done.err
     )
     process = began(cwd, gate, 5, "-q", "-m", f"resume={sweep}", env=env)
-    time.sleep(3)
-    assert process.poll() is None, process.communicate()
+    until(lambda: directory.is_locked(sweep))
     (gate / "go").touch()
     done = finish(process)
     assert done.code == 0, done

@@ -229,8 +229,9 @@ def test_jobs_json_holds_all_that_a_job_needs(tmp_path: Path) -> None:
 
 def test_the_newest_unfinished_sweep_of_the_same_words(tmp_path: Path) -> None:
     words = ["epochs=1,2"]
+    more = "hydra.sweeper.n_trials=5"  # may change too
     places = [tmp_path / "multirun" / "2026-01-01" / name for name in ("a", "b", "c", "d")]
-    for place, theirs in zip(places, (words, [*words, "hydra/launcher=joblib"], ["epochs=1,3"], words), strict=True):
+    for place, theirs in zip(places, (words, [*words, "hydra/launcher=joblib", more], ["epochs=1,3"], words), strict=True):
         a_sweep(place, theirs)
         (place / ".lock").touch()
     write_summary(Sweep(places[3], words, []), None, 1.0, finished=True)

@@ -20,6 +20,7 @@ from typing import Any
 from drivetrain.core import accelerators, cpus, files, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.signals import STOP_SIGNALS, handled_by
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -28,7 +29,6 @@ from drivetrain.sweeps.store import LENGTH, Entry
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 OUTPUT = "output.txt"  # file in a job's folder: its output, where it is not shown
 
 
@@ -103,7 +103,7 @@ class Forked(Launcher):
             os.kill(job.pid, number)
 
     def _child(self, entry: Entry, slot: int) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self.slots > 1:
             os.environ[cpus.JOBS] = str(self.slots)
             os.environ |= own_device(entry, slot)
@@ -158,32 +158,29 @@ def _write_length(trainer: Any) -> None:
 @contextlib.contextmanager
 def _blocked_signals() -> Iterator[None]:
     """Within the context, signals are delivered later."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class SignalForwarder:
+class SignalForwarder(contextlib.ExitStack):
     """Within the context, a signal sets `raised`, so that no further job starts, and is forwarded to the running jobs."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.raised = 0
         self.launcher: Launcher | None = None
 
     def __enter__(self) -> SignalForwarder:
-        self._before = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        self.enter_context(handled_by(self._handle))
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.raised = number
         if self.launcher is not None:
             self.launcher.signal(number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> tuple[int, Result]:

@@ -182,11 +182,11 @@ def one_job(path: Path, number: int) -> Entry:
 
 
 def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) -> Iterator[Path]:
-    """The folders of unfinished sweeps with the same overrides that no process is working on, the newest first.
+    """The folders of unfinished sweeps that make the same jobs and that no process is working on, the newest first.
 
     They are below `root`, or it is the one folder that hydra.sweep.dir named.
     """
-    wanted = without_launcher(overrides)
+    wanted = [o for o in overrides if not is_launch_setting(o)]
     files = root.glob("multirun/*/*/jobs.json") if named is None else named.glob("jobs.json")
     for file in sorted(files, key=lambda p: p.parent.stat().st_mtime, reverse=True):
         path = file.parent
@@ -194,7 +194,8 @@ def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) 
             content = read(path)
         except UserError:
             continue
-        if without_launcher(content["overrides"]) == wanted and not is_finished(path) and not directory.is_locked(path):
+        same = [o for o in content["overrides"] if not is_launch_setting(o)] == wanted
+        if same and not is_finished(path) and not directory.is_locked(path):
             yield path
 
 
@@ -204,11 +205,6 @@ def is_finished(path: Path) -> bool:
         return bool(read_json(path / "sweep.json")["finished"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def without_launcher(overrides: Sequence[str]) -> list[str]:
-    """The overrides without those of the launcher."""
-    return [o for o in overrides if not key_of(o).startswith(("hydra/launcher", "hydra.launcher."))]
 
 
 def merge_overrides(path: Path, overrides: Sequence[str], given: Sequence[str]) -> list[str]:
