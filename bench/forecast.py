@@ -135,7 +135,7 @@ def _storages() -> dict[int, int]:
     import torch
 
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided]
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 

@@ -77,7 +77,7 @@ PLANS = {
 def names() -> list[str]:
     """The recipes that can be measured on this machine."""
     every = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
-    return [name for name in every if NOT_HERE not in recipes.read(places.find(name)).description]
+    return [name for name in every if NOT_HERE not in places.read(name).description]
 
 
 def trained(name: str, plan: Plan, folder: Path) -> dict[str, list[RunFiles]]:
@@ -224,7 +224,7 @@ def with_memory(claim: Claim, run: Facts) -> Claim:
 
 def write_claim(name: str, claim: Claim) -> None:
     """Write the claim as the last section of a recipe's file, in place of the one that it has."""
-    file = places.find(name)
+    file, _ = places.load(name)
     text = re.sub(r"^claim:\n(?: .*\n)*", "", file.read_text(), flags=re.M)
     file.write_text(text + claim.text())
     recipes.read(file)
@@ -300,7 +300,7 @@ def _with_table(text: str, begin: str, header: Sequence[str], rows: Sequence[Seq
 def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:
     """Train what is missing of a recipe; its entry in the results."""
     cells = trained(name, plan, given.runs)
-    recipe = recipes.read(places.find(name))
+    recipe = places.read(name)
     if given.claims and not recipe.sweep:
         (runs,) = cells.values()
         claim = claim_of(name, runs, plan, given)
@@ -314,7 +314,7 @@ def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:
 
 def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | None:
     """What verifying the claim of a recipe comes to here; None where it claims nothing."""
-    recipe = recipes.read(places.find(name))
+    recipe = places.read(name)
     if recipe.claim is None:
         return None
     return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict()}

@@ -53,13 +53,13 @@ def test_a_missing_path_hides_no_other_problem(tmp_path: Path, capsys: pytest.Ca
 
 def test_each_recipe_says_what_it_is_for_in_a_line() -> None:
     for name in NAMES:
-        assert 20 < len(recipes.read(places.find(name)).description) < 130, name
+        assert 20 < len(places.read(name).description) < 130, name
 
 
 def test_a_recipe_that_is_not_verified_here_claims_nothing() -> None:
     assert zoo.names()
     for name in set(NAMES) - set(zoo.names()):
-        assert recipes.read(places.find(name)).claim is None, name
+        assert places.read(name).claim is None, name
 
 
 def test_a_plan_is_of_a_recipe_that_ships() -> None:
@@ -68,7 +68,7 @@ def test_a_plan_is_of_a_recipe_that_ships() -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
-    recipe = recipes.read(places.find(name))
+    recipe = places.read(name)
     claim = recipe.claim
     assert claim is not None
     assert claim.quality is not None
@@ -89,7 +89,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_recipe_does_what_it_claims(name: str) -> None:
-    recipe = recipes.read(places.find(name))
+    recipe = places.read(name)
     if recipe.claim is None or zoo.PLANS.get(name, zoo.Plan()).pretrain:
         pytest.skip("it claims nothing, or starts from weights that python -m bench.zoo trains first")
     found = verify(recipe, [*zoo.COMMON], (), zoo.Settings(seeds=1))
@@ -153,7 +153,7 @@ def test_the_page_says_on_which_machine_a_claim_was_verified() -> None:
 def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "r.yaml"
     file.write_text("description: a recipe\nclaim:\n  old: 1\n  older: 2\nepochs: 3\n")
-    monkeypatch.setattr(zoo.places, "find", lambda _: file)
+    monkeypatch.setattr(zoo.places, "load", lambda _: (file, b""))
     quality = Quality("accuracy", "validation", 0.9, 1)
     zoo.write_claim("r", Claim(device=Device("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality))
     text = file.read_text()

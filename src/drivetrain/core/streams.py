@@ -260,10 +260,11 @@ def state() -> dict[str, torch.Tensor]:
     _, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     _, key, *rest, number = legacy
+    bits = int(np.float64(gauss or 0.0).view(np.int64))
     return {
         "cpu": torch.get_rng_state(),
         "numpy": torch.from_numpy(np.concatenate([key.astype(np.int64), rest, [np.float64(number).view(np.int64)]])),
-        "python": torch.tensor([*words, gauss is not None, np.float64(gauss or 0.0).view(np.int64)]),
+        "python": torch.tensor([*words, gauss is not None, bits]),
         **{kind: device.get_rng_state() for kind, device in _devices_in_use().items()},
     }
 
