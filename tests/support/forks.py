@@ -33,7 +33,8 @@ STARTING = ("_cuda_getDeviceCount", "_cuda_init", "_cuda_setDevice", "_cuda_getD
 TINY = ("data=digits", "model=mlp", "model.hidden=[8]", "updates=1", "optimizer=adamw")
 HERE = os.getpid()
 started: list[str] = []  # the calls in this process that started CUDA
-reports = Path("forks").absolute()
+HERE_IN = Path.cwd()
+reports = HERE_IN / "forks"  # one file for each way: a rank of the way before may still write to its own
 
 
 def train() -> None:
@@ -139,7 +140,7 @@ def stop(names: list[str]) -> None:
     os.mkdir(tempfile.tempdir)
     found: dict[str, Any] = {}
     for name in names:
-        reports.unlink(missing_ok=True)
+        _begin(name)
         threading.Thread(target=_stop_when_forked, daemon=True).start()
         ended = "returned"
         try:
@@ -150,6 +151,11 @@ def stop(names: list[str]) -> None:
         processes = [pid for pid in reports.read_text().split() if Path(f"/proc/{pid}").exists()]
         found[name] = {"ended": ended, "processes": processes, "files": _left()}
     print(json.dumps(found), file=out, flush=True)
+
+
+def _begin(name: str) -> None:
+    global reports
+    reports = HERE_IN / f"forks-{name}"
 
 
 def _stop_when_forked() -> None:
@@ -175,7 +181,7 @@ def main(names: list[str]) -> None:
     found: dict[str, Any] = {}
     out, sys.stdout = sys.stdout, sys.stderr
     for name in names:
-        reports.unlink(missing_ok=True)
+        _begin(name)
         ended = "returned"
         try:
             WAYS[name]()
