@@ -32,10 +32,12 @@ def statvfs(**found):
         (RuntimeError("DataLoader worker (pid 3) is killed by signal: Bus error."), ["/dev/shm has", "loader.num_workers"]),
         (RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>"), ["/dev/shm has", "--shm-size"]),
         (OSError(errno.ENOSPC, "No space left on device"), ["/dev/shm has 0.0 MB, 0.0 MB free"]),  # of a semaphore
-        (ImportError("IMPORTANT: PLEASE READ THIS"), ["its limit is 2 GiB", "ulimit -v unlimited"]),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), ["its limit is 2 GiB", "ulimit -v unlimited"]),
         (MemoryError(), ["its limit is 2 GiB"]),
         (OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl"), None),
         (RuntimeError("shape mismatch"), None),
+        (ModuleNotFoundError("No module named 'my_pkg'"), None),
+        (ImportError("cannot import name 'Net' from 'my_pkg'"), None),
     ],
 )
 def test_what_is_exhausted_is_named_with_what_to_set(monkeypatch, error, says):

@@ -10,6 +10,7 @@ SHARED_MEMORY = (
     "insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_",
     "unable to allocate shared memory",
 )  # fmt: skip
+NO_ADDRESSES = ("failed to map segment", "annot allocate memory", "unable to mmap")  # of libraries that cannot be loaded
 TOO_MANY_FILES = ("Too many open files", "received 0 items of ancdata")
 FULL = 2**20  # bytes that are free of memory that processes share
 
@@ -31,7 +32,8 @@ def explain(error: BaseException) -> str | None:
             f"the memory that processes share is used up{has}: make /dev/shm larger (docker run --shm-size=8g, or "
             "--ipc=host), lower loader.num_workers or loader.prefetch_factor, or set loader=threads, whose threads need none"
         )
-    if isinstance(error, MemoryError | ImportError) and (limit := _limit("AS")):
+    no_room = isinstance(error, MemoryError) or any(sign in text for sign in NO_ADDRESSES)
+    if no_room and (limit := _limit("AS")):
         return (
             f"this process may not have more memory{limit}, which its libraries count against: raise the limit of the address "
             "space (`ulimit -v unlimited` in the shell that starts the run)"
