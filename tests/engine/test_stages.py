@@ -207,7 +207,7 @@ def test_the_learning_rate_is_one_schedule_over_all_stages(staged: Callable[...,
     assert [update for update, _ in rates] == list(range(1, 11))  # 2, 4 and 4 updates
     schedule = copy.deepcopy(run.trainer.scheduler)
     schedule.set_horizon(horizon.Horizon(10, [2, 6, 10]))
-    assert rates == [(u, pytest.approx((0.05 if u <= 6 else 0.5) * schedule.lr_factor(u))) for u, _ in rates]
+    assert rates == [(u, pytest.approx((0.05 if u <= 6 else 0.5) * schedule.lr_factor(u - 1))) for u, _ in rates]
 
 
 def test_names_that_the_model_does_not_have_are_told_before_the_start_for_all_stages(staged: Callable[..., StagedRun]) -> None:

@@ -281,6 +281,7 @@ class TestPlateau:
         for epoch, loss in enumerate(self.LOSSES):
             mine.step(12 * epoch)
             mine.evaluated({"loss": loss, "accuracy": 0.0})
+            mine.step(12 * epoch + 1)
             other.step(loss)
             rates.append(reference.param_groups[0]["lr"])
             assert optimizer.param_groups[0]["lr"] == pytest.approx(rates[-1]), epoch

@@ -113,8 +113,9 @@ def test_each_group_keeps_its_own_base_rate():
 
 def test_a_run_makes_each_update_with_its_rate(make, each_update):
     trainer = make(
-        "scheduler=cosine", "scheduler.warmup=2", "updates=6", "epochs=2", "batch=accumulate", "batch.accumulation_steps=3"
-    )
+        "scheduler=cosine", "scheduler.warmup=2", "updates=6", "epochs=2", "batch=accumulate", "batch.accumulation_steps=3",
+        "log_every=1",
+    )  # fmt: skip
     used: list[float] = []
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (used.append(trainer.optimizer.param_groups[0]["lr"]), step())
@@ -123,6 +124,7 @@ def test_a_run_makes_each_update_with_its_rate(make, each_update):
     scheduler.bind(trainer.optimizer, 6)
     assert used == pytest.approx([0.05 * scheduler.lr_factor(u) for u in range(6)])
     assert len(set(used)) > 3
+    assert [r["lr"] for r in trainer.log.writers[0] if r["event"] == "train"] == used  # and logs that rate
 
 
 @pytest.mark.parametrize(

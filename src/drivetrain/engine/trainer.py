@@ -84,7 +84,6 @@ class Trainer:
         self._stop, self._skips_in_a_row = stop or StopFlag(), 0
         self.writer.start()
         self.model.train()
-        self.scheduler.step(self.progress.updates)
         self.saving.restart(self.progress.updates)
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
@@ -110,12 +109,13 @@ class Trainer:
     def _train(self, stream: Iterator[MicroBatch]) -> None:
         step, loss_sum, progress = self.step, self.log.loss_sum, self.progress
         for batch in stream:
-            step.micro_batch(batch, loss_sum)
+            if batch.last:  # not after an update: the log says the rate that it was made with, and a plateau may lower the next
+                self.scheduler.step(progress.updates)
+            step.micro_batch(batch, loss_sum)  # a graph of the whole step updates here
             if not batch.last:
                 continue
             if step.update():
                 progress.updates += 1
-                self.scheduler.step(progress.updates)
                 self.ema.update()
                 self._skips_in_a_row = 0
             else:

@@ -111,10 +111,10 @@ def _restore(staged: StagedRun, weights: Any, state: Any) -> float:
 def rate_jump(trainer: Trainer, before: float) -> str:
     """What to know where a run goes on at a much higher rate than it had: its schedule is that of a longer run now.
 
-    `before` is the rate of the same update by the schedule that the checkpoint was made with.
+    `before` is the rate of its last update, by the schedule that the checkpoint was made with.
     """
     group, progress = trainer.optimizer.param_groups[0], trainer.progress
-    trainer.scheduler.step(progress.updates)
+    trainer.scheduler.step(max(0, progress.updates - 1))
     after = float(group["lr"])
     if after <= JUMP * before:
         return ""

@@ -24,16 +24,15 @@ def at_beginning(trainer: Trainer, updates: int | None) -> dict[str, Any]:
     noise.every = 1
     updates = min(updates or min(MOST, max(FEWEST, trainer.max_updates // SHARE)), trainer.max_updates)
     trainer.model.train()
-    trainer.scheduler.step(0)
-    loss, done = torch.zeros((), device=trainer.device), 0
+    loss, done, made = torch.zeros((), device=trainer.device), 0, 0
     stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
     for batch in stream:
+        trainer.scheduler.step(made)
         step.micro_batch(batch, loss)
         if not batch.last:
             continue
         done += 1
-        if step.update():
-            trainer.scheduler.step(done)
+        made += step.update()
         step.zero_grad()
         if done == updates:
             break

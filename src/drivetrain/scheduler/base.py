@@ -70,12 +70,11 @@ class Scheduler(Option):
     def bind(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
         """Control this optimizer in a run of `updates` updates. `ends` are the numbers of updates made when each epoch ends."""
         self.set_horizon(Horizon(updates, ends or [updates]))
-        self.optimizer, self._update = optimizer, 0
+        self.optimizer = optimizer
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
 
     def step(self, update: int) -> None:
         """Set the learning rate of all parameter groups for update number `update`, from 0."""
-        self._update = update
         factor = self.lr_factor(update)
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             set_group_value(group, "lr", base * factor)

@@ -70,7 +70,6 @@ class Plateau(Scheduler):
         if self._bad > self.patience:
             self._lr_factor = max(self.final, self._lr_factor * self.factor)
             self._cooling, self._bad = self.cooldown, 0
-            self.step(self._update)  # the rate of the next update has been set before the evaluation
 
     def _better(self, value: float) -> bool:
         if self._best is None:

@@ -45,6 +45,8 @@ def update(trainer: Any, stream: Iterable[Any]) -> None:
     """Run one update and what comes after it, as the training loop does."""
     progress = trainer.progress
     for micro in stream:
+        if micro.last:
+            trainer.scheduler.step(progress.updates)
         trainer.step.micro_batch(micro, trainer.log.loss_sum)
         if micro.last:
             break
@@ -52,7 +54,6 @@ def update(trainer: Any, stream: Iterable[Any]) -> None:
         stream.phase = "update"
     if trainer.step.update():
         progress.updates += 1
-        trainer.scheduler.step(progress.updates)
         trainer.ema.update()
     else:
         progress.skipped += 1
