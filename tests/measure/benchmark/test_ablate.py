@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.ablate import overrides_of, techniques
+from drivetrain.measure.benchmark.ablate import techniques
 from tests.support import json_keys, pages
 
 PAIRS = [
@@ -26,16 +26,18 @@ def both(request):
 
 def test_all_techniques_together_make_the_one_the_other(both):
     (from_words, to_words), (baseline, recipe) = both
-    found = techniques(baseline, recipe)
+    added, removed = techniques(baseline, recipe), techniques(recipe, baseline)
+    assert {change.key for change in added.found()} == {change.key for change in removed.found()}
     assert baseline.config_hash != recipe.config_hash
-    assert prepare([*from_words, *overrides_of(baseline, found, True)]).config_hash == recipe.config_hash
-    assert prepare([*to_words, *overrides_of(recipe, found, False)]).config_hash == baseline.config_hash
+    assert prepare([*from_words, *added.overrides(added.found())]).config_hash == recipe.config_hash
+    assert prepare([*to_words, *removed.overrides(removed.found())]).config_hash == baseline.config_hash
 
 
 def test_each_technique_changes_something_and_nothing_twice(both):
     (from_words, _), (baseline, recipe) = both
-    found = techniques(baseline, recipe)
-    hashes = {prepare([*from_words, *overrides_of(baseline, [t], True)]).config_hash for t in found}
+    added = techniques(baseline, recipe)
+    found = added.found()
+    hashes = {prepare([*from_words, *added.overrides([each])]).config_hash for each in found}
     assert len(hashes) == len(found)
     assert baseline.config_hash not in hashes
 
@@ -43,13 +45,15 @@ def test_each_technique_changes_something_and_nothing_twice(both):
 def test_a_stage_that_is_left_out_has_the_runs_own_config_as_long_as_it_lasts():
     stages = "stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{model.freeze:[head.*]}]"
     baseline, recipe = prepare(["epochs=10"]), prepare(["epochs=10", stages])
-    first, last = techniques(baseline, recipe)
+    added, removed = techniques(baseline, recipe), techniques(recipe, baseline)
+    first, last = added.found()
     assert first.label == "stage until 0.2: clip=norm clip.max_norm=2"
-    assert overrides_of(recipe, [last], False) == ["stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{}]"]
-    assert overrides_of(baseline, [last], True) == ["stages=[{until:0.2},{until:'5ep'},{model.freeze:['head.*']}]"]
-    assert overrides_of(recipe, [first, last], False) == ["stages=null"]
-    (whole,) = techniques(prepare(["epochs=10", "stages=[{until: 1ep, clip: norm}]"]), recipe)
-    assert whole.enable == ("stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{model.freeze:['head.*']}]",)
+    assert added.overrides([last]) == ["stages=[{until:0.2},{until:'5ep'},{model.freeze:['head.*']}]"]
+    first, last = removed.found()
+    assert removed.overrides([last]) == ["stages=[{until:0.2,clip:norm,clip.max_norm:2},{until:'5ep'},{}]"]
+    assert removed.overrides([first, last]) == ["stages=null"]
+    (whole,) = techniques(prepare(["epochs=10", "stages=[{until: 1ep, clip: norm}]"]), recipe).found()
+    assert prepare(["epochs=10", whole.label]).config_hash == recipe.config_hash
 
 
 def test_a_recipe_with_one_technique_more_leaves_its_tables_and_a_page(command, tiny):

@@ -9,9 +9,9 @@ import pytest
 from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.bisect import bisect, report
-from drivetrain.measure.bisect.changes import Change, in_order
 from drivetrain.measure.bisect.measurers import UNKNOWN, Settings, Speed, numbers
 from drivetrain.measure.bisect.search import NAMED, UNRESOLVED, Answer, Measured
+from drivetrain.measure.changes import Change, in_order
 from drivetrain.measure.intervals import Interval
 from tests.support import json_keys, made_pages
 
@@ -82,6 +82,19 @@ def test_recipes_and_runs_are_sides_too(tmp_path):
     assert keys(subsets) == {"optimizer.lr": ("0.05", "0.01"), "runtime.threads": ("1", "null")}
     assert job.composed.plain["optimizer"]["lr"] == 0.01
     assert subsets.variant(frozenset()).job.composed.plain["optimizer"]["lr"] == 0.05
+
+
+def test_an_item_that_only_good_has_and_each_stage_are_changes_of_their_own():
+    stages = "stages=[{until:0.5,clip:norm},{model.freeze:[layers.0.*]}]"
+    subsets, job, _ = prepared("surgery=[channels_last]", stages, "epochs=4", "model=resnet9")
+    assert [*keys(subsets)] == [
+        "surgery=[channels_last]",
+        "stage until 0.5: clip=norm",
+        "stage to the end: model.freeze=[layers.0.*]",
+    ]
+    assert (job.composed.choice("surgery"), len(job.run.stages)) == ([], 2)
+    mixed = subsets.variant(frozenset({1})).job
+    assert (mixed.composed.choice("surgery"), len(mixed.run.stages[1].changes)) == (["channels_last"], 0)
 
 
 def test_what_is_refused_alone_comes_after_what_it_needs_or_with_it():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark.arms import refuse_resume
-from drivetrain.measure.bisect import changes as differing
 from drivetrain.measure.bisect import report, sides
-from drivetrain.measure.bisect.changes import Change, Changes
 from drivetrain.measure.bisect.measurers import (
     LEAST_ROUNDS,
     LEAST_SEEDS,
@@ -24,8 +23,17 @@ from drivetrain.measure.bisect.measurers import (
     Subsets,
 )
 from drivetrain.measure.bisect.search import FAILS, UNRESOLVED, Search
+from drivetrain.measure.changes import Change, Changes, in_order
 from drivetrain.run import environment
+from drivetrain.run.identity import flatten
 from drivetrain.ui.output import echo
+
+SAME_DATA = ("task", "data")  # groups whose options the two must share
+NOT_TOLD = ("output_dir", "recipe", "resume", "resume_changed")  # if they differ
+NEVER_TRIED = (*NOT_TOLD, "trust", "select", "logger")
+# How long a run is, and its random numbers: a step is as fast with others.
+NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop", "runtime.seed")
+NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
@@ -66,10 +74,13 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
     if problems:
         raise UserError(dict.fromkeys(problems))
     (side, job), (_, other) = both
-    changes = Changes(job, other, quality)
+    if different := list(_different_data(job, other)):
+        raise UserError(different)
+    changes = Changes(job, other, {*NEVER_TRIED, *(NOT_OF_QUALITY if quality else NOT_OF_SPEED)})
     found = changes.found()
+    not_tried = [key for key in changes.not_made if key not in NOT_TOLD]
     if not found:
-        raise UserError(_same(words, changes, quality))
+        raise UserError(_same(words, not_tried, quality))
     subsets = Subsets(side, changes, list(_common(words[2:], found, job, other)))
     refusals: dict[str, str] = {}
 
@@ -79,14 +90,14 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
             refusals.setdefault(chosen[-1].key, problem)
         return variant.job is not None
 
-    subsets.numbered = differing.in_order(found, can_run)
+    subsets.numbered = in_order(found, can_run)
     notes = [f"kept together: {c.key} ({refusals.get(c.parts[0].key, '')})" for c in subsets.numbered if c.parts]
-    if changes.not_tried:
-        notes.append(f"not tried, though they differ: {', '.join(changes.not_tried)}")
+    if not_tried:
+        notes.append(f"not tried, though they differ: {', '.join(not_tried)}")
     whole = subsets.variant(frozenset(range(len(subsets.numbered))))
     if whole.job is None:
         raise UserError(whole.problems)
-    if left := changes.left_over(whole.job):
+    if left := [key for key in changes.left_over(whole.job) if not key.startswith("saving")]:
         raise UserError(f"{words[1]} cannot be reached from {words[0]} by overrides: they still differ in {', '.join(left)}")
     return subsets, whole.job, notes
 
@@ -105,13 +116,23 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
             raise UserError(f"{name}={count}: fewer than {least} {name} give no interval to judge by: set {name}={least}")
 
 
-def _same(words: Sequence[str], changes: Changes, quality: bool) -> str:
+def _different_data(good: Job, bad: Job) -> Iterator[str]:
+    """Why the two are about different data, whose figures nobody can compare."""
+    local = {key for key in good.machine_local_keys | bad.machine_local_keys if key.startswith("data.")}
+    old, new = ({**job.composed.choices, **flatten(job.composed.plain)} for job in (good, bad))
+    for key in (*SAME_DATA, *sorted(local)):
+        if old.get(key) != new.get(key):
+            hint = f"give both the same, as {key}={format_value(new.get(key))} after them"
+            yield f"the two are about different data: {key}={old.get(key)} and {key}={new.get(key)}: {hint}"
+
+
+def _same(words: Sequence[str], not_tried: Sequence[str], quality: bool) -> str:
     """The message that there is nothing to bisect."""
-    if changes.not_tried:
-        several = len(changes.not_tried) > 1
+    if not_tried:
+        several = len(not_tried) > 1
         no_speed = f"{'do' if several else 'does'} not change how fast a step is: quality=true bisects the result"
         reason = f"change{'' if several else 's'} no result" if quality else no_speed
-        return f"{words[0]} and {words[1]} differ only in {', '.join(changes.not_tried)}, which {reason}"
+        return f"{words[0]} and {words[1]} differ only in {', '.join(not_tried)}, which {reason}"
     hint = f"`drivetrain recipe diff {words[0]} {words[1]}` shows where they ran" if "=" not in words[0] + words[1] else ""
     return f"{words[0]} and {words[1]} are the same config, so no change can make a difference" + (hint and f": {hint}")
 

@@ -20,9 +20,9 @@ from drivetrain.measure.benchmark import comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
 from drivetrain.measure.benchmark.noninferiority import TrainedRun
-from drivetrain.measure.bisect.changes import Change, Changes
 from drivetrain.measure.bisect.search import Measured, Subset
 from drivetrain.measure.bisect.sides import Side
+from drivetrain.measure.changes import Change, Changes
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.measure.training import trainings
 from drivetrain.ui.output import echo

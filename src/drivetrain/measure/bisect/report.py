@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from drivetrain.measure.bisect.changes import Change
 from drivetrain.measure.bisect.measurers import Measurer, Settings, Subsets, numbers
 from drivetrain.measure.bisect.search import NONE, Answer, Measured, Search
+from drivetrain.measure.changes import Change
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.ui.sheet import Section, Sheet, Table, folded, words

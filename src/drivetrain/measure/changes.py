@@ -1,4 +1,4 @@
-"""The changes that lead from GOOD to BAD: each can be made alone, where the rules of the options allow it.
+"""The changes that lead from one config to another: each can be made alone, where the rules of the options allow it.
 
 An option and its keys are one change. Changes of which neither can be made without the other are joined to one.
 """
@@ -6,21 +6,17 @@ An option and its keys are one change. Changes of which neither can be made with
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.config.catalog import LISTS
-from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.run.identity import flatten
 
-SAME_DATA = ("task", "data")  # groups whose options the two must share
-NEVER_TRIED = ("output_dir", "resume", "resume_changed", "recipe", "trust", "select", "logger")
-# How long a run is, and its random numbers: a step is as fast with others.
-NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop", "runtime.seed")
-NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
+STAGES = "stages"
 
 
 @dataclass(frozen=True)
@@ -31,8 +27,15 @@ class Change:
     good: str
     bad: str
     overrides: tuple[str, ...] = ()  # none of an item of a list: the whole list is given
-    item: tuple[str, str] | None = None  # the list's group, and the option that one of the two lists
+    item: tuple[str, str] | None = None  # the list's group, and the option that one of the two lists; or a stage as it is typed
     parts: tuple[Change, ...] = ()  # of joined changes
+
+    @property
+    def label(self) -> str:
+        """The change as a user would write it."""
+        if self.item is not None and self.bad == "–":
+            return f"{self.item[0]} without {self.good}"
+        return self.overrides[0] if self.overrides else self.key
 
 
 @dataclass
@@ -41,67 +44,49 @@ class Changes:
 
     good: Job
     bad: Job
-    quality: bool
-    not_tried: list[str] = field(default_factory=list)  # keys in which the two differ as well
+    skipped: Container[str] = ()  # keys and groups whose changes are not made
+    not_made: list[str] = field(default_factory=list)  # of these, the keys in which the two differ
 
     def __post_init__(self) -> None:
         self._old, self._new = self.good.composed.plain, self.bad.composed.plain
-        self._local = self.good.machine_local_keys | self.bad.machine_local_keys
 
     def found(self) -> list[Change]:
-        """The changes, in the order of conf/config.yaml. Raises UserError where the two are about different data."""
-        if problems := list(self._different_data()):
-            raise UserError(problems)
-        return list(self._tried(change for key in self._new for change in self._of(key)))
+        """The changes, in the order of conf/config.yaml, those of no group last."""
+        every = [change for key in {**self.bad.composed.choices, **self._new} for change in self._of(key)]
+        self.not_made = [change.key for change in every if self._is_skipped(change.key)]
+        return [change for change in every if not self._is_skipped(change.key)]
 
     def overrides(self, chosen: Sequence[Change]) -> list[str]:
         """The overrides that make these changes on top of GOOD."""
         single = [part for change in chosen for part in (change.parts or (change,))]
-        given = [override for change in single for override in change.overrides]
-        for group in dict.fromkeys(change.item[0] for change in single if change.item is not None):
-            toggled = {change.item[1] for change in single if change.item is not None and change.item[0] == group}
-            given = [*self._list(group, toggled), *given]
-        return given
+        toggled: dict[str, set[str]] = {}
+        for group, name in (change.item for change in single if change.item is not None):
+            toggled.setdefault(group, set()).add(name)
+        lists = [word for group, names in toggled.items() for word in self._list(group, names)]
+        return [*lists, *(override for change in single for override in change.overrides)]
 
     def left_over(self, job: Job) -> list[str]:
         """The keys in which a job that should be BAD differs from it."""
-        have, want = (dict(self._compared(plain)) for plain in (job.composed.plain, self._new))
-        return sorted(key for key in {**have, **want} if have.get(key) != want.get(key))
+        have, want = flatten(job.composed.plain), flatten(self._new)
+        return sorted(key for key in {**have, **want} if have.get(key) != want.get(key) and not self._is_skipped(key))
 
-    def _different_data(self) -> Iterator[str]:
-        old, new = self.good.composed.choices, self.bad.composed.choices
-        both = dict.fromkeys(key for plain in (self._old, self._new) for key in flatten(plain["data"]))
-        keys = [f"data.{key}" for key in both if f"data.{key}" in self._local]
-        given = {group: (old[group], new[group]) for group in SAME_DATA}
-        given |= {key: tuple(flatten(plain).get(key) for plain in (self._old, self._new)) for key in keys}  # type: ignore[misc]
-        for key, (a, b) in given.items():
-            if a != b:
-                hint = f"give both the same, as {key}={format_value(b)} after them"
-                yield f"the two are about different data: {key}={a} and {key}={b}: {hint}"
-
-    def _tried(self, changes: Iterator[Change]) -> Iterator[Change]:
-        """The changes without those that cannot matter, whose keys are noted."""
-        skipped = {*NEVER_TRIED, *(NOT_OF_QUALITY if self.quality else NOT_OF_SPEED)}
-        for change in changes:
-            if skipped.intersection((change.key, change.key.split(".")[0])):
-                self.not_tried += [change.key] if change.key not in ("output_dir", "recipe", "resume", "resume_changed") else []
-            else:
-                yield change
-
-    def _compared(self, plain: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        skipped = {*NEVER_TRIED, *(NOT_OF_QUALITY if self.quality else NOT_OF_SPEED), "saving"}
-        for key, value in flatten(plain).items():
-            if not skipped.intersection((key, key.split(".")[0])):
-                yield key, value
+    def _is_skipped(self, key: str) -> bool:
+        return key in self.skipped or re.split("[.=]", key)[0] in self.skipped
 
     def _of(self, key: str) -> Iterator[Change]:
         """The changes of a group, or of a value that belongs to none."""
         old, new = self.good.composed.choices.get(key), self.bad.composed.choices.get(key)
-        if key in LISTS and isinstance(old, list) and isinstance(new, list):
+        before, after = self.good.run.stages, self.bad.run.stages
+        if key == STAGES and bool(before) != bool(after) and any(stage.changes for stage in (*before, *after)):
+            for stage in (*before, *after):
+                if stage.changes:
+                    settings = ("–", stage.settings) if after else (stage.settings, "–")
+                    yield Change(f"stage {stage.title}", *settings, item=(STAGES, stage.typed()))
+        elif key in LISTS and isinstance(old, list) and isinstance(new, list):
             if [name for name in old if name in new] == [name for name in new if name in old]:
                 yield from self._items(key, old, new)
             else:
-                yield Change(key, str(format_value(old)), str(format_value(new)), tuple(_section(key, new, self._new)))
+                yield Change(key, format_value(old), format_value(new), tuple(_section(key, new, self._new)))
         elif old != new:
             yield Change(key, format_value(old), format_value(new), tuple(_section(key, new, self._new)))
         else:
@@ -117,6 +102,11 @@ class Changes:
 
     def _list(self, group: str, toggled: set[str]) -> Iterator[str]:
         """The overrides of GOOD's list with these items added or removed, with every key of every item."""
+        if group == STAGES:
+            have, every = ([stage.typed() for stage in job.run.stages] for job in (self.good, self.bad))
+            kept = [name if (name in have) != (name in toggled) else _without_changes(name) for name in have or every]
+            yield f"stages=[{','.join(kept)}]" if kept != [*map(_without_changes, kept)] else "stages=null"
+            return
         old, new = self.good.composed.choice(group), self.bad.composed.choice(group)
         names = [name for name in _merged(old, new) if (name in old) != (name in toggled)]
         yield f"{group}={format_value(names)}"
@@ -168,12 +158,17 @@ def _keys(prefix: str, section: dict[str, Any]) -> Iterator[str]:
 def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
     """All names of two lists whose common names have the same order, in an order that both keep."""
     merged: list[str] = []
-    old_left, new_left = list(old), list(new)
-    for common in [*(name for name in old if name in new), None]:
-        for left in (old_left, new_left):
-            while left and left[0] != common:
-                merged.append(left.pop(0))
-        if common is not None:
-            merged.append(common)
-            del old_left[0], new_left[0]
-    return merged
+    rest = list(new)
+    for name in old:
+        if name in new:
+            at = rest.index(name)
+            merged += rest[:at]
+            rest = rest[at + 1 :]
+        merged.append(name)
+    return merged + rest
+
+
+def _without_changes(stage: str) -> str:
+    """A stage, as it is typed, without its changes: it lasts as long, with the config of the run."""
+    until = re.match(r"\{(until:[^,}]+)", stage)
+    return f"{{{until[1]}}}" if until else "{}"
