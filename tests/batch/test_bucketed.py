@@ -9,13 +9,17 @@ from drivetrain.batch import Batch, Bucketed
 from drivetrain.batch.bucketed import padded, split_by_cost
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
+from drivetrain.core.source import Source
+from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
 
 BUDGETS = ("samples", "tokens")
 
 
-class Lengths:
+class Lengths(Source):
     """Samples that are nothing but lengths: many short ones, a few long."""
+
+    fetch = None
 
     def __init__(self, n: int = 533) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -268,8 +272,8 @@ def test_data_without_lengths_is_refused(problems):
     assert problems("batch=bucketed") == [
         "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"
     ]
-    with pytest.raises(UserError, match="does not tell its samples' lengths"):
-        Bucketed().measure(object(), 0, World())
+    with pytest.raises(UserError, match="do not differ in it, or do not tell it"):
+        Bucketed().measure(Tensors(torch.zeros(4), torch.zeros(4)), 0, World())
 
 
 def test_compiling_for_every_length_is_warned_of(tiny):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.core.subset import subset
 from drivetrain.core.tensors import Tensors
 from drivetrain.data import fingerprint as module
 from drivetrain.data.fingerprint import fingerprint
@@ -45,7 +44,7 @@ def test_tensors_are_hashed_as_a_whole():
 
 
 def test_a_part_of_them_is_that_part():
-    part = subset(tensors(), torch.tensor([0, 1, 2]))
+    part = tensors().subset(torch.tensor([0, 1, 2]))
     whole = Tensors(torch.arange(12.0).reshape(3, 4), torch.tensor([0, 1, 0]))
     assert fingerprint(part) == fingerprint(whole)
 

@@ -14,8 +14,7 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.source import Source
-from drivetrain.core.subset import Subset, subset
+from drivetrain.core.source import Source, Subset
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
 from drivetrain.data import Digits, DigitScenes, ImageFolder, Jsonl, Masks, Own, Stdlib, Synthetic, Tabular, Wine
@@ -195,7 +194,6 @@ def test_loaders_read_a_held_out_set_alike(place, make, name, loader):
 
 def test_views_know_what_their_source_knows():
     class Ordered(Tensors):
-        subset = None
         lengths = torch.arange(10)
 
         def order(self, seed, epoch):
@@ -208,7 +206,7 @@ def test_views_know_what_their_source_knows():
     assert view.order(0, 0).tolist() == [2, 1, 0]
     assert (view.name(1), view.lengths.tolist(), len(view)) == ("n4", [1, 4, 8], 3)
     assert view.fetch(torch.tensor([2, 0]))[0].tolist() == [8, 1]
-    again = subset(subset(Tensors(torch.arange(10), torch.arange(10)), torch.tensor([1, 4, 8])), torch.tensor([2]))
+    again = Tensors(torch.arange(10), torch.arange(10)).subset(torch.tensor([1, 4, 8])).subset(torch.tensor([2]))
     assert again.x.tolist() == [8]
     assert again.nbytes() == 8
 

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from drivetrain.batch import Accumulate
 from drivetrain.core import streams
 from drivetrain.core.errors import UserError
-from drivetrain.core.subset import subset
 from drivetrain.core.world import World
 from drivetrain.data import Own
 from drivetrain.data.own import OwnCollate, OwnSource
@@ -83,7 +82,7 @@ def test_samples_that_are_only_looked_at_are_the_same_in_every_run():
 
 def test_the_key_is_the_datasets_own_number_of_a_sample():
     whole, some = source("All"), torch.tensor([40, 3, 17])
-    assert torch.equal(subset(whole, some).fetch(torch.tensor([2, 0]), 1, (5, 6))[0], whole.fetch(some[[2, 0]], 1, (5, 6))[0])
+    assert torch.equal(whole.subset(some).fetch(torch.tensor([2, 0]), 1, (5, 6))[0], whole.fetch(some[[2, 0]], 1, (5, 6))[0])
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -157,7 +156,7 @@ def test_what_others_draw_beside_the_threads_is_no_reason():
     found = []
     for micro in Threads(num_threads=1).stream(Pipeline(quiet, (), None, 0), requests, CPU, torch.contiguous_format):
         np.random.rand()  # as a callback may
-        quiet.reader.suspected = True
+        quiet.reader._suspected = True
         found.append(micro.x)
     assert torch.equal(torch.cat(found), read(Loader(), source("Nothing"), epochs=1))
 

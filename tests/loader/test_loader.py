@@ -21,6 +21,7 @@ from drivetrain.core import signals
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, threads, workers
@@ -75,7 +76,7 @@ def test_every_loader_gives_what_the_loop_reads_itself(name):
     assert not torch.equal(*epochs)  # workers that persist have learnt of the new epoch
 
 
-class Pid:
+class Pid(Source):
     """A source whose samples say which process read them."""
 
     def __len__(self) -> int:

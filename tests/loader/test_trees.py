@@ -8,6 +8,7 @@ from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.core import trees
 from drivetrain.core.errors import UserError
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 from drivetrain.data import Own, Tensors
 from drivetrain.loader import Loader, Pipeline, Resident, Threads
@@ -76,7 +77,7 @@ def test_sources_in_memory_hold_trees():
     assert x["b"][0].tolist() == [[8, 9], [2, 3]]
 
 
-class InPieces:
+class InPieces(Source):
     """Dicts that several threads read together."""
 
     parallel_read = True

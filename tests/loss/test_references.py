@@ -11,6 +11,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torchvision.ops import sigmoid_focal_loss
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.source import Source
 from drivetrain.loss import L1, Bce, Contrastive, CrossEntropy, Dice, Focal, Huber, Mse, Quantile, Triplet
 from drivetrain.loss.class_weights import positive_weights_for, weights_for
 from drivetrain.loss.distill import Distill, Taught
@@ -162,7 +163,7 @@ def test_distillation_is_its_formula():
     close(loss(output, Shared(Taught(y, teacher), torch.tensor(1.0))), expected)
 
 
-class Source:
+class Targets(Source):
     """Training data that is read."""
 
     def __init__(self, y):
@@ -179,21 +180,21 @@ def test_balanced_weights_are_scikit_learns():
     y = torch.tensor([0] * 300 + [2] * 30 + [1] * 7 + [-100] * 5)
     expected = torch.tensor(compute_class_weight("balanced", classes=np.arange(3), y=y[y >= 0].numpy())).float()
     for classes, more in ((3, []), (4, [0.0])):  # a class that does not occur
-        found = weights_for("balanced", Source(y), classes, -100, "loss.class_weights")
+        found = weights_for("balanced", Targets(y), classes, -100, "loss.class_weights")
         factor = 3 / classes  # the number of classes is in the formula
         torch.testing.assert_close(found, torch.cat([expected * factor, torch.tensor(more, dtype=torch.float32)]))
 
 
 def test_balanced_labels_weigh_as_much_where_present_as_where_absent():
     y = torch.tensor([[1, 0], [0, 0], [0, 0], [1, 1]])
-    assert positive_weights_for("balanced", Source(y), 2, "key").tolist() == [1.0, 3.0]
+    assert positive_weights_for("balanced", Targets(y), 2, "key").tolist() == [1.0, 3.0]
 
 
 def test_weights_for_another_number_of_classes_are_refused():
     with pytest.raises(UserError, match="2 weights for 3 classes"):
-        weights_for([1.0, 2.0], Source(torch.zeros(3)), 3, -100, "loss.class_weights")
+        weights_for([1.0, 2.0], Targets(torch.zeros(3)), 3, -100, "loss.class_weights")
     with pytest.raises(UserError, match="counts classes from 0 to 2"):
-        weights_for("balanced", Source(torch.tensor([3])), 3, -100, "loss.class_weights")
+        weights_for("balanced", Targets(torch.tensor([3])), 3, -100, "loss.class_weights")
 
 
 BITS16 = {

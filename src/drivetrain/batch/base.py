@@ -106,7 +106,7 @@ class Batch(Option):
 
     def measure(self, source: Source, seed: int, world: World) -> None:
         """Read the lengths of the training samples. Must be called before anything that counts updates."""
-        self.lengths = getattr(source, "lengths", None)
+        self.lengths = source.lengths
 
     def lr_factor(self) -> float:
         """Return the factor of the learning rate (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
@@ -224,14 +224,14 @@ class Batch(Option):
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
         return int(self.lengths[index_of(indices)].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
 
-    def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
+    def evaluation(self, source: Source, world: World) -> Sequence[torch.Tensor]:
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
-        lengths = getattr(source, "lengths", None)
+        lengths = source.lengths
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
         return order.split(math.ceil(self.micro_batch(world) / self.together) * self.together)
 
     def evaluation_requests(
-        self, source: Any, world: World, max_batches: int | None, lockstep: bool = False
+        self, source: Source, world: World, max_batches: int | None, lockstep: bool = False
     ) -> Iterator[Request]:
         """Yield this rank's share of the first `max_batches` batches of an evaluation.
 
@@ -242,7 +242,7 @@ class Batch(Option):
         for n in range(world.rank, count, world.size):
             yield Request(0, batches[min(n, len(batches) - 1)], float(n < len(batches)))
 
-    def evaluation_rounds(self, source: Any, world: World, max_batches: int | None) -> int:
+    def evaluation_rounds(self, source: Source, world: World, max_batches: int | None) -> int:
         """Return the number of batches that the rank with the most of them gets in an evaluation."""
         return math.ceil(len(self.evaluation(source, world)[:max_batches]) / world.size)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from drivetrain.batch.base import Batch
 from drivetrain.core import rng
@@ -20,7 +20,7 @@ from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +65,12 @@ class Bucketed(Batch):
                 "set runtime.cudnn_benchmark=false"
             )
 
-    def setup(self, context: BuildContext) -> None:
-        if getattr(context.train_source, "lengths", None) is None:
-            run = context.run
-            raise UserError(
-                f"{run.named('batch')} sorts by length, and the samples of {run.named('data')} do not differ in it, or do not "
-                "tell it: set batch=fixed"
-            )
-        super().setup(context)
-
     def measure(self, source: Source, seed: int, world: World) -> None:
         super().measure(source, seed, world)
         if self.lengths is None:
-            raise UserError("batch=bucketed sorts by length, but this data does not tell its samples' lengths: set batch=fixed")
+            raise UserError(
+                "batch=bucketed sorts by length, and these samples do not differ in it, or do not tell it: set batch=fixed"
+            )
         self._seed = seed
         self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
         self._batch_ends = lru_cache(self._compute_ends)  # by the size of an update, which may grow
@@ -144,8 +137,8 @@ class Bucketed(Batch):
         steps = min(max_samples, self.accumulation_steps * growth)
         return [mine[step::steps] for step in range(steps)]
 
-    def evaluation(self, source: Any, world: World) -> Sequence[torch.Tensor]:
-        if getattr(source, "lengths", None) is None:
+    def evaluation(self, source: Source, world: World) -> Sequence[torch.Tensor]:
+        if source.lengths is None:
             return super().evaluation(source, world)
         order = source.lengths.argsort(stable=True)
         return order.tensor_split(

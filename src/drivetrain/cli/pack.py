@@ -105,7 +105,7 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     samples = len(splits.train) + len(splits.test)
     size = sum(p.stat().st_size for p in out.iterdir())
     echo(f"{out}: {samples:,} samples, {size / 2**20:,.1f} MiB, in {time.monotonic() - started:.1f} s")
-    for name in {name for s in (splits.train, splits.test) if hasattr(s, "skipped") for name in s.skipped()}:
+    for name in {name for s in (splits.train, splits.test) for name in s.skipped() or ()}:
         terminal.say(f"could not be read, and another sample was packed in its place: {name}")
     echo(f"train with: data=packed data.root={out}")
 
@@ -132,8 +132,8 @@ def _listing(splits: Any) -> str:
     digest = hashlib.sha256()
     for source in (splits.train, splits.test):
         digest.update(f"{len(source)}\n".encode())
-        for i in range(len(source) if hasattr(source, "name") else 0):
-            digest.update(f"{source.name(i)}\n".encode())
+        for name in filter(None, map(source.name, range(len(source)))):
+            digest.update(f"{name}\n".encode())
     return digest.hexdigest()[:16]
 
 

@@ -2,74 +2,136 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-if TYPE_CHECKING:
-    import torch
+from drivetrain.core.lazy import torch
+from drivetrain.core.order import Indices, index_of
 
+if TYPE_CHECKING:
     from drivetrain.core.microbatch import Request
     from drivetrain.core.trees import Tree
 
 
 class Source(Protocol):
-    """Samples that are read by index, a batch at a time.
+    """Samples that are read by index, a batch at a time. What a source can do beside that, its class says; by default nothing."""
 
-    A source may have more than `__len__` and `fetch`:
+    parallel_read: bool = False  # reading one sample is work, such as decoding, which threads should share
+    crops: bool = False  # it crops samples while it reads them (CroppingSource)
+    decodes_files: bool = False  # samples are image files, which a loader may decode itself
+    own_code: OwnCode | None = None  # a user's code reads the samples (OwnCodeSource)
+    order: Indices | None = None  # the order that training takes, from (seed, epoch); None: a random permutation
+    # (n,) of sequences: the length of each sample, known without reading it (SequenceSource). Where there is a target for each
+    # token, it is the number of those that count in the loss.
+    lengths: torch.Tensor | None = None
 
-    - `order(seed, epoch)`: indices (n,), the order that training takes in that epoch; without it, a random permutation.
-    - `name(index)`: what messages call a sample.
-    - `skipped()`: the names of samples that could not be read and were replaced.
-    - `labels()`: the samples' classes (n,), where they are known without reading; the validation set has the same share of each.
-    - `identities()`: a text for each sample that is the same in every run, on every machine. Those that share one stay together
-      where a validation set is held out. Without it: the content of tensors, else the samples' numbers.
-    - `subset(indices)`: a source of some of the samples; without it core.subset.Subset is one.
-    - `own_code = True`: samples are read by a user's code, which may draw random numbers (OwnCodeSource).
-    - `parallel_read = True`: reading one sample is work, such as decoding, which threads should share.
-    - `crops = True`: it crops samples while it reads them (CroppingSource).
-    - `lengths` (n,), for sequences: the length of each sample, known without reading it (SequenceSource). Where there is a
-      target for each token, it is the number of those that count in the loss.
-    """
-
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def fetch(self, indices: torch.Tensor) -> tuple[Tree, Tree]:
         """Return inputs (n, …) and targets (n, …) of the samples `indices` (n,): tensors, or trees of them."""
-        ...
+
+    def name(self, index: int) -> str | None:
+        """Return what messages call a sample; None: it has no name."""
+        return None
+
+    def labels(self) -> torch.Tensor | None:
+        """Return the samples' classes (n,), where they are known without reading them."""
+        return None
+
+    def weights(self) -> torch.Tensor | None:
+        """Return how often each sample is drawn, relative to the others (n,), where that is known."""
+        return None
+
+    def identities(self) -> Sequence[str | bytes] | None:
+        """Return a text for each sample that is the same in every run, on every machine.
+
+        Samples that share one stay together where a validation set is held out. None: the content of tensors, else the numbers
+        of the samples, stand for it.
+        """
+        return None
+
+    def skipped(self) -> list[str] | None:
+        """Return the names of samples that could not be read and were replaced; None: none ever is."""
+        return None
+
+    def subset(self, indices: torch.Tensor) -> Source:
+        """Return a source of the samples `indices` (n,): nothing is read or copied."""
+        return Subset(self, indices)
 
 
 class SequenceSource(Source, Protocol):
     """A source of sequences of several lengths, which pads each batch on the right with targets that the loss ignores."""
-
-    lengths: torch.Tensor  # (n,)
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
         ...
 
 
-class OwnCodeSource(Source, Protocol):
-    """A source of samples that a user's code reads."""
+class OwnCode(Protocol):
+    """A user's code that reads samples, and may draw random numbers."""
 
     def keeps(self) -> dict[str, Any]:
         """Return what the user brought by name: a Dataset, and a function that makes batches."""
-        ...
 
-    def draws(self, indices: torch.Tensor | None = None) -> list[str]:
-        """Return what these samples draw from, such as numpy; without indices, some of the first ones."""
-        ...
+    def drawn(self) -> list[str]:
+        """Return what the samples that were read so far, but not by threads, drew from, such as numpy."""
 
     def share(self, watch_torch: bool) -> None:
         """Prepare for reads by threads. With `watch_torch` nobody else draws from torch's stream of the CPU meanwhile."""
-        ...
 
     def suspected(self) -> bool:
         """Return whether samples that threads have read since the last question may have drawn."""
-        ...
+
+
+class OwnCodeSource(Source, Protocol):
+    """A source of samples that a user's code reads."""
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
         """Return the samples. What they draw follows from `draws`, a seed and an epoch; None: it is left as it comes."""
         ...
+
+
+class Subset(Source):
+    """A view of a source, which reads through it. What else the source can do for its samples, it can do for these."""
+
+    def __init__(self, source: Source, indices: torch.Tensor) -> None:
+        self.source, self.indices = source, indices
+        self.lengths = None if source.lengths is None else source.lengths[indices]
+        self.parallel_read, self.crops, self.own_code = source.parallel_read, source.crops, source.own_code
+        self.order = None if source.order is None else self._order
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[Tree, Tree]:
+        """Return the samples at these positions of the view."""
+        again = indices - index_of(indices)  # which samples come again (core/order.py)
+        return self.source.fetch(self.indices[index_of(indices)] + again, *options)
+
+    def name(self, index: int) -> str | None:
+        return self.source.name(int(self.indices[index]))
+
+    def labels(self) -> torch.Tensor | None:
+        labels = self.source.labels()
+        return None if labels is None else labels[self.indices]
+
+    def weights(self) -> torch.Tensor | None:
+        weights = self.source.weights()
+        return None if weights is None else weights[self.indices]
+
+    def skipped(self) -> list[str] | None:
+        return self.source.skipped()
+
+    def _order(self, seed: int, epoch: int) -> torch.Tensor:
+        """Return the order of these samples in the source's own order."""
+        assert self.source.order is not None
+        position = torch.full((len(self.source),), -1)
+        position[self.indices] = torch.arange(len(self.indices))
+        ordered = position[self.source.order(seed, epoch)]
+        return ordered[ordered >= 0]
 
 
 class CropBox(Protocol):
@@ -84,8 +146,6 @@ class CropBox(Protocol):
 
 class CroppingSource(Source, Protocol):
     """A source of images that crops each while it reads it, before the image is resized."""
-
-    crops: bool
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the images, or the crops `boxes` (n) of them, and their targets."""

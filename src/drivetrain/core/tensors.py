@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from drivetrain.core import trees
 from drivetrain.core.lazy import torch
+from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
 
 WITHOUT_STREAMS = ("cpu", "mps")  # MPS copies straight from the CPU's pages, and may still read them when the host goes on
@@ -29,7 +30,7 @@ def _send_through_pinned_memory(tensor: torch.Tensor, device: torch.device) -> t
     return tensor.to(device) if tensor.device.type != "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Tensors:
+class Tensors(Source):
     """A data source in memory: inputs (n, …) and targets (n, …), each a tensor or a tree of them.
 
     With `rows` (m,) only these samples of them, which are not copied.

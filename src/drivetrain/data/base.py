@@ -217,8 +217,8 @@ class Data(Option):
 
     def order_of(self, source: Source) -> Order:
         """Return the order in which the samples of the training set come. Raises UserError."""
-        own = getattr(source, "order", None)
-        return orders.shuffled(len(source)) if own is None else Order(len(source), len(source), own)
+        n = len(source)
+        return orders.shuffled(n) if source.order is None else Order(n, n, source.order)
 
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None where only loading tells."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
-from drivetrain.core.source import CropBox
+from drivetrain.core.source import CropBox, Source
 from drivetrain.data.bad_samples import BadSamplePolicy
 
 ORIENTATION = 0x0112  # the EXIF tag
@@ -19,7 +19,7 @@ EXIF_WITHIN = 2**16  # bytes: a JPEG's EXIF stands before its pixels
 DAMAGED = "cannot be read as an image ({}): mend or remove it"
 
 
-class ImageFileSource:
+class ImageFileSource(Source):
     """A source that decodes an image file for each sample: uint8 (n, 3, size, size). Subclasses say where the files are."""
 
     parallel_read = True  # decoding is work that threads share

@@ -31,13 +31,17 @@ class Reader:
         self.stateful = bool(owned.find({"data": dataset, "data.collate": together}))  # each read counts: none is repeated
         self._streams: list[Stream] = []
         self.watched: list[Stream] = []  # those that only the Dataset draws from, where threads read it
-        self.suspected = False  # whether one of them has moved
+        self._suspected = False  # whether one of them has moved
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.dataset, self.together)
 
-    def names(self) -> list[str]:
-        """Return what the samples were seen to draw from."""
+    def keeps(self) -> dict[str, Any]:
+        """Return what the user brought by name."""
+        return {"data": self.dataset, "data.collate": getattr(self.together, "collate", None)}
+
+    def drawn(self) -> list[str]:
+        """Return what the samples were seen to draw from, such as numpy."""
         return sorted({self._streams[number].name for number in self.used})
 
     def _find(self, index: int) -> list[Stream]:
@@ -73,12 +77,17 @@ class Reader:
         """Prepare for reads by threads, which share the streams: of what draws, they only see that it does."""
         self.watched = [s for n, s in enumerate(self._find(0)) if n or watch_torch]
 
+    def suspected(self) -> bool:
+        """Return whether samples that threads have read since the last question may have drawn."""
+        suspected, self._suspected = self._suspected, False
+        return suspected
+
     def plain(self, indices: Sequence[int], *options: Any) -> Any:
         """Return a batch whose samples draw as they come. Raises DataError."""
         saved = [stream.save() for stream in self.watched]
         batch = self._unkeyed(indices, options)
         if any(stream.moved(state) for stream, state in zip(self.watched, saved, strict=True)):
-            self.suspected = True
+            self._suspected = True
         return batch
 
     def _unkeyed(self, indices: Sequence[int], options: Sequence[Any]) -> Any:

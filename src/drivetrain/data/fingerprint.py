@@ -13,6 +13,7 @@ from typing import Any
 
 from drivetrain.core import trees
 from drivetrain.core.lazy import torch
+from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors
 from drivetrain.data.decoding import ImageFileSource
 
@@ -22,7 +23,7 @@ SAMPLES = 32  # that are read where it would be dear to read all, spread evenly
 logger = logging.getLogger(__name__)
 
 
-def fingerprint(source: Any) -> dict[str, Any] | None:
+def fingerprint(source: Source) -> dict[str, Any] | None:
     """Return `hash`, `of` (what was hashed) and `samples` (how many there are) of a source; None where it cannot be read."""
     digest = hashlib.blake2b(f"{len(source)} samples".encode(), digest_size=16)
     try:
@@ -33,18 +34,18 @@ def fingerprint(source: Any) -> dict[str, Any] | None:
     return {"hash": digest.hexdigest(), "of": of, "samples": len(source)}
 
 
-def _add(digest: Any, source: Any) -> str:
+def _add(digest: Any, source: Source) -> str:
     """Hash what there is of a source; return what that was."""
-    names = getattr(source, "identities", None)
+    names = source.identities()
     if names is None and isinstance(source, Tensors) and trees.nbytes((source.x, source.y)) <= MAX_BYTES:
         _add_tensors(digest, (source.x, source.y))
         return "content"
     spread = torch.arange(count := min(SAMPLES, len(source))) * len(source) // max(1, count)
     if names is not None:
-        for name in names():
+        for name in names:
             digest.update(_bytes(name) + b"\0")
-    if (labels := getattr(source, "labels", lambda: None)()) is not None:
-        _add_tensors(digest, torch.as_tensor(labels).long())
+    if (labels := source.labels()) is not None:
+        _add_tensors(digest, labels.long())
     if isinstance(source, ImageFileSource):
         for index in spread.tolist():
             digest.update(source.content(index)[0])

@@ -13,6 +13,7 @@ from drivetrain.core.allowed import ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.source import Source
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource
@@ -75,8 +76,8 @@ class HuggingFace(Data):
         splits = self._splits()
         train, sources = splits[0], [self._source(split) for split in splits]
         names = getattr(train.features[self.label], "names", None)
-        classes = len(names) if names else 1 + max(max(source.labels()) for source in sources)
-        lowest = min(min(source.labels()) for source in sources)
+        classes = len(names) if names else 1 + max(int(source.labels().max()) for source in sources)
+        lowest = min(int(source.labels().min()) for source in sources)
         if lowest < 0:
             raise DataError(f"{self.root}: column '{self.label}' has labels from {lowest}: leave samples without a label out")
         normalize = image_normalization(self.normalize, sources[0]) if self.image else None
@@ -137,7 +138,7 @@ class HuggingFace(Data):
         return Images(self, rows.cast_column(column, datasets.Image(decode=False)))
 
 
-class Rows:
+class Rows(Source):
     """The rows of a data set with a column of labels."""
 
     def __init__(self, rows: Any, column: str, label: str) -> None:
@@ -156,12 +157,12 @@ class Rows:
         """Keep only these rows, in this order."""
         self.rows = self.rows.select(indices.tolist())
 
-    def labels(self) -> list[int]:
+    def labels(self) -> torch.Tensor:
         """Return all labels. Raises DataError where one is missing."""
         labels = self.rows.select_columns([self.label])[:][self.label]
         if None in labels:
             raise DataError(f"column '{self.label}' has no label in row {labels.index(None)}: leave it out or mend it")
-        return labels
+        return torch.tensor(labels)
 
 
 class Texts(Rows):

@@ -17,9 +17,9 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Order, index_of
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, measure_on_some
+from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, measure_on_some
 from drivetrain.data.draws import Reader, keys
-from drivetrain.data.padding import LOOKED_AT, Lengths, padding_for
+from drivetrain.data.padding import Lengths, padding_for
 from drivetrain.data.samples import TARGETS, Stack, TargetKey, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Own(Data):
             validation=validation[0] if validation else None,
         )  # fmt: skip
 
-    def order_of(self, source: Any) -> Order:
+    def order_of(self, source: Source) -> Order:
         n = len(source)
         if self.order in ("shuffled", "sequential", "repeated"):
             plain = {"shuffled": orders.shuffled, "sequential": orders.sequential}
@@ -119,7 +119,7 @@ class Own(Data):
             if (weights := source.weights()) is None:
                 raise UserError(f"data.order=weighted needs weights: give data.target={self.target} a list `weights`")
             return orders.weighted(weights)
-        if not hasattr(source, "order"):
+        if source.order is None:
             raise UserError(f"data.order=own needs a method `order(seed, epoch)` of data.target={self.target}, of sample numbers")
         setting = f"order(seed, epoch) of data.target={self.target}"
         return Order(len(source.order(0, 0)), n, source.order, repeats=True, setting=setting)
@@ -228,13 +228,12 @@ class OwnCollate:
         return tensors_of(batch, self.target_key)
 
 
-class OwnSource:
+class OwnSource(Source):
     """A map-style Dataset as a source; `together` makes a batch of a list of its samples."""
 
-    own_code = True
-
     def __init__(self, dataset: Any, setting: str, together: Any, lengths: torch.Tensor | None = None) -> None:
-        self.dataset, self.setting, self.lengths, self.reader = dataset, setting, lengths, Reader(dataset, together)
+        self.dataset, self.setting, self.lengths = dataset, setting, lengths
+        self.own_code = self.reader = Reader(dataset, together)
         if callable(given := getattr(dataset, "order", None)):
             self.order = partial(_given, given)
 
@@ -242,7 +241,7 @@ class OwnSource:
         return len(self.dataset)
 
     def weights(self) -> torch.Tensor | None:
-        """Return how often each sample is drawn, relative to the others (n,), where the Dataset says it as `weights`."""
+        """Return the Dataset's `weights` (n,), where it has some."""
         weights = getattr(self.dataset, "weights", None)
         return None if weights is None or len(weights) != len(self) else torch.as_tensor(weights)
 
@@ -252,24 +251,6 @@ class OwnSource:
         if not isinstance(targets, list | torch.Tensor) or len(targets) != len(self) or not _is_number(targets[0]):
             return None
         return torch.as_tensor(targets)
-
-    def keeps(self) -> dict[str, Any]:
-        """Return what the user brought by name."""
-        return {"data": self.reader.dataset, "data.collate": getattr(self.reader.together, "collate", None)}
-
-    def draws(self, indices: torch.Tensor | None = None) -> list[str]:
-        """Return what these samples draw from, such as numpy; without indices, some of the first ones."""
-        self.fetch(torch.arange(min(LOOKED_AT, len(self))) if indices is None else indices)
-        return self.reader.names()
-
-    def share(self, watch_torch: bool) -> None:
-        """Prepare for reads by threads: see `Reader`."""
-        self.reader.share(watch_torch)
-
-    def suspected(self) -> bool:
-        """Return whether samples that threads have read since the last question may have drawn."""
-        suspected, self.reader.suspected = self.reader.suspected, False
-        return suspected
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
         """Return the samples as a batch. What they draw follows from `draws`, a seed and an epoch; None: it is as it comes."""

@@ -16,7 +16,7 @@ from typing import Any
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.source import CropBox
+from drivetrain.core.source import CropBox, Source
 from drivetrain.core.typed import fits
 from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits, Validation
@@ -196,7 +196,7 @@ def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, 
     return RawImages(root / f"{split}.data", table, shape, verify)
 
 
-class RawImages:
+class RawImages(Source):
     """Decoded images of one size as a source: uint8 (n, c, h, w), stored one after the other in a file, channels last.
 
     Crops are resized straight from the mapped file.

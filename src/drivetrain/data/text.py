@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, Self, cast
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
 from drivetrain.data.untrusted import read_whole
@@ -141,7 +142,7 @@ def _packages(files: list[tuple[Path, float]]) -> list[str]:
     return packages
 
 
-class Pieces:
+class Pieces(Source):
     """Pieces of documents as a source, (n,) each: where they begin in a text, their lengths, and their documents' numbers."""
 
     text: torch.Tensor

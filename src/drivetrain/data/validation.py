@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import rng, trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import Source
-from drivetrain.core.subset import subset
 from drivetrain.core.tensors import Tensors
 
 if TYPE_CHECKING:
@@ -26,8 +25,8 @@ STREAM = 9  # of the random numbers of samples that have nothing but their numbe
 
 def hold_out(source: Source, share: float) -> tuple[Source, Source]:
     """Return the training and the validation samples of a source. Raises UserError where one of them would be empty."""
-    keys, labels = _keys(source), getattr(source, "labels", lambda: None)()
-    apart = chosen(keys, None if labels is None else torch.as_tensor(labels).cpu().numpy(), share)
+    keys, labels = _keys(source), source.labels()
+    apart = chosen(keys, None if labels is None else labels.cpu().numpy(), share)
     held = int(apart.sum())
     if not held or held == len(apart):
         raise UserError(
@@ -35,7 +34,7 @@ def hold_out(source: Source, share: float) -> tuple[Source, Source]:
             "belong together stay together): set another share, or data.validation=null to select on the test set"
         )
     which = torch.from_numpy(apart)
-    return subset(source, (~which).nonzero().flatten()), subset(source, which.nonzero().flatten())
+    return source.subset((~which).nonzero().flatten()), source.subset(which.nonzero().flatten())
 
 
 def count(samples: int, share: float) -> int:
@@ -66,12 +65,12 @@ def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float) -> np.ndar
     return np.asarray(taken[group])
 
 
-def _keys(source: Any) -> np.ndarray:
+def _keys(source: Source) -> np.ndarray:
     """Return a number (n,) uint64 for each sample, equal for those that stay together."""
     import numpy as np
 
-    if hasattr(source, "identities"):
-        return hash_of(source.identities())
+    if (names := source.identities()) is not None:
+        return hash_of(names)
     if isinstance(source, Tensors) and source.device.type == "cpu":
         rows = [leaf.reshape(len(leaf), -1).contiguous().view(torch.uint8).numpy() for leaf in trees.leaves((source.x, source.y))]
         return hash_of(b"".join(parts) for parts in zip(*(map(bytes, leaf) for leaf in rows), strict=True))

@@ -10,8 +10,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.order import index_of
+from drivetrain.core.source import Subset
 from drivetrain.core.step import StreamWatcher
-from drivetrain.core.subset import Subset
 from drivetrain.core.world import World
 from drivetrain.debug.base import Debug
 

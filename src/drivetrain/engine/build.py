@@ -296,7 +296,7 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
     differ = f"{context.run.named('batch')}: samples of different lengths take different operations"
-    if context.data.example is not None and getattr(context.train_source, "lengths", None) is not None:
+    if context.data.example is not None and context.train_source.lengths is not None:
         return flops.ModelFlops(None, differ)
     if context.train_data.pad_to > 1:  # a few tokens are enough to see the output's shape
         output = flops.count(model, example[:, :FEW_TOKENS]).output if isinstance(example, torch.Tensor) else None

@@ -13,6 +13,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.process import __version__
+from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Normalize, Splits, Units
 from drivetrain.model.base import Model
@@ -49,7 +50,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
     }
 
 
-class NoSamples:
+class NoSamples(Source):
     """A source without samples."""
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.inference.transforms import Transforms
 
@@ -128,11 +129,10 @@ def _of_texts_or_paths(lines: Iterable[str], transforms: Transforms) -> Iterator
             yield Item(line, lambda line=line: transforms.read_file(Path(line)))  # type: ignore[misc]
 
 
-def of_source(source: Any, split: str) -> tuple[Iterator[Item], int]:
+def of_source(source: Source, split: str) -> tuple[Iterator[Item], int]:
     """The samples of a data set, with their targets, and how many."""
 
     def items() -> Iterator[Item]:
-        name = getattr(source, "name", lambda n: f"{split}[{n}]")
         for n in range(len(source)):
             found: dict[str, Any] = {}
 
@@ -141,7 +141,7 @@ def of_source(source: Any, split: str) -> tuple[Iterator[Item], int]:
                 found["y"] = y[0].tolist() if isinstance(y, torch.Tensor) else None
                 return map_tensors(lambda t: t[0], x)
 
-            yield Item(name(n), read, lambda found=found: found["y"])  # type: ignore[misc]
+            yield Item(source.name(n) or f"{split}[{n}]", read, lambda found=found: found["y"])  # type: ignore[misc]
 
     return items(), len(source)
 

@@ -272,9 +272,10 @@ def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path
     A run that did not complete counts those of this rank: the others may be gone.
     """
     sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data, trainer.evaluator.test)]
-    if not any(hasattr(source, "skipped") for source in sources):
+    found = [names for source in sources if (names := source.skipped()) is not None]
+    if not found:
         return
-    mine = [name for source in sources if hasattr(source, "skipped") for name in source.skipped()]
+    mine = [name for names in found for name in names]
     ranks = trainer.parallel.gather_object(mine) if result.status == "completed" else [mine]
     names = sorted({name for rank in ranks for name in rank})
     result.skipped_samples = len(names)

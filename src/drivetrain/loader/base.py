@@ -18,11 +18,21 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.order import AGAIN, index_of
 from drivetrain.core.signals import Overdue, StopFlag
-from drivetrain.core.source import Augmentation, CropBox, CroppingSource, Normalizer, OwnCodeSource, SequenceSource, Source
+from drivetrain.core.source import (
+    Augmentation,
+    CropBox,
+    CroppingSource,
+    Normalizer,
+    OwnCode,
+    OwnCodeSource,
+    SequenceSource,
+    Source,
+)
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
 from drivetrain.loader.side_stream import copy_ahead
 
+LOOKED_AT = 16  # samples that show whether a set's samples draw random numbers
 VIEW = 8  # of the random numbers of a sample's further views
 
 Batch = tuple[Tree, Tree]  # inputs and targets
@@ -57,7 +67,7 @@ class Pipeline(NamedTuple):
         What a user's code draws follows from seed, epoch and index. Beside other threads, not `alone`, it cannot.
         """
         if self.own_code is not None:
-            return self.own_code.fetch(numbers, self.pad_to, (self.seed, request.epoch) if alone else None)
+            return cast(OwnCodeSource, self.source).fetch(numbers, self.pad_to, (self.seed, request.epoch) if alone else None)
         indices = index_of(numbers)
         if self.pad_to > 1:
             return cast(SequenceSource, self.source).fetch(indices, self.pad_to)
@@ -65,9 +75,16 @@ class Pipeline(NamedTuple):
         return self.source.fetch(indices) if boxes is None else cast(CroppingSource, self.source).fetch(indices, boxes)
 
     @property
-    def own_code(self) -> OwnCodeSource | None:
-        """The source, where a user's code reads its samples."""
-        return cast(OwnCodeSource, self.source) if getattr(self.source, "own_code", False) else None
+    def own_code(self) -> OwnCode | None:
+        """The user's code, where such code reads the samples."""
+        return self.source.own_code
+
+    def drawn(self, numbers: torch.Tensor | None = None) -> list[str]:
+        """Read samples of a user's code again, by default some of the first, and return what they drew from, such as numpy."""
+        if self.own_code is None:
+            return []
+        self.source.fetch(torch.arange(min(LOOKED_AT, len(self.source))) if numbers is None else numbers)
+        return self.own_code.drawn()
 
     def crop_boxes(self, indices: torch.Tensor, request: Request) -> Sequence[CropBox] | None:
         """Return the crops that the source takes of the samples `indices` (n,) while it reads them; None: whole images."""
@@ -76,7 +93,7 @@ class Pipeline(NamedTuple):
     @property
     def crops(self) -> bool:
         """Whether the source crops samples while it reads them: each once, so not where several views are made of it."""
-        return self.views == 1 and bool(getattr(self.source, "crops", False))
+        return self.views == 1 and self.source.crops
 
     def finish(self, x: Tree, y: Tree, request: Request) -> Batch:
         """Augment, mix and normalise what `read` returned, on the device that both are on."""
@@ -238,8 +255,8 @@ def timeout_error(
     reader: str, seconds: float, pipeline: Pipeline, index: int, cause: str = "a stuck read, or too slow a disk"
 ) -> Interrupted:
     """Return the error that ends a run whose `reader` delivered nothing for `seconds`, of a batch that begins with `index`."""
-    name, index = getattr(pipeline.source, "name", None), index & (AGAIN - 1)
-    sample = name(index) if callable(name) else f"sample {index}"
+    index &= AGAIN - 1
+    sample = pipeline.source.name(index) or f"sample {index}"
     if StopFlag.told_to_stop():
         return Interrupted(f"stopped by a signal while {reader} delivered nothing, of a batch that begins with {sample}")
     return Interrupted(
@@ -251,6 +268,6 @@ def reading_advice(pipeline: Pipeline, knob: str = "", readers: int | None = Non
     """Return what helps a loader that reads ahead already: more `readers` (set by `knob`) if there are cores, or packed data."""
     cores = usable_cores()
     advice = [f"{knob}={cores}, one for each core"] if readers is not None and readers < cores else []
-    if getattr(pipeline.source, "decodes_files", False):
+    if pipeline.source.decodes_files:
         advice.append("data=packed reads what `drivetrain pack` has decoded once")
     return ", or ".join(advice) or None

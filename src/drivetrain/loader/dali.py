@@ -61,7 +61,7 @@ class Dali(Loader):
     def batches(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[ReadBatch]:
-        if not getattr(pipeline.source, "decodes_files", False):  # a split that is in memory
+        if not pipeline.source.decodes_files:  # a split that is in memory
             yield from super().batches(pipeline, requests, device, finish)
             return
         remaining = iter(requests)

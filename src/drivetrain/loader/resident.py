@@ -48,8 +48,7 @@ class Resident(Loader):
     def refusal(self, pipeline: Pipeline) -> str | None:
         if problem := super().refusal(pipeline):
             return problem
-        drawn = pipeline.own_code.draws() if pipeline.own_code is not None else []
-        if not drawn:
+        if not (drawn := pipeline.drawn()):
             return None
         return f"loader=resident reads each sample once, and these draw from {', '.join(drawn)} at each read: set loader=workers"
 
@@ -87,7 +86,7 @@ class Resident(Loader):
             return pipeline.source.to(device)
         n = len(pipeline.source)
         # Without the random crops of a source that crops: those change every epoch. Sequences are padded to the longest.
-        one_length = ENDLESS if getattr(pipeline.source, "lengths", None) is not None else 1
+        one_length = ENDLESS if pipeline.source.lengths is not None else 1
         whole = pipeline._replace(steps=(), pad_to=one_length)
         requests = (Request(0, indices, 1.0) for indices in torch.arange(n).split(CHUNK))
         x = y = torch.empty(0)

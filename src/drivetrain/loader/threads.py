@@ -17,7 +17,6 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import StopFlag
-from drivetrain.core.source import OwnCodeSource
 from drivetrain.core.tensors import has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
@@ -58,7 +57,7 @@ class Threads(Loader):
     def refusal(self, pipeline: Pipeline) -> str | None:
         if problem := super().refusal(pipeline):
             return problem
-        return refused(pipeline.own_code.draws()) if pipeline.own_code is not None else None
+        return refused(pipeline.drawn())
 
     def threads(self) -> int:
         """Return the number of threads; auto is the number of cores that this rank may use."""
@@ -70,9 +69,9 @@ class Threads(Loader):
         started: deque[SharedBatch] = deque()
         remaining = iter(requests)
         pin = self.pin_memory and has_streams(device)
-        source = pipeline.own_code
-        if source is not None:
-            source.share(watch_torch=device.type != "cpu")
+        code = pipeline.own_code
+        if code is not None:
+            code.share(watch_torch=device.type != "cpu")
         pool = ThreadPool(self.threads())
         try:
             while True:
@@ -82,19 +81,19 @@ class Threads(Loader):
                 if not started:
                     return
                 read = self._result(started[0])
-                if source is not None and source.suspected():
-                    self._check(source, started)
+                if code is not None and code.suspected():
+                    self._check(pipeline, started)
                 yield *read, started.popleft().request
         finally:
             pool.close()
             for batch in started:
                 batch.future.cancel()
 
-    def _check(self, source: OwnCodeSource, started: Iterable[SharedBatch]) -> None:
+    def _check(self, pipeline: Pipeline, started: Iterable[SharedBatch]) -> None:
         """Read what was read while a stream moved, once more and alone: it may have been other code. Raises UserError."""
         for batch in started:
             self._result(batch)
-        if problem := refused(source.draws(torch.cat([batch.indices for batch in started]))):
+        if problem := refused(pipeline.drawn(torch.cat([batch.indices for batch in started]))):
             raise UserError(problem)
 
     def _result(self, batch: SharedBatch) -> Batch:
@@ -156,7 +155,7 @@ class SharedBatch:
     def __init__(self, pipeline: Pipeline, request: Request, finish: bool, threads: int, pin: bool) -> None:
         self.pipeline, self.request, self.finish, self.pin = pipeline, request, finish, pin
         self.indices = request.indices_to_read()
-        split = getattr(self.pipeline.source, "parallel_read", False)
+        split = self.pipeline.source.parallel_read
         pieces = min(len(self.indices), PIECES_PER_THREAD * threads)
         self.pieces = self.indices.tensor_split(pieces) if split else (self.indices,)
         self.left = len(self.pieces)

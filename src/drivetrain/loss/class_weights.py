@@ -52,9 +52,8 @@ def positive_weights_for(given: Any, source: Source, labels: int, key: str) -> t
 
 
 def _targets(source: Source, classes: int, key: str, of_labels: bool = False) -> Iterator[torch.Tensor]:
-    """Yield all targets of the training data, on the CPU. A source that holds them as `y` is not read."""
-    known = getattr(source, "y", None)
-    if isinstance(known, torch.Tensor):
+    """Yield all targets of the training data, on the CPU. A source that knows them is not read; a user's code may change them."""
+    if (known := source.labels() if source.own_code is None else None) is not None:
         batches: Iterator[torch.Tensor] = iter([known])
     else:
         logger.info("%s=balanced reads %d training samples to count their classes", key, len(source))

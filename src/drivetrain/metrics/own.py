@@ -69,7 +69,7 @@ class Own(Metric):
         target = user_code.load(setting, str(self.target))
         self._function: Callable[..., Any] | None = None
         if not isinstance(target, type):
-            lengths = getattr(context.data.test, "lengths", None)
+            lengths = context.data.test.lengths
             if context.run.data.targets == "tokens" and lengths is not None and len(lengths.unique()) > 1:
                 raise UserError(unlike_shapes(f"texts of {context.run.named('data')} differ in length"))
             self._function = target
