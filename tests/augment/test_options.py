@@ -438,6 +438,11 @@ def test_images_are_wanted(problems, option):
         (["augment=[cutmix,flip_crop,mixup]"], "write it last, [flip_crop,cutmix,mixup]"),
         (["augment=[flip_crop,random_resized_crop]"], "write it first, [random_resized_crop,flip_crop]"),
         (["augment=[mixup]", "augment.mixup.prob=0.0"], "augment.mixup.prob=0 does nothing"),
+        (
+            ["augment=[mixup,cutmix]", "augment.cutmix.per=update"],
+            "augment.mixup.per=sample: one of them is drawn, set both alike",
+        ),
+        (["augment=[mixup]", "loss=bce", "loss.pos_weight=balanced"], "set it to null, or loss=cross_entropy"),
         (["augment=[mixup]", "augment.mixup.alpha=0.0"], "augment.mixup.alpha=0.0: must be > 0"),
         (["augment=[random_erasing]", "augment.random_erasing.prob=0.0"], "augment.random_erasing.prob=0 does nothing"),
         (["augment=[random_erasing]", "augment.random_erasing.scale=[0.3,0.1]"], "begins above its end"),

@@ -144,6 +144,53 @@ def test_each_sample_takes_one_of_several_mixing_options():
     assert (some != x[request.indices]).flatten(1).any(1).float().mean().item() == pytest.approx(0.25, abs=0.03)
 
 
+def test_one_of_several_mixing_options_is_drawn_with_its_probability():
+    n = 2000
+    x = torch.arange(n, dtype=torch.float32).view(n, 1, 1, 1).expand(n, 1, 4, 4).contiguous()
+    batch = Batch(n)
+    batch.pairs = True
+    (request,) = batch.requests(n, 0, 0, World(), True)
+
+    def shares(*steps):
+        images = Pipeline(Tensors(x, torch.zeros(n, dtype=torch.long)), steps, None, 0, 2)(request)[0]
+        blended = ((images != x[request.indices]) & (images != x[request.mix_with])).flatten(1).any(1)
+        return blended.float().mean().item(), (images != x[request.indices]).flatten(1).any(1).float().mean().item()
+
+    assert shares(CutMix(prob=0.3), Mixup(alpha=1.0, prob=0.2)) == pytest.approx((0.2, 0.2 + 0.3 * 0.8), abs=0.05)  # empty boxes
+    assert shares(CutMix(prob=0.25), Mixup(alpha=1.0, prob=0.75))[0] == pytest.approx(0.75, abs=0.03)
+    assert shares(CutMix(), Mixup(alpha=1.0))[0] == pytest.approx(0.5, abs=0.03)
+
+
+def test_an_update_that_draws_mixes_all_its_samples_alike():
+    """As timm does: one option and one share for all samples, on all ranks and in all micro-batches."""
+
+    def drawn(batch: Batch, world: World) -> dict[int, list[float]]:
+        data = pipeline(CutMix(prob=0.4, per="update"), Mixup(alpha=1.0, prob=0.4, per="update"))
+        found: dict[int, list[float]] = {}
+        for request in requests(batch, world, epochs=range(20)):
+            own = torch.nn.functional.one_hot(request.indices % CLASSES, CLASSES).bool()
+            mixed = request.indices % CLASSES != request.mix_with % CLASSES
+            found.setdefault((request.epoch, request.update), []).extend(data(request)[1][own][mixed].tolist())
+        return found
+
+    whole, halves = drawn(Batch(6), World()), drawn(Accumulate(6, accumulation_steps=3), World(1, 2))
+    alike = {key: {round(v, 5) for v in values} for key, values in whole.items() if values}
+    assert all(len(shares) == 1 for shares in alike.values())
+    assert len(set.union(*alike.values())) > 20
+    assert 0.1 < sum(shares == {1.0} for shares in alike.values()) / len(alike) < 0.4
+    assert all({round(v, 5) for v in values} <= alike.get(key, set()) for key, values in halves.items())
+
+
+def test_labels_are_mixed_as_classes_are():
+    images, classes = torch.randint(255, (SAMPLES, 3, 8, 8), dtype=torch.uint8), torch.arange(SAMPLES) % CLASSES
+    labels = torch.nn.functional.one_hot(classes, CLASSES).float()
+    batch = Batch(SAMPLES)
+    batch.pairs = True
+    (request,) = batch.requests(SAMPLES, 0, 0, World(), True)
+    found = [Pipeline(Tensors(images, y), (CutMix(),), None, 0, CLASSES)(request)[1] for y in (classes, labels)]
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("step", [Mixup, CutMix])
 def test_never_is_the_image_and_its_label(step):
     data = pipeline(step(prob=0.0))
@@ -363,6 +410,7 @@ def test_one_batch_by_heart_needs_no_partners(make):
     "words",
     [
         ["precision=amp"],
+        ["loss=bce", "loss.target_threshold=0.2"],
         ["debug=overfit", "debug.updates=2"],
         ["batch.preallocate=true"],
         *(

@@ -271,6 +271,25 @@ def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path):
     assert out[0].max() < 5
 
 
+def test_crop_pct_keeps_the_middle_that_timm_keeps(tmp_path):
+    """timm resizes the shorter side to size / crop_pct and keeps the middle; an own box of a random crop is not cut again."""
+    from timm.data import create_transform
+
+    rows, columns = torch.meshgrid(torch.arange(240), torch.arange(360), indexing="ij")
+    slopes = torch.stack([rows * 255 // 240, columns * 255 // 360, (rows + columns) * 255 // 600], -1).to(torch.uint8)
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    for n in range(3):
+        Image.fromarray(slopes.numpy()).save(tmp_path / "images" / "a" / f"{n}.png")
+    source = ImageFolder(root=str(tmp_path / "images"), size=112, crop_pct=0.7, holdout=0.4, validation=None).load(CPU).train
+    found = source.fetch(torch.tensor([0]))[0][0].float() / 255
+    timms = create_transform((3, 112, 112), crop_pct=0.7, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
+    torch.testing.assert_close(found, timms(Image.fromarray(slopes.numpy())), atol=0.01, rtol=0)
+    whole = ImageFolder(root=str(tmp_path / "images"), size=112, holdout=0.4, validation=None).load(CPU).train
+    assert (whole.fetch(torch.tensor([0]))[0][0] / 255 - found).abs().max() > 0.1
+    box = type("Box", (), {"interpolation": "bilinear", "__call__": lambda self, w, h: (0, 0, h, h)})()
+    assert torch.equal(*(s.fetch(torch.tensor([0]), [box])[0] for s in (source, whole)))
+
+
 def test_measured_normalising_is_measured_on_the_training_images(images):
     splits = ImageFolder(root=str(images()), size=8, normalize="measured", holdout=0.3).load(CPU)
     x = splits.normalize(splits.train.fetch(torch.arange(len(splits.train)))[0])

@@ -117,6 +117,7 @@ CASES = {
     "cross entropy, weights, z": (lambda: CrossEntropy(0.1, WEIGHTS, z_loss=0.1), samples, "class"),
     "cross entropy of pixels, z": (lambda: CrossEntropy(z_loss=0.1), images, "mask"),
     "bce": (lambda: Bce(0.1, WEIGHTS), labels, "labels"),
+    "bce of classes": (lambda: Bce(0.1), samples, "class"),
     "bce, balanced": (lambda: Bce(pos_weight="balanced"), labels, "labels"),
     "mse": (Mse, values, "values"),
     "l1": (L1, lambda g: values(g, CLASSES), "values"),

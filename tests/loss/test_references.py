@@ -1,5 +1,6 @@
 """Each loss against torch's, torchvision's, scikit-learn's or its paper's formula, in float64."""
 
+import itertools
 import math
 
 import numpy as np
@@ -83,6 +84,27 @@ def test_bce_is_torchs():
     total, right, count = Bce(0.2, [1.0, 2.0, 3.0]).sums(output, target).tolist()
     assert total / count == pytest.approx(float(F.binary_cross_entropy_with_logits(output, target.double())))
     assert right == int(((output > 0) == (target == 1)).sum())
+
+
+def test_bce_of_classes_is_timms():
+    """Its labels, smoothed, and mixed ones above a threshold; the accuracy is that of the highest output."""
+    timm_loss = pytest.importorskip("timm.loss").BinaryCrossEntropy
+    output, classes, mixed = torch.randn(9, 5), torch.randint(5, (9,)), torch.rand(9, 5).softmax(1)
+    run = type("Run", (), {"data": type("Data", (), {"targets": "class"})})
+    for smoothing, threshold, target in itertools.product((0.0, 0.2), (None, 0.2), (classes, mixed)):
+        if smoothing and target is mixed:
+            continue  # timm smooths mixed targets where it mixes them
+        loss = Bce(smoothing, target_threshold=threshold if target is mixed else None)
+        loss.see(run)
+        loss.labels = 5
+        theirs = timm_loss(smoothing=smoothing, target_threshold=threshold if target is mixed else None)
+        close(loss(output, target), theirs(output, target))
+    total, right, count = loss.sums(output, classes).tolist()
+    assert right / count == pytest.approx(float((output.argmax(1) == classes).float().mean()))
+    assert total / count == pytest.approx(float(timm_loss(smoothing=0.0)(output, classes)))
+    assert loss.metrics == ("loss", "accuracy")
+    assert "class numbers from" in loss.problem(classes + 1, 5)
+    assert loss.problem(classes, 5) is loss.problem(mixed, 5) is None
 
 
 @pytest.mark.parametrize(

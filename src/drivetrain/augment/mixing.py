@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 from drivetrain.augment import random_streams
 from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
@@ -22,16 +22,16 @@ KNOTS = 4096  # of the table of a Beta distribution
 class Mixing(Augment):
     """Mixes each sample with the next one in the epoch's order. Its own share λ is drawn from Beta(alpha, alpha).
 
-    λ is drawn for each sample, not once for the batch: the distribution is the papers', and a sample's result does not depend
-    on its micro-batch. Of several mixing options, each sample draws one with equal chances.
+    `per` says what draws: each sample, or all samples of an update the same, as timm does. Of several mixing options at most
+    one is drawn, each with the probability `prob`; where these add up to more than 1, they are divided by their sum.
     """
 
     mixes = True
     name: ClassVar[str]
-    draws: ClassVar[range]  # random streams: whether to mix, the share, …
+    draws: ClassVar[range]  # random streams: the share, …
 
-    def __init__(self, alpha: Positive = 1.0, prob: Share = 1.0) -> None:
-        self.alpha, self.prob = alpha, prob
+    def __init__(self, alpha: Positive = 1.0, prob: Share = 1.0, per: Literal["sample", "update"] = "sample") -> None:
+        self.alpha, self.prob, self.per = alpha, prob, per
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         chosen = run.names("augment")
@@ -41,12 +41,15 @@ class Mixing(Augment):
             yield f"{run.named('augment')}: {self.name} mixes images that are augmented already: write it last, [{right}]"
         if not self.prob:
             yield f"augment.{self.name}.prob=0 does nothing: raise it or leave {self.name} out"
-        if run.data.targets not in ("class", None):
+        for name, other in zip(chosen, run.augment, strict=True):
+            if isinstance(other, Mixing) and self.per == "update" != other.per:
+                yield f"augment.{self.name}.per=update, and augment.{name}.per={other.per}: one of them is drawn, set both alike"
+        if run.data.targets not in ("class", "labels", None):
             yield f"augment=[{self.name}] mixes the classes of samples, and {run.named('data')} has none: leave {self.name} out"
         elif not getattr(run.loss, "soft_targets", False):
             yield (
                 f"augment=[{self.name}] gives each sample a share of two labels, and {run.named('loss')} takes one: "
-                f"set loss=cross_entropy, or leave {self.name} out"
+                f"set loss=cross_entropy or loss=bce, or leave {self.name} out"
             )
 
     def validate_shape(self, run: RunSpec, shape: Sequence[int]) -> Iterator[str]:
@@ -59,20 +62,23 @@ class Mixing(Augment):
         mixers = [cast(Mixing, step) for step in pipeline.steps if step.mixes]
         if self is not mixers[0]:
             return x, y, indices  # the first mixing option has mixed for all
-        n, mixed = len(request.indices), request.indices
+        n = len(request.indices)
+        drawn_by = request.indices if self.per == "sample" else torch.full((n,), request.update)
         partner = send(_partner_rows(request), x.device)
         other = x.index_select(0, partner)
         x, share = x[:n], torch.ones(n)  # shares are drawn on the CPU: a few numbers, for which a device runs a hundred kernels
-        drawn = (rng.uniform(pipeline.seed, request.epoch, mixed, random_streams.MIXER[0]) * len(mixers)).long()
-        for number, mixer in enumerate(mixers):
-            whether, beta, *box_draws = (rng.uniform(pipeline.seed, request.epoch, mixed, stream) for stream in mixer.draws)
-            mine = (drawn == number) & (whether < mixer.prob)
+        choice = rng.uniform(pipeline.seed, request.epoch, drawn_by, random_streams.MIXER[0])
+        choice *= max(1.0, sum(mixer.prob for mixer in mixers))
+        begin = 0.0
+        for mixer in mixers:
+            beta, *box_draws = (rng.uniform(pipeline.seed, request.epoch, drawn_by, stream) for stream in mixer.draws)
+            mine = (choice >= begin) & (choice < begin + mixer.prob)
             x, kept = mixer.mix(x, other, torch.where(mine, quantile(beta, mixer.alpha), 1.0), *box_draws)
-            share = share * kept
-        classes = torch.arange(pipeline.classes, device=y.device)
-        share = send(share, y.device)
-        first, second = (labels.view(-1, 1) == classes for labels in (y[:n], y[partner]))
-        return x, first * share.view(-1, 1) + second * (1 - share).view(-1, 1), indices[:n]
+            begin, share = begin + mixer.prob, share * kept
+        share = send(share, y.device).view(-1, 1)
+        if y.dim() == 1:
+            y = (y.view(-1, 1) == torch.arange(pipeline.classes, device=y.device)).to(share.dtype)
+        return x, y[:n] * share + y[partner] * (1 - share), indices[:n]
 
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor
@@ -91,8 +97,8 @@ class Mixup(Mixing):
     changes = "two training images become one, and so do their labels"
     name, draws = "mixup", random_streams.MIXUP
 
-    def __init__(self, alpha: Positive = 0.2, prob: Share = 1.0) -> None:
-        super().__init__(alpha, prob)
+    def __init__(self, alpha: Positive = 0.2, prob: Share = 1.0, per: Literal["sample", "update"] = "sample") -> None:
+        super().__init__(alpha, prob, per)
 
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor

@@ -11,5 +11,5 @@ JITTER = range(80, 84)  # brightness, contrast, saturation, hue
 OPERATION = range(100, 120)  # one for each operation of a sequence
 SIGN = range(120, 140)  # the same
 MIXER = range(140, 141)  # which of several mixing options
-MIXUP = range(141, 143)  # whether to mix, the share
-CUTMIX = range(143, 147)  # the same, then the position down and right
+MIXUP = range(142, 143)  # the share
+CUTMIX = range(144, 147)  # the same, then the position down and right

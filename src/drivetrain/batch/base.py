@@ -214,7 +214,7 @@ class Batch(Option):
                 if not share:  # fewer samples than ranks: this rank joins the all-reduce with a sample of weight 0
                     indices = window[:1]
                 last = step == len(chunks)
-                request = Request(epoch, indices, share, last, last and update + 1 == total)
+                request = Request(epoch, indices, share, last, last and update + 1 == total, update=update)
                 if partners is not None:
                     start = indices.storage_offset()  # position in the order
                     request.mix_with = partners[start : start + len(indices)]

@@ -7,13 +7,16 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from annotated_types import Gt, Le
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import CropBox, Source
 from drivetrain.data.bad_samples import BadSamplePolicy
 
+CropShare = Annotated[float, Gt(0), Le(1)]
 ORIENTATION = 0x0112  # the EXIF tag
 EXIF_WITHIN = 2**16  # bytes: a JPEG's EXIF stands before its pixels
 DAMAGED = "cannot be read as an image ({}): mend or remove it"
@@ -28,6 +31,7 @@ class ImageFileSource(Source):
     policy: BadSamplePolicy
     size: int
     max_pixels: int
+    crop_pct: float = 1.0  # share of the side of the middle square, where a sample has no crop box
 
     def content(self, index: int) -> tuple[bytes, int]:
         """Return a sample's image file and its label. Raises DataError naming the sample."""
@@ -57,7 +61,7 @@ class ImageFileSource(Source):
     def decoded(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
         """Return one sample itself: uint8 (3, size, size) and its label. Raises DataError naming it."""
         content, label = self.content(index)
-        return decode(content, self.name(index), self.size, self.max_pixels, box), label
+        return decode(content, self.name(index), self.size, self.max_pixels, box, self.crop_pct), label
 
     def image_file(self, index: int) -> tuple[bytes, int]:
         """Return a sample's file, unchanged, and its label; those of its replacement if the file cannot be decoded."""
@@ -76,7 +80,7 @@ class ImageFileSource(Source):
 
         def read(candidate: int) -> tuple[bytes, int, Layout, int]:
             content, label = self.content(candidate)
-            return content, label, read_layout(content, self.name(candidate), self.max_pixels, box), candidate
+            return content, label, read_layout(content, self.name(candidate), self.max_pixels, box, self.crop_pct), candidate
 
         return self.policy.read(index, read)
 
@@ -105,8 +109,8 @@ class Layout(NamedTuple):
     plain_jpeg: bool  # an upright JPEG in RGB or grey
 
 
-def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None = None) -> Layout:
-    """Read an image file's layout; without `box` the crop is the largest square in the middle. DataError if it is too large."""
+def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0) -> Layout:
+    """Read an image file's layout; without `box` the crop is a square in the middle. DataError if the image is too large."""
     if (size := _plain_jpeg_size(content)) is not None:
         orientation, plain = 1, True
     else:
@@ -117,7 +121,7 @@ def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None 
     if size[0] * size[1] > max_pixels:
         raise DataError(f"{name} has {size[0]}×{size[1]} pixels, over data.max_pixels={max_pixels}")
     upright = size[::-1] if orientation >= 5 else size
-    return Layout(upright, center_square(*upright) if box is None else box(*upright), orientation, plain)
+    return Layout(upright, center_square(upright[0], upright[1], crop_pct) if box is None else box(*upright), orientation, plain)
 
 
 def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
@@ -149,12 +153,14 @@ def open_image(content: bytes, name: str) -> Iterator[Any]:
         raise DataError(f"{name} {DAMAGED.format(error)}") from None
 
 
-def decode(content: bytes, name: str, size: int, max_pixels: int, box: CropBox | None = None) -> torch.Tensor:
-    """Decode an image file, crop it to `box` or to the largest square in its middle, and resize it: uint8 (3, size, size).
+def decode(
+    content: bytes, name: str, size: int, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0
+) -> torch.Tensor:
+    """Decode an image file, crop it to `box` or to a square in its middle, and resize it: uint8 (3, size, size).
 
     Memory is channels last. Raises DataError with the file's name.
     """
-    upright, crop, orientation, plain = read_layout(content, name, max_pixels, box)
+    upright, crop, orientation, plain = read_layout(content, name, max_pixels, box, crop_pct)
     # The smallest width and height to decode at that still gives the crop `size` pixels a side.
     needed = [math.ceil(size * whole / part) for whole, part in zip(upright, crop[2:], strict=True)]
     pixels = _decode_jpeg(content, needed) if plain else None
@@ -164,9 +170,9 @@ def decode(content: bytes, name: str, size: int, max_pixels: int, box: CropBox |
     return crop_and_resize(pixels, upright, crop, (size, size), "bilinear" if box is None else box.interpolation)
 
 
-def center_square(width: int, height: int) -> tuple[int, int, int, int]:
-    """Return left, top, width and height of the largest square in the middle."""
-    side = min(width, height)
+def center_square(width: int, height: int, share: float = 1.0) -> tuple[int, int, int, int]:
+    """Return left, top, width and height of a square in the middle, whose side is this share of the shorter one's."""
+    side = max(1, round(min(width, height) * share))
     return (width - side) // 2, (height - side) // 2, side, side
 
 

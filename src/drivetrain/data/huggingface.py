@@ -16,7 +16,7 @@ from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import Source
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Splits, Validation
-from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.decoding import CropShare, ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
 from drivetrain.data.untrusted import read_image_file
 
@@ -42,6 +42,7 @@ class HuggingFace(Data):
         holdout: Fraction = 0.1,
         validation: Validation = "auto",
         size: Count = 224,
+        crop_pct: CropShare = 1.0,
         length: Count = 256,
         normalize: Normalization = "imagenet",
         max_pixels: Count = 50_000_000,
@@ -52,7 +53,7 @@ class HuggingFace(Data):
         self.root = os.path.expanduser(root) if root else None
         self.image, self.text, self.label, self.train, self.test = image, text, label, train, test
         self.holdout, self.validation = holdout, validation
-        self.size, self.length, self.normalize = size, length, normalize
+        self.size, self.crop_pct, self.length, self.normalize = size, crop_pct, length, normalize
         self.max_pixels, self.on_error, self.max_skipped, self.drop_last = max_pixels, on_error, max_skipped, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -189,7 +190,7 @@ class Images(ImageFileSource, Rows):
 
     def __init__(self, data: HuggingFace, rows: Any) -> None:
         super().__init__(rows, str(data.image), data.label)
-        self.root, self.size, self.max_pixels = data.root, data.size, data.max_pixels
+        self.root, self.size, self.max_pixels, self.crop_pct = data.root, data.size, data.max_pixels, data.crop_pct
         self.policy = bad_sample_policy(data.on_error, data.max_skipped, len(rows), self.name)
 
     def content(self, index: int) -> tuple[bytes, int]:

@@ -16,7 +16,7 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import IGNORE_INDEX, WHOLE, Data, Fraction, Splits, beside, hash_fraction
 from drivetrain.data.columns import Columns, column, held_out, missing, number_of_rows, read_columns, rows_of
-from drivetrain.data.decoding import center_square, open_image
+from drivetrain.data.decoding import CropShare, center_square, open_image
 from drivetrain.data.images import IMAGES, Images, Normalization, image_normalization
 from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import number_of_classes, read_image_file
@@ -183,6 +183,7 @@ class LabelsCsv(Data):
         separator: Separator | None = None,
         kind: TableKind | None = None,
         size: Count = 224,
+        crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | None = 0.1,
         normalize: Normalization = "imagenet",
@@ -194,7 +195,7 @@ class LabelsCsv(Data):
         self.path, self.test, self.root = (os.path.expanduser(p) if p else None for p in (path, test, root))
         self.image, self.target, self.separator, self.kind = image, target, separator, kind
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
-        self.max_pixels = max_pixels
+        self.max_pixels, self.crop_pct = max_pixels, crop_pct
         self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -257,7 +258,7 @@ class LabelsCsv(Data):
         files = [folder / str(name) for name in names]
         if absent := [file for file in files if not file.is_file()]:
             raise UserError(f"{table} names {len(absent)} images that are not there, the first is {absent[0]}: set data.root")
-        return ImagesOfTable(files, targets, self.size, self.max_pixels, self.on_error, self.max_skipped)
+        return ImagesOfTable(files, targets, self)
 
 
 class ImagesOfTable(Images):
@@ -265,10 +266,9 @@ class ImagesOfTable(Images):
 
     decodes_files = False  # a loader that decodes files itself would take rows' numbers for classes
 
-    def __init__(
-        self, files: Sequence[Path], targets: torch.Tensor, size: int, max_pixels: int, on_error: OnError, max_skipped: MaxSkipped
-    ) -> None:
-        super().__init__([(file, row) for row, file in enumerate(files)], size, max_pixels, on_error, max_skipped)
+    def __init__(self, files: Sequence[Path], targets: torch.Tensor, data: LabelsCsv) -> None:
+        numbered = [(file, row) for row, file in enumerate(files)]
+        super().__init__(numbered, data.size, data.max_pixels, data.on_error, data.max_skipped, data.crop_pct)
         self.targets = targets
 
     def labels(self) -> torch.Tensor | None:

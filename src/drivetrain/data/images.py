@@ -15,7 +15,7 @@ from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.data import folders
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
-from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.decoding import CropShare, ImageFileSource
 from drivetrain.data.folders import IMAGES as IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
 
@@ -70,6 +70,7 @@ class ImageFolder(Data):
         self,
         root: str | None = None,
         size: Count = 224,
+        crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
         validation: Validation = "auto",
         normalize: Normalization = "imagenet",
@@ -82,7 +83,7 @@ class ImageFolder(Data):
         self.root = os.path.expanduser(root) if root else None
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
         self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
-        self.on_error, self.max_skipped = on_error, max_skipped
+        self.crop_pct, self.on_error, self.max_skipped = crop_pct, on_error, max_skipped
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
@@ -107,7 +108,7 @@ class ImageFolder(Data):
             raise UserError(f"{folder} has classes that the run does not know: {', '.join(unknown[:5])}")
         if layout.test is not None and folders.class_folders(layout.train) == classes:
             return None
-        every = Images(self._list(folder, classes), self.size, self.max_pixels, self.on_error, self.max_skipped)
+        every = Images(self._list(folder, classes), self.size, self.max_pixels, self.on_error, self.max_skipped, self.crop_pct)
         origins = {"test": "the whole folder"} if layout.test is None else layout.origins("")
         return Splits(every, every, self.shape(), len(classes), own.normalize, classes, origins=origins)
 
@@ -119,7 +120,7 @@ class ImageFolder(Data):
         if layout.not_read:
             logger.warning("%s has folders that are not read: %s", self.root, ", ".join(layout.not_read))
         sets, classes = self._files(layout)
-        sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped) for f in sets]
+        sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped, self.crop_pct) for f in sets]
         left = self.verify_files
         for source in sources:
             for index in range(min(left, len(source))):
@@ -173,9 +174,15 @@ class Images(ImageFileSource):
     """Image files as a source."""
 
     def __init__(
-        self, files: list[File], size: int, max_pixels: int, on_error: OnError = "raise", max_skipped: MaxSkipped = 0.0
+        self,
+        files: list[File],
+        size: int,
+        max_pixels: int,
+        on_error: OnError = "raise",
+        max_skipped: MaxSkipped = 0.0,
+        crop_pct: float = 1.0,
     ) -> None:
-        self.files, self.size, self.max_pixels = files, size, max_pixels
+        self.files, self.size, self.max_pixels, self.crop_pct = files, size, max_pixels, crop_pct
         self.policy = bad_sample_policy(on_error, max_skipped, len(files), self.name)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ from drivetrain.core.source import CropBox
 from drivetrain.data import shards
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
-from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.decoding import CropShare, ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
 from drivetrain.data.untrusted import number_of_classes
 
@@ -42,6 +42,7 @@ class WebDataset(Data):
         train: str | None = None,
         test: str | None = None,
         size: Count = 224,
+        crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | None = 0.1,
         classes: Count | None = None,
@@ -54,13 +55,8 @@ class WebDataset(Data):
         drop_last: bool = True,
     ) -> None:
         self.train, self.test, self.size, self.holdout, self.classes = train, test, size, holdout, classes
-        self.validation, self.buffer, self.cache, self.normalize, self.max_pixels = (
-            validation,
-            buffer,
-            cache,
-            normalize,
-            max_pixels,
-        )
+        self.validation, self.buffer, self.cache, self.normalize = validation, buffer, cache, normalize
+        self.max_pixels, self.crop_pct = max_pixels, crop_pct
         self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -99,9 +95,7 @@ class WebDataset(Data):
         tables = [train, test, *([SampleTable.load(shards.expand(own), cache)] if own else [])]
         highest = int(max(table.labels.max() for table in tables))
         classes = number_of_classes(highest, len(train.names), self.classes, f"data.train={self.train}")
-        sources = [
-            ShardImages(table, self.size, self.buffer, self.max_pixels, self.on_error, self.max_skipped) for table in tables
-        ]
+        sources = [ShardImages(table, self) for table in tables]
         normalize = image_normalization(self.normalize, sources[0])
         validation = sources[2] if own else None
         return Splits(sources[0], sources[1], self.shape(), classes, normalize, validation=validation)
@@ -141,11 +135,10 @@ class SampleTable(NamedTuple):
 class ShardImages(ImageFileSource):
     """Images in tar shards as a source."""
 
-    def __init__(
-        self, table: SampleTable, size: int, buffer: int, max_pixels: int, on_error: OnError, max_skipped: MaxSkipped
-    ) -> None:
-        self.table, self.size, self.buffer, self.max_pixels = table, size, buffer, max_pixels
-        self.policy = bad_sample_policy(on_error, max_skipped, len(self), self.name)
+    def __init__(self, table: SampleTable, data: WebDataset) -> None:
+        self.table, self.size, self.buffer = table, data.size, data.buffer
+        self.max_pixels, self.crop_pct = data.max_pixels, data.crop_pct
+        self.policy = bad_sample_policy(data.on_error, data.max_skipped, len(self), self.name)
         self.remote = any(map(shards.is_remote, table.files))
 
     def __len__(self) -> int:

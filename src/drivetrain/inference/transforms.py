@@ -76,7 +76,9 @@ class Transforms:
         limit = getattr(self._option, "max_pixels", MAX_PIXELS)
         content = read_image_file(path, limit)
         if self._decodes_images:
-            return decoding.decode(content, str(path), self.image_shape()[-1], limit)
+            return decoding.decode(
+                content, str(path), self.image_shape()[-1], limit, crop_pct=getattr(self._option, "crop_pct", 1.0)
+            )
         return self._of_exact_size(content, path)
 
     def _of_exact_size(self, content: bytes, path: Path) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.device import sum_dtype
@@ -62,11 +63,7 @@ class OverClasses(Loss):
         if target.dim() == 2 and target.shape[1] == classes and 0 <= low <= high <= 1:
             return f"have shape {shape_of(target)}, a 0 or a 1 for each class: set loss=bce for labels"
         if low < 0 or high >= classes:
-            return (
-                f"are class numbers from {low} to {high}, but the model has {classes} outputs, for "
-                f"classes 0 to {classes - 1}: number the classes from 0, say how many there are (data.classes), or set "
-                f"{self.target_key}.ignore_index to one that is to be left out"
-            )
+            return f"{_beyond(low, high, classes)}, or set {self.target_key}.ignore_index to one that is to be left out"
         return None
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
@@ -175,26 +172,49 @@ class Focal(OverClasses):
 class Bce(Loss):
     """Binary cross entropy of each label, for samples with any number of labels. The mean is over samples and labels.
 
+    One class for each sample is as many labels, of which one is present ("ResNet strikes back", Wightman et al. 2021).
     `pos_weight` multiplies what a label costs where it is present, as torch's does: for labels that are rare. An evaluation
-    reports the loss without it and without smoothing, and the share of labels that are right.
+    reports the loss without it, without smoothing and threshold, and the share of labels, or of classes, that are right.
     """
 
     metrics = ("loss", "label_accuracy")
-    takes = ("labels",)
+    takes = ("labels", "class")
+    soft_targets = True
+    of_classes = False
+    labels = 1  # that a sample has, where its target is its class
     weight: torch.Tensor | None = None  # (labels,)
 
-    def __init__(self, label_smoothing: Share = 0.0, pos_weight: ClassWeights = None) -> None:
-        self.label_smoothing, self.pos_weight = label_smoothing, pos_weight
+    def __init__(
+        self, label_smoothing: Share = 0.0, pos_weight: ClassWeights = None, target_threshold: Share | None = None
+    ) -> None:
+        self.label_smoothing, self.pos_weight, self.target_threshold = label_smoothing, pos_weight, target_threshold
+
+    def see(self, run: RunSpec) -> None:
+        self.of_classes = run.data.targets == "class"
+        if self.of_classes:
+            self.metrics, self.best = ("loss", "accuracy"), ("accuracy", max)
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if self.of_classes and self.pos_weight is not None:
+            yield (
+                f"{self.target_key}.pos_weight is for samples with any number of labels, and {run.named('data')} has one class "
+                f"for each: set it to null, or loss=cross_entropy, which has class_weights"
+            )
 
     def setup(self, context: BuildContext) -> None:
-        key = f"{self.target_key}.pos_weight"
+        key, self.labels = f"{self.target_key}.pos_weight", context.data.classes
         found = positive_weights_for(self.pos_weight, context.train_source, context.data.classes, key)
         self.weight = None if found is None else found.to(context.device)
 
     def count(self, target: Any) -> torch.Tensor:
-        return torch.full((), target.numel(), dtype=sum_dtype(target.device), device=target.device)
+        each = self.labels if target.dim() == 1 and self.of_classes else 1
+        return torch.full((), target.numel() * each, dtype=sum_dtype(target.device), device=target.device)
 
     def problem(self, target: Any, classes: int) -> str | None:
+        if self.of_classes and not target.is_floating_point():
+            low, high = lowest_and_highest(target, IGNORE)
+            return _beyond(low, high, classes) if low < 0 or high >= classes else None
         if target.dim() != 2 or target.shape[1] != classes:
             return f"have shape {shape_of(target)}, and it wants a 0 or a 1 for each of the {classes} labels, (n, {classes})"
         low, high = torch.stack([target.min(), target.max()]).tolist()
@@ -203,18 +223,38 @@ class Bce(Loss):
         return None
 
     def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output, target = same_shape(wide(output), target, "bce")
-        smooth = target * (1 - self.label_smoothing) + self.label_smoothing / 2 if self.label_smoothing else target
+        output, target = self._labels(output, target)
+        smooth = target if self.target_threshold is None else (target > self.target_threshold).to(target.dtype)
+        if self.label_smoothing:
+            toward = 1 / output.shape[1] if self.of_classes else 1 / 2
+            smooth = smooth * (1 - self.label_smoothing) + self.label_smoothing * toward
         weight = None if self.weight is None else self.weight.to(output.dtype)
         total = torch.nn.functional.binary_cross_entropy_with_logits(output, smooth, pos_weight=weight, reduction="sum")
         return total, self.count(target).to(total.dtype)
 
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         dtype = sum_dtype(output.device)
-        output, target = same_shape(wide(output), target, "bce")
+        output, target = self._labels(output, target)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(output, target, reduction="sum")
-        correct = ((output > 0) == (target > 0.5)).sum()
-        return torch.stack([loss.to(dtype), correct.to(dtype), self.count(target)])
+        labels = self.count(target)
+        correct = ((output > 0) == (target > 0.5)).sum().to(dtype)
+        if self.of_classes:  # divided by the number of labels in the end
+            correct = (output.argmax(1) == target.argmax(1)).sum().to(dtype) * output.shape[1]
+        return torch.stack([loss.to(dtype), correct, labels])
+
+    def _labels(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and labels in one shape and dtype; a class becomes labels of which it is the only one."""
+        output = wide(output)
+        if self.of_classes and target.dim() == 1:
+            target = target.unsqueeze(1) == torch.arange(output.shape[1], device=target.device)
+        return same_shape(output, target, "bce")
+
+
+def _beyond(low: int, high: int, classes: int) -> str:
+    return (
+        f"are class numbers from {low} to {high}, but the model has {classes} outputs, for classes 0 to {classes - 1}: number "
+        "the classes from 0, say how many there are (data.classes)"
+    )
 
 
 def lowest_and_highest(target: torch.Tensor, ignore_index: int) -> tuple[int, int]:
