@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.engine.counted_step import CountedStep
@@ -73,7 +74,7 @@ def update(
         for i, part in enumerate(ranks[rank]):
             rows = torch.tensor(list(part) or [0])
             weight = torch.tensor(len(part) * size / samples, dtype=torch.float64)
-            step.micro_batch(MicroBatch(x[rows], y[rows], weight, i + 1 == len(ranks[rank]), False), loss_sum)
+            step.micro_batch(MicroBatch(x[rows], trees.select(y, rows), weight, i + 1 == len(ranks[rank]), False), loss_sum)
         parts = {name: float(value) for name, value in own.parts().items()}
         return float(loss_sum), parts, {name: p.grad for name, p in twin.named_parameters()}
 

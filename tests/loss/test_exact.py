@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from drivetrain.core.horizon import Horizon
 from drivetrain.loss import (
     L1,
     Bce,
@@ -91,6 +92,24 @@ def batch_loss(output, batch):
     return ((output - batch.y) ** 2).mean() + (output * batch.x[:, :1]).mean()
 
 
+class SomeOfDict:
+    """An own loss over a dict of targets, one of which says what counts; it names the inputs too."""
+
+    def __call__(self, y, output, x):
+        counted = (y["kind"] >= 0).to(output.dtype)
+        each = (output[:, 0] - y["value"] * x[:, 0]).square()
+        return (each * counted).sum() / counted.sum().clamp(min=1)
+
+    def count(self, y, batch):
+        assert len(batch.x) == len(y["value"])
+        return (y["kind"] >= 0).sum()
+
+
+def dict_targets(generator):
+    x, kind = some_rows(generator)
+    return x, {"kind": kind, "value": torch.randn(N, generator=generator)}
+
+
 def some_rows(generator):
     x, y = samples(generator)
     y[[1, 2, 3, 9]] = -1
@@ -126,6 +145,7 @@ CASES = {
     "sum of regressions": (lambda: Sum({"mse": Mse(), "l1": L1()}), values, "values"),
     "own": (lambda: Own(f"{__name__}.batch_loss"), values, None),
     "own, counted": (lambda: Own(f"{__name__}.RowsLoss"), some_rows, None),
+    "own, a dict of targets": (lambda: Own(f"{__name__}.SomeOfDict"), dict_targets, None),
     "contrastive": (Contrastive, views, "pair"),
     "contrastive, between views": (lambda: Contrastive(0.5, within_views=False), views, "pair"),
     "triplet": (lambda: Triplet(0.5), samples, "class"),
@@ -140,7 +160,7 @@ def model_for(kind, x, y, loss):
         return torch.nn.Conv2d(2, CLASSES, 3, padding=1)
     if kind == "tokens":
         return torch.nn.Sequential(torch.nn.Embedding(9, 6), torch.nn.Linear(6, CLASSES))
-    outputs = y.shape[1] if y.dim() == 2 else CLASSES
+    outputs = y.shape[1] if isinstance(y, torch.Tensor) and y.dim() == 2 else CLASSES
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, loss.outputs(outputs)))
 
 
@@ -162,10 +182,10 @@ class Source:
 def prepared(kind, y, capacity=N):
     def setup(loss, parallel):
         size = parallel.world.size
-        batch = type("Batch", (), {"lengths": None, "weighs_by_length": True, "size": lambda self, epoch: capacity * size})()
+        batch = type("Batch", (), {"lengths": None, "weighs_by_length": False, "size": lambda self, epoch: capacity * size})()
         data = type("Data", (), {"classes": y.shape[1] if kind == "labels" else CLASSES})
         loss.see(Run(kind))
-        made = context(run=Run(kind), batch=batch, data=data, train_source=Source(y), precision=None)
+        made = context(run=Run(kind), batch=batch, data=data, train_source=Source(y), horizon=Horizon(1, [1]))
         made.parallel = parallel
         loss.setup(made)
 

@@ -34,7 +34,8 @@ class Numbers(torch.utils.data.Dataset):
     def __getitem__(self, i):
         x = torch.linspace(0, 1, 6) * i
         return x, {"class": i % 3, "beyond": 3, "fractions": 0.5, "int32": torch.tensor(i % 3, dtype=torch.int32),
-                   "labels": torch.tensor([1, 0, i % 2]), "pair": torch.zeros(2)}[self.kind]  # fmt: skip
+                   "labels": torch.tensor([1, 0, i % 2]), "pair": torch.zeros(2),
+                   "several": {"kind": i % 3, "size": torch.tensor([i / 24])}}[self.kind]  # fmt: skip
 
 
 def parted(output, y):
@@ -53,6 +54,60 @@ def with_inputs(output, batch):
     return torch.nn.functional.cross_entropy(output, batch.y)
 
 
+def several(output, target):
+    """An own loss of two targets."""
+    return torch.nn.functional.cross_entropy(output, target["kind"]) + (output[:, :1] - target["size"]).square().mean()
+
+
+class Several:
+    """The same over some of the samples, whose number the targets tell."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, y, output):
+        of_kind = y["kind"] == self.kind
+        return ((output[:, :1] - y["size"]).square()[:, 0] * of_kind).sum() / of_kind.sum().clamp(min=1)
+
+    def count(self, x, y):
+        assert x.shape == (len(y["kind"]), 6)
+        return (y["kind"] == self.kind).sum()
+
+
+def told(output, y, progress, scale, x):
+    """An own loss that is told how far the run is."""
+    seen.append((progress.update, progress.updates, progress.epoch, progress.epochs, progress.training))
+    return scale * (output[:, :1] - x[:, :1]).square().mean() + 0 * y.sum()
+
+
+seen: list[tuple[int, int, int, int, bool]] = []
+
+
+class Moving(torch.nn.Module):
+    """A loss with a buffer that training moves, and a part that does not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.frozen = torch.nn.Dropout().eval()
+
+    def forward(self, output, y):
+        assert not self.frozen.training
+        if self.training:
+            self.calls += 1
+        return torch.nn.functional.cross_entropy(output, y) + 0 * self.calls
+
+
+def misled(prediction, batch):
+    """It names what it would get only if the first were called output."""
+    return prediction.mean()
+
+
+def asking(output, target, extra):
+    """It wants what nobody gives."""
+    return output.mean()
+
+
 class WithParameters(torch.nn.Module):
     """A loss that nobody would train."""
 
@@ -68,9 +123,7 @@ class WithParameters(torch.nn.Module):
 def mine(monkeypatch):
     """This file as a package of the user's."""
     module = types.ModuleType("my_losses")
-    vars(module).update(
-        {k: v for k, v in globals().items() if k in ("Numbers", "parted", "each", "with_inputs", "WithParameters")}
-    )
+    vars(module).update({k: v for k, v in globals().items() if getattr(v, "__module__", None) == __name__})
     monkeypatch.setitem(sys.modules, "my_losses", module)
     return ["trust=[my_losses]", "data=own", "data.target=my_losses.Numbers", "data.normalize=false"]
 
@@ -227,12 +280,55 @@ def test_an_own_loss_may_read_the_inputs(train, mine):
         ("my_losses.each", r"returned a tensor of shape \(12,\): return a mean"),
         ("my_losses.WithParameters", "no optimizer sees those of a loss"),
         ("my_losses.missing", "cannot be imported"),
+        ("my_losses.misled", "names `batch`, and gets what it names only if it calls the first one `output`"),
+        (
+            "my_losses.asking",
+            "has a parameter `extra`, and it is called with those of output, y_pred, target, y, ",
+        ),
         ("my_losses.Numbers", "cannot be built with"),
     ],
 )
 def test_an_own_loss_that_cannot_be_is_one_line(make, mine, target, says):
     with pytest.raises(UserError, match=says):
         make(*mine, "loss=own", f"loss.target={target}").fit()
+
+
+def test_targets_that_are_a_dict_train_exactly(train, mine):
+    words = [*mine, "data.kwargs={kind: several}", "loss=own", "optimizer.lr=0.001"]
+    one = train(*words, "loss.target=my_losses.several")
+    split = train(*words, "loss.target=my_losses.several", "batch=accumulate", "batch.accumulation_steps=3")
+    assert one.status == split.status == "completed", (one.error, split.error)
+    for kept in ("final", "best"):
+        assert split.judged(kept)["loss"] == pytest.approx(one.judged(kept)["loss"], rel=1e-5)
+    counted = train(*words, "loss.target=my_losses.Several", "loss.kwargs={kind: 1}", "data.validation=null", "batch=accumulate")
+    assert counted.status == "completed", counted.error
+
+
+def test_a_loss_of_one_tensor_names_the_parts_of_a_dict_of_targets(make, mine):
+    with pytest.raises(UserError, match=r"are several \(kind, size\): choose one of them \(data.target_key\), or set loss=own"):
+        make(*mine, "data.kwargs={kind: several}").fit()
+
+
+def test_a_loss_is_told_how_far_the_run_is(make, mine):
+    seen.clear()
+    words = ["loss=own", "loss.target=my_losses.told", "loss.kwargs={scale: 2.0}", "epochs=2", "updates=null"]
+    trainer = make(*mine, *words)
+    trainer.fit()
+    updates = trainer.max_updates
+    trained = [row for row in seen if row[4]]
+    assert [row[0] for row in trained] == list(range(updates))
+    assert {row[1::2] for row in trained} == {(updates, 2)}
+    assert {row[2] for row in trained} == {0, 1}
+    assert any(not row[4] for row in seen)
+
+
+def test_an_evaluation_moves_no_buffer_of_a_loss(make, mine):
+    trainer = make(*mine, "loss=own", "loss.target=my_losses.Moving", "epochs=3", "updates=null")
+    trainer.fit()
+    function = trainer.evaluator.loss.function
+    assert int(function.calls) == trainer.max_updates
+    assert function.training
+    assert not function.frozen.training
 
 
 # --- targets that do not fit ---

@@ -12,11 +12,11 @@ from sklearn.utils.class_weight import compute_class_weight
 from torchvision.ops import sigmoid_focal_loss
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.source import Source
 from drivetrain.loss import L1, Bce, Contrastive, CrossEntropy, Dice, Focal, Huber, Mse, Quantile, Triplet
 from drivetrain.loss.class_weights import positive_weights_for, weights_for
-from drivetrain.loss.distill import Distill, Taught
-from drivetrain.loss.parted import Shared
+from drivetrain.loss.distill import Distill
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +182,10 @@ def test_distillation_is_its_formula():
     p, q = (teacher / 3).softmax(1), (output / 3).softmax(1)
     soft = 9 * (p * (p / q).log()).sum(1).mean()
     expected = 0.3 * F.cross_entropy(output, y, label_smoothing=0.1) + 0.7 * soft
-    close(loss(output, Shared(Taught(y, teacher), torch.tensor(1.0))), expected)
+    loss._teacher = lambda x: x
+    batch = MicroBatch(teacher, y, torch.tensor(0.5), True, False)
+    close(loss.step(lambda x: output, batch), expected)
+    close(loss.parts()["loss_soft"], soft / 2)
 
 
 class Targets(Source):

@@ -204,10 +204,9 @@ class WholeStep:
         outputs: list[Outputs] = []
 
         def run(*tensors: torch.Tensor) -> Outputs:
-            *inputs, weight = tensors[len(static) :]
-            x, y = trees.unflatten(inputs, (batch.x, batch.y))
+            x, y, weight, shares = trees.unflatten(tensors[len(static) :], (batch.x, batch.y, batch.weight, batch.shares))
             loss = torch.zeros_like(weight)
-            self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end), loss)
+            self.inner.micro_batch(MicroBatch(x, y, weight, batch.last, batch.epoch_end, shares=shares), loss)
             outputs.append((loss, *self._trace_update()) if batch.last else (loss,))
             return outputs[0]
 
@@ -290,8 +289,8 @@ class WholeStep:
 
 
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
-    """Return what a graph is called with: the tensors of inputs and targets, and the weight."""
-    return [*trees.leaves(batch.x), *trees.leaves(batch.y), batch.weight]
+    """Return what a graph is called with: the tensors of inputs and targets, the weight, and the shares if there are any."""
+    return trees.leaves((batch.x, batch.y, batch.weight, batch.shares))
 
 
 @contextmanager

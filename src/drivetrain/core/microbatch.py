@@ -57,6 +57,7 @@ class MicroBatch:
     seconds: float | None = None  # as in its request
     ready: float = 0.0
     filler: bool = False  # in an evaluation: it only lets this rank take part, and its samples count on another one
+    shares: torch.Tensor | None = None  # (losses,) of a sum of several losses: its share of the update's items of each
 
 
 Item = TypeVar("Item", Request, MicroBatch)

@@ -30,8 +30,8 @@ class Pipeline(Protocol):
 class Loss(Protocol):
     """The training loss."""
 
-    def __call__(self, output: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
-        """Return the mean loss of a micro-batch, 0-d."""
+    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+        """Run the forward on a micro-batch's inputs, and return its mean loss, 0-d."""
 
     def joined(self, x: Any) -> Any:
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.trees import Tree, call, map_tensors
 from drivetrain.debug.base import Debug
@@ -97,11 +97,12 @@ class Gradcheck(Debug):
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
         x, y = (map_tensors(lambda t: as_double(t.to(device)), tree) for tree in data(request))
+        batch = MicroBatch(x, y, torch.ones((), device=device), True, False)
         arguments = self._context.model_call.arguments(loss.joined(x))
         with _float64_and_own_rng(device):
             copy = _float64_copy(model)
             calls, left_out = record_calls(copy, arguments)
-            loss_call = self._loss_call(copy, loss, arguments, y)
+            loss_call = self._loss_call(copy, loss, arguments, batch)
             for order in (FIRST, SECOND) if self.second else (FIRST,):
                 self._check(order, copy, calls, loss_call, left_out)
 
@@ -137,14 +138,14 @@ class Gradcheck(Debug):
         except NotDifferentiable as error:
             left_out[name] = str(error).splitlines()[0]
 
-    def _loss_call(self, model: torch.nn.Module, loss: Any, arguments: Tree, y: Tree) -> Call:
+    def _loss_call(self, model: torch.nn.Module, loss: Any, arguments: Tree, batch: MicroBatch) -> Call:
         """Return the loss as a function of some parameters, spread over the model."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         selected = dict(named[:: -max(1, len(named) // self.parameters)][: self.parameters])
 
         def loss_with(values: dict[str, torch.Tensor]) -> torch.Tensor:
             output = call(lambda *a, **k: torch.func.functional_call(model, values, a, k), arguments)
-            return loss(output, y)  # type: ignore[no-any-return]
+            return loss.step(lambda _: output, batch)  # type: ignore[no-any-return]
 
         return Call(loss_with, (), {}, selected)
 

@@ -117,7 +117,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     # Callbacks see whole updates: those of the step with everything around it.
     callbacks = Callbacks.build(context, log.figures, log.image, before.callbacks if before is not None else None)
     evaluator = Evaluator(
-        model=model, forward=_joining(loss, takes_batches(parallel.inference_model(model))), eval_weights=eval_weights,
+        model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
         ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
         parallel=parallel, batch=batch, loader=loader, data=context.judging_data, test=context.test_data, device=context.device,
         memory_format=context.memory_format, set="test" if context.data.validation is None else "validation",
@@ -164,11 +164,6 @@ def _with_noise_scale(
         return None, step
     noise = NoiseScale(context.device, batch.size)
     return noise, NoiseScaleStep(step, noise, parameters, parallel)
-
-
-def _joining(loss: Loss, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of an evaluation, which takes several views of each sample where the loss compares them."""
-    return (lambda x: forward(loss.joined(x))) if isinstance(loss, ComparingLoss) else forward
 
 
 def _units(context: BuildContext) -> Callable[[Any], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,7 +30,11 @@ class CountedStep(WholeUpdateStep):
 
     def _shared(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches of an update with their weights. One that only fills up, of weight 0, keeps it."""
-        counts = torch.stack([self.loss.count(batch.y) * batch.weight.sign() for batch in batches])
+        counts = torch.stack([self.loss.items(batch) * batch.weight.sign() for batch in batches])
         total = self.parallel.all_reduce_sum(counts.sum(0))
         shares = (counts * self.parallel.data_world.size / total.clamp(min=SMALLEST)).to(batches[0].weight.dtype)
-        return [self.loss.share(batch, share) for batch, share in zip(batches, shares.unbind(), strict=True)]
+        rows = zip(batches, shares.unbind(), strict=True)
+        if counts.dim() == 1:
+            return [replace(batch, weight=share) for batch, share in rows]
+        # A sum of losses multiplies by the shares itself, each part by its own.
+        return [replace(batch, weight=torch.ones_like(batch.weight), shares=share) for batch, share in rows]

@@ -102,8 +102,8 @@ class Evaluator:
                     _stop_here(stops)
                     streams.seed_all(rng.mix(self.data.seed, number * world.size + world.rank))
                     with self.precision.autocast():
-                        output = self.forward(batch.x)
-                    sums += self.loss.sums(output, self.loss.evaluation_target(batch)) * batch.weight
+                        output, of_batch = self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))
+                    sums += of_batch * batch.weight
                     for meter in () if batch.filler else self.meters:
                         meter.update(self.units(output), self.units(batch.y))
             if rounds > 0:  # the other ranks have one batch more

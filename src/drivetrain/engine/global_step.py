@@ -32,7 +32,6 @@ class GlobalStep(WholeUpdateStep):
     precision: Precision
 
     def run(self, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
-        batches = [replace(batch, x=self.loss.joined(batch.x)) for batch in batches]
         targets: list[Any] = [self._target(batch) for batch in batches]
         if len(batches) == 1:
             weight = torch.ones_like(batches[0].weight)
@@ -42,15 +41,14 @@ class GlobalStep(WholeUpdateStep):
 
     def _target(self, batch: MicroBatch) -> Gathered:
         """The micro-batch's targets; none of its samples is valid where it only fills up (weight 0)."""
-        samples = trees.length(batch.x) // (self.loss.views if isinstance(batch.x, torch.Tensor) else 1)
-        return Gathered(batch.y if self.loss.views == 1 else None, (batch.weight > 0).repeat(samples))
+        return Gathered(batch.y if self.loss.views == 1 else None, (batch.weight > 0).repeat(trees.length(batch.x)))
 
     def _in_two_passes(self, batches: list[MicroBatch], gathered: Gathered, loss_sum: torch.Tensor) -> None:
         random_states, found = [], []
         with torch.no_grad(), self._buffers_kept(), self.precision.autocast():
             for batch in batches:
                 random_states.append(streams.state())
-                found.append(self.loss.embeddings(self.forward(batch.x)))
+                found.append(self.loss.embeddings(self.forward(self.loss.joined(batch.x))))
         embeddings = torch.cat(found).requires_grad_()
         loss = self.loss.over_ranks(embeddings, gathered)
         (gradient,) = torch.autograd.grad(loss, embeddings)

@@ -57,6 +57,12 @@ def watchers(run: RunSpec, loss: Loss, outputs: int, timer: StepTimer, advice: s
 def check_targets(stream: Iterator[MicroBatch], run: RunSpec, loss: Loss, outputs: int) -> Iterator[MicroBatch]:
     """Raise UserError if the targets of the first micro-batch do not fit the loss and the model's `outputs`."""
     for first in stream:
+        if not isinstance(first.y, torch.Tensor) and not loss.takes_trees:
+            parts = ", ".join(name for name, _ in named_leaves(first.y))
+            raise UserError(
+                f"{run.named('loss')} compares the output with one tensor, and the targets of {run.named('data')} are several "
+                f"({parts}): choose one of them (data.target_key), or set loss=own, with a function that takes them"
+            )
         if (problem := loss.problem(first.y, outputs)) is not None:
             raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}")
         yield first

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.protocols import Loss
 from drivetrain.precision.base import Precision
 
 
@@ -16,7 +17,7 @@ class PlainStep:
     """Runs forward and backward of each micro-batch, then one update. `Step` in core/step.py documents the methods."""
 
     forward: Callable[..., torch.Tensor]  # the model, compiled and wrapped
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Loss
     precision: Precision
     optimizer: torch.optim.Optimizer
     clip: Callable[[], None]
@@ -24,7 +25,7 @@ class PlainStep:
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         with self.precision.autocast():
-            loss = self.loss(self.forward(batch.x), batch.y)
+            loss = self.loss.step(self.forward, batch)
         self.precision.backward(loss, batch.weight)
         loss_sum.addcmul_(loss.detach(), batch.weight)
 

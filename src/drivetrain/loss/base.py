@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from drivetrain.core import trees
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -40,6 +40,7 @@ class Loss(Option):
     counted = False  # it averages over items whose number only the targets tell, such as pixels that are not ignored
     compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
+    takes_trees = False  # its targets may be a tree of tensors
     target_key = "loss"  # the key of its settings, for messages
 
     @property
@@ -75,6 +76,15 @@ class Loss(Option):
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
         return x
 
+    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+        """Run the forward on a micro-batch's inputs, and return the mean loss, 0-d, to be differentiated."""
+        return self(forward(batch.x), batch.y)
+
+    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+        """Run the forward of an evaluation; return its output, where that is needed, and the `sums` of the batch."""
+        output = forward(batch.x)
+        return output, self.sums(output, batch.y)
+
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """The mean loss of a batch, 0-d, to be differentiated; 0 where nothing in it counts."""
         total, count = self.sum_and_count(output, target)
@@ -85,16 +95,13 @@ class Loss(Option):
         raise NotImplementedError
 
     def count(self, target: Any) -> torch.Tensor:
-        """The number of items that the mean of a batch is over, 0-d; for a sum of several losses (losses,)."""
-        return torch.full((), len(target), dtype=sum_dtype(target.device), device=target.device)
+        """The number of items that the mean of a batch is over, 0-d."""
+        device = trees.first(target).device
+        return torch.full((), trees.length(target), dtype=sum_dtype(device), device=device)
 
-    def share(self, batch: MicroBatch, share: torch.Tensor) -> MicroBatch:
-        """The micro-batch with its weight: its `share` of the update's items, times the ranks. Only for `counted` losses."""
-        return replace(batch, weight=share)
-
-    def evaluation_target(self, batch: MicroBatch) -> Any:
-        """What `sums` is computed from besides the output."""
-        return batch.y
+    def items(self, batch: MicroBatch) -> torch.Tensor:
+        """The number of items of a micro-batch, as `count` has it, 0-d; for a sum of several losses (losses,)."""
+        return self.count(batch.y)
 
     def problem(self, target: Any, classes: int) -> str | None:
         """What is wrong with the targets of the first micro-batch, as a sentence that goes on after "the targets"; None: nothing.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import streams
 from drivetrain.core.lazy import torch
@@ -12,17 +12,10 @@ from drivetrain.core.option import Positive, RunSpec, Share
 from drivetrain.core.paths import expanded
 from drivetrain.loss.base import too_few, wide
 from drivetrain.loss.classification import CrossEntropy
-from drivetrain.loss.parted import PartedLoss, Shared
+from drivetrain.loss.parted import PartedLoss
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
-
-
-class Taught(NamedTuple):
-    """The targets, and the teacher's logits of the same inputs."""
-
-    y: torch.Tensor  # (n,)
-    teacher: torch.Tensor  # (n, classes)
 
 
 class Distill(PartedLoss):
@@ -61,7 +54,6 @@ class Distill(PartedLoss):
 
         self.begin(context.device, "hard", "soft")
         self._hard = CrossEntropy(self.label_smoothing)
-        self._autocast = context.precision.autocast
         path, key = expanded(str(self.teacher)), f"{self.target_key}.teacher"
         with streams.apart():  # the student starts from the same weights as without a teacher
             self._teacher = teacher.load(path, key, context).to(context.device)
@@ -69,22 +61,20 @@ class Distill(PartedLoss):
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[1] if len(output) > 1 else 1, classes)
 
-    def training_target(self, batch: MicroBatch) -> Any:
-        with torch.no_grad(), self._autocast():
-            return Taught(batch.y, self._teacher(batch.x))
-
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        if not isinstance(target, Shared):  # of a check before training, where no teacher is asked
-            return self._hard(output, target)
-        taught, share = target
-        output, teacher, t = wide(output), wide(taught.teacher), self.temperature
-        hard = self._hard(output, taught.y) * share
+    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+        with torch.no_grad():
+            taught = self._teacher(batch.x)
+        output, t = wide(forward(batch.x)), self.temperature
+        hard = self._hard(output, batch.y)
         divergence = torch.nn.functional.kl_div(
-            (output / t).log_softmax(1), (teacher.to(output.dtype) / t).log_softmax(1), reduction="batchmean", log_target=True
+            (output / t).log_softmax(1),
+            (wide(taught).to(output.dtype) / t).log_softmax(1),
+            reduction="batchmean",
+            log_target=True,
         )
-        soft = divergence * t**2 * share
-        self.log("hard", hard)
-        self.log("soft", soft)
+        soft = divergence * t**2
+        self.log("hard", hard * batch.weight)
+        self.log("soft", soft * batch.weight)
         return (1 - self.soft) * hard + self.soft * soft
 
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:

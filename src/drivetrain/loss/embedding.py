@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.loss.base import SMALLEST, Loss, wide
 
@@ -99,6 +100,13 @@ class ComparingLoss(Loss):
         if output.dim() != 2:
             raise UserError(f"the loss wants embeddings (n, d), but the model's output has {output.dim()} dimensions")
         return wide(output).unflatten(0, (-1, self.views))
+
+    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+        return self(forward(self.joined(batch.x)), batch.y)
+
+    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+        output = forward(self.joined(batch.x))
+        return output, self.sums(output, batch.y)
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """The mean loss, over the global batch where the step says so by its target, else over this batch alone."""

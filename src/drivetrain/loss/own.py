@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
+from drivetrain.core.user_call import Progress, RunModel, UserCall
 from drivetrain.loss.base import Loss
-from drivetrain.loss.parted import PartedLoss, Shared
+from drivetrain.loss.parted import PartedLoss
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
-
-class Batch(NamedTuple):
-    """What an own loss gets as `batch`: the inputs and the targets of a micro-batch."""
-
-    x: Any
-    y: Any
+OFFERS = ("output", "target", "input", "batch", "model", "progress")
 
 
 class Own(PartedLoss):
     """The function or class `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
 
-    It is called as (output, y), or as (output, batch) if its second argument has that name: batch.x and batch.y. It returns the
-    mean over the samples, or a mapping of parts: `loss` is then what is trained, or their sum where there is none. To average
-    over something else, give it a method `count(y)`, the number of items that its mean is over: the mean is then exact over
-    micro-batches and ranks.
+    It gets what its parameters name: output, target (or y), input (or x), batch, model, progress; without output and model among
+    them (output, target) by position. It returns the mean over the samples, or a mapping of parts: `loss` is then what is
+    trained, or their sum where there is none. To average over something else, give it a method `count(y)`, the number of items
+    that its mean is over: the mean is then exact over micro-batches and ranks.
     """
 
     machine_local_keys = ("target",)
     takes = tuple(DESCRIPTIONS)
+    takes_trees = True
 
     def __init__(self, target: str | None = None, kwargs: Arguments | None = None) -> None:
         super().__init__()
@@ -61,56 +57,68 @@ class Own(PartedLoss):
             )
 
     def setup(self, context: BuildContext) -> None:
-        self.running, self.function = {}, self._made(context.device)
+        setting = f"{self.target_key}.target={self.target}"
+        self.running, self.function = {}, self._made(setting, context.device)
         self._logs_parts = context.parallel.own_forward
-        second = list(inspect.signature(self.function).parameters)[1:2]
-        self._takes_batch = second == ["batch"]
-        self._count = getattr(self.function, "count", None)
+        kwargs = self.kwargs if self.function is self._target else {}
+        self._call = UserCall(setting, self.function, kwargs, offers=OFFERS)
+        count = getattr(self.function, "count", None)
+        self._count = count and UserCall(
+            f"the method count of {setting}", count, offers=("target", "input", "batch"), positions=("target",),
+            decides=("target", "batch"),
+        )  # fmt: skip
+        # Samples without more are counted by the batch already, where it weights micro-batches by them.
+        self.counted = count is not None or context.batch.weighs_by_length
+        self._module = lambda: context.model
+        length = (context.horizon.updates, context.run.values["epochs"])
+        self._progress = {training: Progress(context.progress, *length, training) for training in (True, False)}
 
     def keeps(self) -> dict[str, Any]:
         return {self.target_key: self.function}
 
-    def _made(self, device: torch.device) -> Callable[..., Any]:
+    def _made(self, setting: str, device: torch.device) -> Callable[..., Any]:
         """Import the target; make an object of it if it is a class. Raises UserError."""
-        setting = f"{self.target_key}.target={self.target}"
-        target = user_code.load(setting, str(self.target))
-        if isinstance(target, type):
-            made = user_code.make(setting, target, self.kwargs)
-        elif self.kwargs:
-            raise UserError(f"{setting} is a function, and {self.target_key}.kwargs are for a class: leave them out")
-        else:
-            made = target
+        self._target = made = user_code.load(setting, str(self.target))
+        if isinstance(made, type):
+            made = user_code.make(setting, made, self.kwargs)
         if isinstance(made, torch.nn.Module):
             if any(p.requires_grad for p in made.parameters()):
                 raise UserError(f"{setting} has parameters, and no optimizer sees those of a loss: move them to your model")
             made = made.to(device)
-        if not callable(made) or len(inspect.signature(made).parameters) < 2:
-            raise UserError(f"{setting} cannot be called as (output, y) or (output, batch)")
-        return made
+        if not callable(made):
+            raise UserError(f"{setting} makes {type(made).__name__}, which cannot be called")
+        return made  # type: ignore[no-any-return]
 
-    def count(self, target: Any) -> torch.Tensor:
+    def items(self, batch: MicroBatch) -> torch.Tensor:
+        plain = self.count(batch.y)
         if self._count is None:
-            return super().count(target)
-        counted = self._count(target)
-        return torch.as_tensor(counted, dtype=sum_dtype(target.device), device=target.device)
+            return plain
+        return torch.as_tensor(self._count(target=batch.y, input=batch.x, batch=batch), dtype=plain.dtype, device=plain.device)
 
-    def training_target(self, batch: MicroBatch) -> Any:
-        return Batch(batch.x, batch.y) if self._takes_batch else batch.y
-
-    evaluation_target = training_target
-
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        if not isinstance(target, Shared):
-            return self._parts(output, target)["loss"]
-        found = {name: value * target.share for name, value in self._parts(output, target.target).items()}
-        for name, value in found.items():
+    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+        needed = "output" in self._call.needs
+        parts = self._parts(forward, forward(batch.x) if needed else None, batch, training=True)
+        for name, value in parts.items():
             if name != "loss" and self._logs_parts:
-                self.log(name, value)
-        return found["loss"]
+                self.log(name, value * batch.weight)
+        return parts["loss"]
 
-    def _parts(self, output: torch.Tensor, target: Any) -> dict[str, torch.Tensor]:
+    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+        """The output, and the loss times its items and their number (2,)."""
+        output = forward(batch.x) if need_output or "output" in self._call.needs else None
+        count = self.items(batch)
+        with _evaluating(self.function):
+            loss = self._parts(forward, output, batch, training=False)["loss"]
+        return output, torch.stack([loss.to(count.dtype) * count, count])
+
+    def _parts(self, forward: Callable[[Any], Any], output: Any, batch: MicroBatch, training: bool) -> dict[str, torch.Tensor]:
         """The named parts, with `loss`. Raises UserError if the function returns anything else."""
-        returned = self.function(output, target)
+        if self._call.positional:
+            returned = self._call.function(output, batch.y)
+        else:
+            model = RunModel(forward, self._module()) if "model" in self._call.needs else None
+            progress = self._progress[training]
+            returned = self._call(output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=progress)
         parts = dict(returned) if isinstance(returned, dict) else {"loss": returned}
         for name, value in parts.items():
             if not isinstance(value, torch.Tensor) or value.dim() > 0:
@@ -124,7 +132,15 @@ class Own(PartedLoss):
             parts["loss"] = torch.stack(list(parts.values())).sum()
         return parts
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        """The loss times its items, and their number (2,)."""
-        count = self.count(target.y if isinstance(target, Batch) else target)
-        return torch.stack([self._parts(output, target)["loss"].to(count.dtype) * count, count])
+
+@contextmanager
+def _evaluating(function: Any) -> Iterator[None]:
+    """Put a module, and what is in it, into evaluation mode, in which its buffers stay as they are."""
+    modules = [m for m in function.modules() if m.training] if isinstance(function, torch.nn.Module) else []
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.training = True

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import NonNegative, RunSpec
 from drivetrain.loss.base import Loss
-from drivetrain.loss.parted import PartedLoss, Shared
+from drivetrain.loss.parted import PartedLoss
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -43,6 +44,11 @@ class Sum(PartedLoss):
     def soft_targets(self) -> bool:  # type: ignore[override]
         """Whether all of the losses take probabilities of classes."""
         return all(loss.soft_targets for loss in self.losses.values())
+
+    @property
+    def takes_trees(self) -> bool:  # type: ignore[override]
+        """Whether all of the losses take trees of targets."""
+        return all(loss.takes_trees for loss in self.losses.values())
 
     @property
     def factors(self) -> list[float]:
@@ -98,25 +104,15 @@ class Sum(PartedLoss):
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return next((p for loss in self.losses.values() if (p := loss.output_problem(output, classes)) is not None), None)
 
-    def count(self, target: Any) -> torch.Tensor:
-        return torch.stack([loss.count(target) for loss in self.losses.values()])
+    def items(self, batch: MicroBatch) -> torch.Tensor:
+        return torch.stack([loss.items(batch) for loss in self.losses.values()])
 
-    def training_target(self, batch: MicroBatch) -> Any:
-        return tuple(loss.training_target(batch) if isinstance(loss, PartedLoss) else batch.y for loss in self.losses.values())
-
-    def evaluation_target(self, batch: MicroBatch) -> Any:
-        return tuple(loss.evaluation_target(batch) for loss in self.losses.values())
-
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        if not isinstance(target, Shared):  # of a check before training, with the plain targets
-            target = Shared((target,) * len(self.losses), torch.ones(len(self.losses), device=output.device))
+    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+        output, shares = forward(batch.x), batch.shares
+        each = [batch.weight] * len(self.losses) if shares is None else shares.unbind()
         values = []
-        rows = zip(self.losses.items(), self.factors, target.target, target.share.unbind(), strict=True)
-        for (name, loss), factor, own_target, share in rows:
-            if isinstance(loss, PartedLoss) and isinstance(target, Shared):
-                value = loss(output, Shared(own_target, share))
-            else:
-                value = loss(output, own_target) * share
+        for (name, loss), factor, share in zip(self.losses.items(), self.factors, each, strict=True):
+            value = loss.step(lambda _: output, replace(batch, weight=share, shares=None)) * share
             self.log(name, value)
             values.append(factor * value)
         return torch.stack(values).sum()
@@ -125,9 +121,10 @@ class Sum(PartedLoss):
         below = [(name, loss.parts()) for name, loss in self.losses.items()]
         return super().parts() | {f"loss_{name}_{k.removeprefix('loss_')}": v for name, parts in below for k, v in parts.items()}
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
-        """The sums of each part, one after the other."""
-        return torch.cat([loss.sums(output, own) for loss, own in zip(self.losses.values(), target, strict=True)])
+    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+        """The output, and the sums of each part, one after the other."""
+        output = forward(batch.x)
+        return output, torch.cat([loss.evaluate(lambda _: output, batch, False)[1] for loss in self.losses.values()])
 
     def evaluation_sums(self) -> int:
         return sum(loss.evaluation_sums() for loss in self.losses.values())

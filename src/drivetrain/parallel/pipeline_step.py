@@ -92,7 +92,7 @@ class PipelineStep(WrappingStep):
         """Return the tensor on which the last stage calls backward."""
         batch = self._running[int(number)]
         with self._precision.autocast():
-            loss = self._loss(output, batch.y)
+            loss = self._loss.step(lambda _: output, batch)
         self._losses.append(loss.detach())
         return self._precision.scaled(loss, batch.weight)
 

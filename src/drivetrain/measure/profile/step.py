@@ -128,6 +128,8 @@ def _phases(trainer: Any, stream: TrackedStream, profile_s: float) -> tuple[dict
         step.zero_grad()
         done("update", mark)
         count += 1
+    if plain:
+        spent["loss"] -= spent["forward"]  # which the loss runs
     phases = {name: 1e3 * seconds / count for name, seconds in spent.items()}
     return phases, 1e3 * statistics.fmean(read_s) if read_s else None
 
@@ -146,7 +148,9 @@ def _timed_step(step: PlainStep, done: Callable[[str, float], float]) -> PlainSt
 
     precision = copy(step.precision)
     precision.backward = timed("backward", step.precision.backward)  # type: ignore[method-assign]
-    return dataclasses.replace(step, forward=timed("forward", step.forward), loss=timed("loss", step.loss), precision=precision)
+    loss = copy(step.loss)
+    loss.step = timed("loss", step.loss.step)  # type: ignore[method-assign]
+    return dataclasses.replace(step, forward=timed("forward", step.forward), loss=loss, precision=precision)
 
 
 def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
