@@ -19,6 +19,7 @@ from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest
+from tests.conftest import TINY
 from tests.support import drawing_sets
 
 LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
@@ -160,13 +161,34 @@ def test_a_finished_run_stays_finished(train):
 # --- what may differ ---
 
 
-def test_a_changed_config_is_refused_with_the_difference(train):
-    run = train()
+def files(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    return drivetrain.train([*TINY, f"output_dir={tmp_path_factory.mktemp('finished')}"]).run_dir
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["precision=bf16"], ["precision: Precision → Bf16"]),
+        (["optimizer=adamw"], ["optimizer: Sgd → AdamW."]),
+        (["optimizer.lr=0.01", "model.hidden=[16]"], ["optimizer.lr: 0.05 → 0.01", "model.hidden: [256, 256] → [16]"]),
+        (["updates=3", "ema=ema"], ["ema"]),
+        (["recipe=naive"], ["model"]),
+        (["updates=1"], ["updates: 2 → 1: a run may only become longer"]),
+    ],
+)
+def test_a_changed_config_or_a_shorter_run_is_refused_with_the_difference(finished, words, shown):
+    before = files(finished)
     with pytest.raises(UserError) as refused:
-        launcher.prepare([f"resume={run.run_dir}", "optimizer.lr=0.01"])
+        launcher.prepare([f"resume={finished}", *words])
     (problem,) = refused.value.problems
-    assert "optimizer.lr: 0.05 → 0.01" in problem
+    assert all(text in problem for text in shown)
     assert "resume_changed=true" in problem
+    assert files(finished) == before
 
 
 @pytest.mark.parametrize(
@@ -192,24 +214,6 @@ def test_what_is_no_run_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="is no run's directory"):
             launcher.prepare([f"resume={path}"])
-
-
-# --- auto ---
-
-
-def test_auto_finds_the_unfinished_run_of_this_config(train, tiny, stop_at):
-    stop_at(2)
-    stopped = train("updates=4")
-    stop_at(None)
-    other = train("updates=4", "optimizer.lr=0.01")
-    job = launcher.prepare(tiny("updates=4", "resume=auto"))
-    assert job.run_dir == stopped.run_dir
-    assert other.run_dir != stopped.run_dir
-    resumed = train("updates=4", "resume=auto")
-    assert (resumed.run_dir, resumed.updates, resumed.status) == (stopped.run_dir, 4, "completed")
-    afresh = launcher.prepare(tiny("updates=4", "resume=auto"))
-    assert afresh.run_dir is None
-    assert any("no unfinished run of this config" in line for line in afresh.notices)
 
 
 # --- the files ---
@@ -257,6 +261,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
     damage, says = DAMAGE[how]
     checkpoint = run_dir / "checkpoints" / "3"
+    whole = (checkpoint / "model.safetensors").read_bytes()
     assert manifest.verify(checkpoint) is None
     damage(checkpoint)
     assert says in manifest.verify(checkpoint)
@@ -266,6 +271,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
     again = drivetrain.train([f"resume={run_dir}"])
     assert (again.status, again.updates) == ("completed", 3), again.error
     assert manifest.verify(checkpoint) is None  # written anew
+    assert (checkpoint / "model.safetensors").read_bytes() == whole
     assert [r["update"] for r in lines(run_dir) if r["event"] == "train"] == [1, 2, 3]
 
 
@@ -274,6 +280,8 @@ def test_with_no_checkpoint_left_it_starts_over_and_says_so(run_dir):
     job = launcher.prepare([f"resume={run_dir}"])
     assert job.checkpoint is None
     assert any("starts from the beginning" in line for line in job.notices)
+    again = drivetrain.train([f"resume={run_dir}"])
+    assert (again.status, again.updates) == ("completed", 3), again.error
 
 
 def test_the_state_is_plain_tensors_and_containers(run_dir):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -186,64 +185,6 @@ def copy(run_dir: Path, place: Path, status: str = "interrupted", keep: int = 2)
     return target
 
 
-def truncate(checkpoint: Path) -> None:
-    file = checkpoint / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def flip_a_bit(checkpoint: Path) -> None:
-    file = checkpoint / "state.pt"
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)
-
-
-def lose_the_manifest(checkpoint: Path) -> None:
-    (checkpoint / "manifest.json").unlink()
-
-
-def lose_the_state(checkpoint: Path) -> None:
-    (checkpoint / "state.pt").unlink()
-
-
-def lead_outside(checkpoint: Path) -> None:
-    file = checkpoint / "manifest.json"
-    file.write_text(file.read_text().replace('"state.pt"', '"../11/state.pt"'))
-
-
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, lose_the_manifest, lose_the_state, lead_outside])
-def test_damaged_checkpoint_falls_back_to_the_one_before(damage: Callable[[Path], None], small: Path, tmp_path: Path) -> None:
-    run_dir = copy(small, tmp_path)
-    assert [p.name for p in checkpoints(run_dir)] == ["11", "22"]
-    damage(run_dir / "checkpoints" / "22")
-    ended = train(f"resume={run_dir}", cwd=tmp_path)
-    assert ended.code == 0, ended
-    assert re.search(r"checkpoints/22 .*passed over", ended.err)
-    assert f"resuming from {run_dir / 'checkpoints' / '11'}" in ended.err
-    assert_same_end(run_dir, small)
-
-
-def test_no_checkpoint_left_starts_from_the_beginning_and_says_so(small: Path, tmp_path: Path) -> None:
-    run_dir = copy(small, tmp_path)
-    for checkpoint in checkpoints(run_dir):
-        truncate(checkpoint)
-    ended = train(f"resume={run_dir}", cwd=tmp_path)
-    assert ended.code == 0, ended
-    assert "checkpoints/11 " in ended.err
-    assert "checkpoints/22 " in ended.err
-    assert "from the beginning" in ended.err
-    assert_same_end(run_dir, small)
-
-
-def test_a_save_that_a_kill_cut_short_is_not_taken(small: Path, tmp_path: Path) -> None:
-    run_dir = copy(small, tmp_path, keep=1)
-    shutil.copytree(run_dir / "checkpoints" / "11", run_dir / "checkpoints" / ".writing-20")
-    ended = train(f"resume={run_dir}", cwd=tmp_path)
-    assert ended.code == 0, ended
-    assert "resuming from" in ended.err
-    assert_same_end(run_dir, small)
-
-
 def test_metrics_that_a_kill_cut_short(small: Path, tmp_path: Path) -> None:
     """Half a line at the end of metrics.jsonl, and updates beyond the checkpoint: each update is there once."""
     run_dir = copy(small, tmp_path, keep=1)
@@ -300,58 +241,8 @@ def test_resume_auto_without_any_run(tmp_path: Path) -> None:
     assert result(only_run(tmp_path / "not"))["updates"] == 1
 
 
-def test_a_longer_run(small: Path, tmp_path: Path) -> None:
-    """A finished run made longer equals one that was as long from the start."""
-    ended = train(*(w for w in SMALL if w != "epochs=2"), "epochs=1", cwd=tmp_path)
-    assert ended.code == 0, ended
-    run_dir = only_run(tmp_path / "outputs")
-    assert result(run_dir)["updates"] == PER_EPOCH
-    ended = train(f"resume={run_dir}", "epochs=2", cwd=tmp_path)
-    assert ended.code == 0, ended
-    assert_same_end(run_dir, small)
-    assert (run_dir / "recipe.yaml").read_text() == (small / "recipe.yaml").read_text()
-
-
-def test_a_shorter_run_is_refused(small: Path, tmp_path: Path) -> None:
-    """Overrides beside resume= may lengthen the run alone."""
-    run_dir = copy(small, tmp_path)
-    ended = train(f"resume={run_dir}", "epochs=1", cwd=tmp_path)
-    assert ended.code == 2, ended
-    assert "epochs" in ended.err
-
-
 def everything(run_dir: Path) -> dict[str, bytes]:
     return {str(p.relative_to(run_dir)): p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (("precision=bf16",), ("precision: Precision → Bf16",)),
-        (("optimizer=adamw",), ("optimizer: Sgd → AdamW.",)),
-        (("optimizer.lr=0.05", "model.hidden=[16]"), ("optimizer.lr: 0.1 → 0.05", "model.hidden: [32] → [16]")),
-        (("epochs=3", "ema=ema"), ("ema",)),
-        (("recipe=naive",), ("model",)),
-    ],
-)
-def test_a_changed_config_is_shown_and_refused(
-    words: tuple[str, ...], shown: tuple[str, ...], small: Path, tmp_path: Path
-) -> None:
-    run_dir = copy(small, tmp_path)
-    before = everything(run_dir)
-    ended = train(f"resume={run_dir}", *words, cwd=tmp_path)
-    assert ended.code == 2, ended
-    assert all(text in ended.err for text in (*shown, "resume_changed=true"))
-    assert everything(run_dir) == before, "refused: nothing of the run has changed"
-
-
-def test_a_changed_config_goes_on_when_told_to(small: Path, tmp_path: Path) -> None:
-    run_dir = copy(small, tmp_path)
-    ended = train(f"resume={run_dir}", "optimizer.lr=0.05", "resume_changed=true", "epochs=3", cwd=tmp_path)
-    assert ended.code == 0, ended
-    assert "optimizer.lr: 0.1 → 0.05" in ended.err
-    assert losses(run_dir)[: 2 * PER_EPOCH] == losses(small)
-    assert [(u, lr) for u, _, _, lr, *_ in losses(run_dir)[2 * PER_EPOCH :]] == [(23 + i, 0.05) for i in range(PER_EPOCH)]
 
 
 def test_two_processes_in_one_run(tmp_path: Path) -> None:
