@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.command import (
     OWN,
     TINY,
     TORCHRUN,
-    Done,
     checkpoints,
     empty,
     losses,
@@ -38,12 +36,6 @@ def trained(run_dir: Path, ranks: int) -> None:
     assert [p.name for p in checkpoints(run_dir)] == ["8"]
 
 
-def tensors(run_dir: Path) -> dict[str, object]:
-    import safetensors.torch
-
-    return safetensors.torch.load_file(checkpoints(run_dir)[-1] / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """parallel=ddp, its two ranks started by the command."""
@@ -51,22 +43,6 @@ def own_launcher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = train(*DDP, cwd=place)
     assert done.code == 0, done
     return only_run(place / "outputs")
-
-
-def test_two_ranks_are_one_process_with_the_whole_batch(own_launcher: Path, tmp_path: Path) -> None:
-    import torch
-
-    done = train(*WORDS, cwd=tmp_path)
-    assert done.code == 0, done
-    single = only_run(tmp_path / "outputs")
-    trained(single, 1)
-    trained(own_launcher, 2)
-    alone, together = tensors(single), tensors(own_launcher)
-    assert list(alone) == list(together), "plain names on any number of ranks"
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-6)
-    assert [loss for _, _, loss, *_ in losses(own_launcher)] == pytest.approx([x for _, _, x, *_ in losses(single)], rel=1e-4)
-    evaluated = result(own_launcher)["metrics"]["test"]["final"]
-    assert evaluated == pytest.approx(result(single)["metrics"]["test"]["final"], rel=1e-4)
 
 
 @pytest.mark.slow
@@ -93,32 +69,6 @@ def test_torchruns_ranks_write_their_parts_to_one_directory(own_launcher: Path, 
     assert not list(run_dir.glob(".seen-*"))
 
 
-ONE_OF_TWO = {
-    "WORLD_SIZE": "2",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "1",
-}
-
-
-def test_torchrun_and_one_process_exclude_each_other(tmp_path: Path) -> None:
-    done = train(*WORDS, "parallel=single", cwd=tmp_path, env=ONE_OF_TWO)
-    assert done.code == 2, done
-    assert "parallel=single" in done.err
-    assert "set parallel=ddp" in done.err
-    assert not list(tmp_path.iterdir())
-
-
-def test_torchrun_and_another_number_of_ranks(tmp_path: Path) -> None:
-    done = train(*DDP, "parallel.nproc=4", cwd=tmp_path, env=ONE_OF_TWO)
-    assert done.code == 2, done
-    assert "parallel.nproc=4" in done.err
-    assert "2 ranks" in done.err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_ranks_agree_on_the_run_that_goes_on(own_launcher: Path, tmp_path: Path) -> None:
     """torchrun with resume=auto: a rank that looks later, when the first already holds the run, goes on with the same."""
@@ -134,20 +84,6 @@ def test_ranks_agree_on_the_run_that_goes_on(own_launcher: Path, tmp_path: Path)
     assert "resuming from" in done.err
     assert runs(tmp_path / "outputs") == [run_dir]
     assert result(run_dir)["updates"] == 11
-
-
-def test_a_launcher_of_one(tmp_path: Path) -> None:
-    """WORLD_SIZE=1 alone, as some clusters set it, is one process."""
-    done = train(*TINY, "updates=1", cwd=tmp_path, env={"WORLD_SIZE": "1"})
-    assert done.code == 0, done
-    assert result(only_run(tmp_path / "outputs"))["updates"] == 1
-
-
-def test_a_launcher_that_makes_no_sense(tmp_path: Path) -> None:
-    done = train(*TINY, "updates=1", "parallel=ddp", cwd=tmp_path, env={"WORLD_SIZE": "two"})
-    assert done.code == 2, done
-    assert "WORLD_SIZE" in done.err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("place", ["outputs", pytest.param("crank-ranks", marks=pytest.mark.slow)])
@@ -178,58 +114,3 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
 
 
 # From Python: drivetrain.train([...]).
-
-SCRIPT = """
-import json, sys, time
-import drivetrain
-from drivetrain.core.errors import UserError
-
-for words in json.loads(sys.argv[1]):
-    began = time.time()
-    try:
-        result = drivetrain.train(words)
-    except UserError as error:
-        print(json.dumps({"problems": error.problems}))
-        continue
-    print(json.dumps({
-        "status": result.status, "error": result.error, "updates": result.updates, "world_size": result.world_size,
-        "metrics": result.metrics, "run_dir": str(result.run_dir), "config_hash": result.config_hash,
-        "wall_s": result.wall_s, "to_first": result.time_to_first_step_s, "outside_s": time.time() - began,
-    }))
-"""
-
-
-def from_python(place: Path, *calls: list[str]) -> tuple[list[dict[str, object]], Done]:
-    """Call drivetrain.train for each list of words, in one process; what came back."""
-    (place / "script.py").write_text(SCRIPT)
-    done = run(json.dumps(calls), cwd=place, how=("script.py",))
-    assert done.code == 0, done
-    return [json.loads(line) for line in done.out.splitlines() if line.startswith('{"')], done
-
-
-@pytest.mark.slow
-def test_from_python(own_launcher: Path, tmp_path: Path) -> None:
-    """One process, two ranks, a bad config and a run that fails, one after the other, as from the command line."""
-    place = with_own_nets(tmp_path / "here")
-    single, ddp, bad, failing = from_python(
-        place, list(WORDS), list(DDP), ["precision=ampp", "epochs=0"],
-        [*OWN, "model.target=my_nets.Raises", "epochs=1"],
-    )[0]  # fmt: skip
-    for came, ranks in ((single, 1), (ddp, 2)):
-        trained(Path(place / str(came["run_dir"])), ranks)
-        on_disk = result(place / str(came["run_dir"]))
-        assert all(came[key] == on_disk[key] for key in ("status", "error", "updates", "world_size", "metrics", "config_hash"))
-    assert weights(place / str(ddp["run_dir"])) == weights(own_launcher)
-    assert [p for p in bad["problems"] if "precision=ampp" in p]  # type: ignore[union-attr, attr-defined]
-    assert [p for p in bad["problems"] if "epochs=0" in p]  # type: ignore[union-attr, attr-defined]
-    assert failing["status"] == "failed"
-    assert "the third forward is too much" in str(failing["error"])
-    assert len(runs(place / "outputs")) == 3
-
-
-@pytest.mark.slow
-def test_a_second_run_of_a_process_has_its_own_clock(tmp_path: Path) -> None:
-    """Its times begin when it is called, not when the package was imported."""
-    (_, second), _ = from_python(tmp_path, [*WORDS], [*TINY, "updates=1"])
-    assert second["status"] == "completed"
-    assert 0 < second["to_first"] <= second["wall_s"] <= second["outside_s"]  # type: ignore[operator]

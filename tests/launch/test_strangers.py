@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,7 @@ import yaml
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.run import environment
 from drivetrain.sweeps import driver, store
-from tests.support.command import run
 
 EVIL = "raise SystemExit('imported')\n"
 
@@ -106,28 +103,6 @@ def test_a_changed_sweep_is_not_taken(tiny, tmp_path):
     with pytest.raises(UserError, match=r"start it anew with the words that you agree with: .*evil\.Net"):
         driver.run([f"resume={folder}"])
     assert "evil" not in sys.modules
-
-
-@pytest.mark.own_process
-def test_nothing_is_imported_from_the_working_directory(tmp_path):
-    """Neither a name that is installed, as torch is, nor one that is not, unless a package is trusted."""
-    for name in ("torch", "timm", "yaml", "hydra", "apex"):
-        (tmp_path / f"{name}.py").write_text(EVIL)
-    done = run("train", "optimizer=apex_sgd", cwd=tmp_path)
-    assert done.code == 2, done
-    assert "apex, which is not installed" in done.err
-
-
-def test_git_runs_nothing_of_the_working_directory(tmp_path, monkeypatch):
-    """The config of a stranger's repository may name a program that git starts to learn what has changed."""
-    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *command], check=True)
-    spy = tmp_path / "spy.sh"
-    spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/spied\n")
-    spy.chmod(0o755)
-    subprocess.run(["git", "config", "core.fsmonitor", str(spy)], check=True)
-    assert len(environment.describe([], "", {})["git_commit"].removesuffix("-dirty")) == 40
-    assert not (tmp_path / "spied").exists()
 
 
 def test_the_key_is_one_and_for_this_user_alone(tmp_path, monkeypatch):

@@ -507,3 +507,19 @@ def test_verbs_that_take_a_recipe_take_an_address(pinned, tmp_path, capsys):
     assert compose([f"recipe={pinned}"]).config.optimizer.lr == 0.0625
     assert main(["train", f"recipe={pinned}", "--cfg", "job", "-p", "optimizer.lr"]) == 0
     assert capsys.readouterr().out.strip().endswith("0.0625")
+
+
+def test_the_same_config_arrives_through_every_place(host, tmp_path, monkeypatch):
+    """A run's recipe as a file, by its name, from the web and from the hub."""
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_ENDPOINT", host.url)
+    (run_dir := tmp_path / "run").mkdir()
+    job = prepare(["data=digits", "model=mlp", "precision=bf16", "optimizer.lr=0.03", "updates=12", "runtime.device=cpu"])
+    job.write_files(run_dir)
+    assert main(["recipe", "export", str(run_dir), "shared.yaml"]) == 0
+    text = Path("shared.yaml").read_bytes()
+    host.has(f"/me/recipes/resolve/{COMMIT}/shared.yaml", text)
+    web = f"{host.has('/shared.yaml', text)}#sha256={fetch.sha256_of(text)}"
+    for given in ("shared.yaml", "shared", web, f"hf://me/recipes@{COMMIT}/shared.yaml"):
+        assert prepare([f"recipe={given}", "runtime.device=cpu"]).config_hash == job.config_hash
+    assert prepare(["recipe=shared", "runtime.device=cpu", "optimizer.lr=0.04"]).config_hash != job.config_hash

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +21,6 @@ OF_TEXTS = (
     "model=gpt", "model.width=8", "model.depth=1", "model.heads=2",
 )  # fmt: skip
 AVERAGE = 0.07  # a width between those that are stored
-Train = Callable[[Path], "SmallRun"]
 
 
 class SmallRun(NamedTuple):
@@ -71,18 +69,6 @@ def texts(folder: Path) -> SmallRun:
     lines = [f"the {'cat' if n % 2 else 'dog'} number {n} sat" for n in range(40)]
     file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return SmallRun(_train((*OF_TEXTS, f"data.path={file}"), folder), "the cat number 9")
-
-
-KINDS: dict[str, Train] = {"pictures": pictures, "table": table, "texts": texts}
-
-
-def train_all(folder: Path) -> dict[str, SmallRun]:
-    """One run of each kind."""
-    found = {}
-    for kind, train in KINDS.items():
-        (folder / kind).mkdir(parents=True)
-        found[kind] = train(folder / kind)
-    return found
 
 
 def _train(words: tuple[str, ...], folder: Path) -> Path:

@@ -171,16 +171,6 @@ def test_a_sweep_recipe_runs_as_a_sweep(tmp_path: Path) -> None:
     assert len({frozenset(words) for words in given}) == 4
 
 
-def test_recipes_as_an_axis(tmp_path: Path) -> None:
-    done = train("-m", "recipe=naive,fast", "data=digits", "model=resnet9", "updates=2", cwd=tmp_path)
-    assert done.code == 0, done
-    naive, fast = jobs(tmp_path / "outputs")
-    assert_whole(naive, 2)
-    assert_whole(fast, 2)
-    assert "override /precision: fp32\n" in (naive / "recipe.yaml").read_text()
-    assert "override /precision: bf16\n" in (fast / "recipe.yaml").read_text()
-
-
 def test_a_range_and_a_job_that_is_gone_on_with(tmp_path: Path) -> None:
     done = train("-m", *TINY, "scheduler=constant", "epochs=range(1,3)", cwd=tmp_path)
     assert done.code == 0, done
