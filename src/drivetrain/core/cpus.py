@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+from drivetrain.core import cgroup
 
 JOBS = "DRIVETRAIN_JOBS_AT_A_TIME"  # in the environment of a sweep's job: the number of jobs that run at a time
 
@@ -11,11 +12,6 @@ JOBS = "DRIVETRAIN_JOBS_AT_A_TIME"  # in the environment of a sweep's job: the n
 def usable_cores(ranks: int | None = None) -> int:
     """The cores for this rank, at least 1: affinity mask and cgroup quota, divided by the machine's ranks and jobs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        quota = "max"
-    if quota != "max":
-        cores = min(cores, int(quota) // int(period))
+    cores = int(min((cores, *cgroup.cores())))
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
     return max(1, cores // (sharing * int(os.environ.get(JOBS, "1"))))

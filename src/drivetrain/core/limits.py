@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain.core import cgroup
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import UserError
 
@@ -48,11 +48,7 @@ def memory_bytes() -> int:
     """The memory of this machine that its processes may use together: what is installed, or less by the cgroup's limit."""
     if not hasattr(os, "sysconf"):  # Windows
         return sys.maxsize
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # there is no cgroup, or it sets no limit ("max")
-        return installed
+    return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup.memory_bytes()))
 
 
 def device_bytes(device: torch.device) -> int | None:
