@@ -111,3 +111,4 @@ def test_a_run_within_the_limit(tmp_path, limit, words, code, says):
     )  # fmt: skip
     assert done.returncode == code, done
     assert says in done.stderr, done
+    assert not any(word in done.stderr for word in ("Traceback", "Exception ignored")), done.stderr

@@ -106,7 +106,7 @@ class Workers(Loader):
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
         with _sigterm_blocked():
-            batches = iter(loader)
+            batches = _start(loader)
         try:
             with _WaitLimit(self.timeout_s, batches) as limit:
                 for fetched in limit.each(batches):
@@ -262,6 +262,17 @@ class _IteratorSampler:
 
     def __iter__(self) -> Iterator[Request]:
         return self.keys
+
+
+def _start(loader: Iterable[Any]) -> Any:
+    """Start the workers. Raises OSError where the machine has no room for them: torch's half-made iterator then ends unheard."""
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        return iter(loader)
+    except OSError as error:
+        raise error.with_traceback(None) from None  # its frames hold that iterator, whose destructor fails
+    finally:
+        sys.unraisablehook = before
 
 
 @contextmanager
