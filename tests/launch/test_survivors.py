@@ -1,8 +1,9 @@
-"""Whatever starts runs, and however it is stopped or killed: nobody of it lives on."""
+"""Whatever starts runs, and however it is stopped or killed: nobody of it lives on, and what had saved goes on."""
 
 import itertools
 import os
 import signal
+import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -33,7 +34,32 @@ TUNE, DOCTOR, FORK = ("tune", "what=lr"), ("doctor",), ("fork",)
 CASES = [
     *itertools.product((TRAIN,), ((), DDP, FSDP, WORKERS, THREADS), ("INT", "TERM", "KILL", "KILL a child")),
     *itertools.product((SWEEP, FORK), ((), DDP, WORKERS), ("INT", "TERM", "KILL", "KILL a child")),
-    *itertools.product((COMPARE, ABLATE, TUNE, DOCTOR), ((), WORKERS), ("INT", "TERM", "KILL")),
+    *itertools.product((COMPARE, ABLATE, TUNE, DOCTOR), ((), WORKERS, DDP), ("INT", "TERM", "KILL")),
+]
+LOSS = """
+import os, time
+from pathlib import Path
+import torch
+
+class Loss(torch.nn.Module):
+    calls = 0
+    def forward(self, output, y):
+        self.calls += 1
+        if not torch.is_grad_enabled():
+            self.now("evaluating")
+        return torch.nn.functional.cross_entropy(output, y)
+    def state_dict(self, *args, **kwargs):
+        if self.calls > 8:  # not where the run tries what can be saved
+            self.now("saving")
+        return super().state_dict(*args, **kwargs)
+    def now(self, moment):
+        Path("moments", moment).touch()
+        time.sleep(0.2)
+"""
+MARKED = ("loss=own", "loss.target=marked.Loss", "trust=[marked]")
+AIMED = [
+    *itertools.product((TRAIN,), ((), DDP, FSDP, WORKERS, THREADS), ("INT", "TERM", "KILL", "KILL a child")),
+    *itertools.product((SWEEP,), ((), DDP), ("INT", "TERM", "KILL", "KILL a child")),
 ]
 
 
@@ -68,14 +94,51 @@ def test_nobody_lives_on(tmp_path, verb, words, how, moment):
             until(lambda: any(tmp_path.rglob("metrics.jsonl")))
         else:
             until(lambda: len(living(mark)) > 1)
-        number = getattr(signal, f"SIG{how.split()[0]}")
-        others = [other for other in living(mark) if other != process.pid]
-        os.kill(max(others) if how.endswith("a child") and others else process.pid, number)
-        if how.endswith("a child"):  # one that is gone is told or made anew; then the command is stopped
-            time.sleep(1)
-            process.send_signal(signal.SIGTERM)
-        command.finish(process)
-        until(lambda: not living(mark), lambda: f"they live on: {living(mark)}")
+        stop(process, how, mark)
+    finally:
+        for other in living(mark):
+            os.kill(other, signal.SIGKILL)
+
+
+def stop(process: subprocess.Popen[str], how: str, mark: str) -> None:
+    """Send the signal, and wait until all that have this mark are gone."""
+    others = [other for other in living(mark) if other != process.pid]
+    os.kill(max(others) if how.endswith("a child") and others else process.pid, getattr(signal, f"SIG{how.split()[0]}"))
+    if how.endswith("a child"):  # one that is gone is told or made anew; then the command is stopped
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+    command.finish(process)
+    until(lambda: not living(mark), lambda: f"they live on: {living(mark)}")
+
+
+def records(folder: Path) -> int:
+    return sum(file.read_text().count("\n") for file in folder.rglob("metrics.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.own_process  # whose environment /proc tells
+@pytest.mark.parametrize("moment", ["evaluating", "saving"])
+@pytest.mark.parametrize(
+    ("verb", "words", "how"), AIMED, ids=lambda each: each if isinstance(each, str) else " ".join(each) or "-"
+)
+def test_what_is_stopped_while_it_evaluates_or_saves_goes_on(tmp_path, verb, words, how, moment):
+    mark = uuid.uuid4().hex
+    (tmp_path / "marked.py").write_text(LOSS)
+    moments = tmp_path / "moments"
+    moments.mkdir()
+    env = {MARK: mark, "PYTHONPATH": str(tmp_path)}
+    process = command.start(*verb, *RUN, *MARKED, *words, cwd=tmp_path, env=env)
+    try:
+        until(lambda: any(tmp_path.rglob("manifest.json")))
+        (moments / moment).unlink(missing_ok=True)
+        until((moments / moment).exists, lambda: process.poll())
+        stop(process, how, mark)
+        before = records(tmp_path)
+        (folder,) = tmp_path.glob("outputs/multirun/*/*" if verb is SWEEP else "outputs/*/*")
+        again = command.start("train", *verb[1:2], f"resume={folder.relative_to(tmp_path)}", cwd=tmp_path, env=env)
+        until(lambda: records(tmp_path) > before + 2 or again.poll() is not None)
+        assert again.poll() is None, command.finish(again)
+        stop(again, "TERM", mark)
     finally:
         for other in living(mark):
             os.kill(other, signal.SIGKILL)

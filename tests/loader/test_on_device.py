@@ -10,6 +10,7 @@ from PIL import Image
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import drivetrain
 from drivetrain.augment import Augment, CutMix, FlipCrop, Mixup, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch
 from drivetrain.config.catalog import options
@@ -19,6 +20,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, Texts
 from drivetrain.launch import launcher
 from drivetrain.loader import Dali, Device, Loader, Pipeline, Resident, Threads, Workers, dali, side_stream
+from drivetrain.precision import Bf16
 from tests.support import sets
 from tests.support.streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.test_contract import NET, words_of
@@ -210,6 +212,26 @@ def test_batches_of_an_epoch_take_few_launches(monkeypatch):
     batches, together = resident(monkeypatch, work, 10**6)
     assert alone > 10 * len(batches)
     assert together <= first + len(batches)
+
+
+def test_images_are_handed_over_in_the_steps_format(monkeypatch):
+    work = pipeline(images(), [FlipCrop()])
+    plain, rounded = (resident(monkeypatch, each, 10**6)[0] for each in (work, work._replace(computes_in=torch.bfloat16)))
+    for one, other in zip(plain, rounded, strict=True):
+        assert torch.equal(one.x.bfloat16(), other.x)
+        assert other.x.dtype is torch.bfloat16
+        assert other.x.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_first_layer_that_rounds_its_inputs_trains_on_them_as_on_floats(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Bf16, "looks_for_slow_layers", False)  # which are kept in float32
+    words = ["data=digits", "model=mlp", "precision=bf16", "updates=4", "epochs=1", "batch.global_batch=64", "saving=none"]
+    handed_over, rounded = [], Normalize.rounded
+    monkeypatch.setattr(Normalize, "rounded", lambda self, dtype: handed_over.append(dtype) or rounded(self, dtype))
+    results = [drivetrain.train([*words, f"loader={name}", "runtime.device=cpu"]) for name in ("device", "resident")]
+    assert results[0].metrics == results[1].metrics
+    assert set(handed_over) == {torch.bfloat16}
 
 
 # --- what crosses to the device ---

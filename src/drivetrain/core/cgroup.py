@@ -1,6 +1,6 @@
-"""The limits of this process's control groups (Linux): of its own and of each group above it, in both versions of the kernel's interface.
+"""The limits of this process's control groups (Linux): of its own and of each one above it, in both of the kernel's interfaces.
 
-A container's own group may lie below the mount (`/sys/fs/cgroup`) or be the mount itself, while /proc tells its path on the host.
+A container's own group may lie below the mount (`/sys/fs/cgroup`), or be the mount itself while /proc tells its path on the host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def values(controller: str, *names: str) -> Iterator[list[str]]:
-    """Yield the words in these files of each group, joined; of groups that have them. Version 1 keeps a controller's groups apart."""
+    """Yield the words in these files of each group that has them. Version 1 has a folder for each controller."""
     with suppress(OSError):
         for line in OWN.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

@@ -165,6 +165,10 @@ class Normalizer(Protocol):
         """Return the same normaliser for inputs on a device."""
         ...
 
+    def rounded(self, dtype: torch.dtype) -> Normalizer:
+        """Return the same normaliser with results of this type."""
+        ...
+
 
 class Augmentation(Protocol):
     """One step of a pipeline, which changes a batch's inputs and, where it mixes samples, its targets."""

@@ -73,7 +73,9 @@ class OwnData:
 
 
 class Normalize:
-    """Turns uint8 or float inputs into (x − mean) / std per channel, in float32."""
+    """Turns uint8 or float inputs into (x − mean) / std per channel, computed in float32."""
+
+    dtype = torch.float32  # of the results
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
@@ -81,13 +83,19 @@ class Normalize:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise inputs (n, c, h, w) that are on this normaliser's device."""
         values = x.float() if x.is_floating_point() else x  # bytes become floats as the mean is subtracted: one kernel fewer
-        return (values - self.mean).div_(self.std)  # not sub_: float() of a float is no copy, and x is the source's
+        return (values - self.mean).div_(self.std).to(self.dtype)  # not sub_: x may be the source's
 
     def to(self, device: torch.device) -> Normalize:
         """Return the same normalisation for inputs on a device."""
         moved = copy(self)
         moved.mean, moved.std = self.mean.to(device), self.std.to(device)
         return moved
+
+    def rounded(self, dtype: torch.dtype) -> Normalize:
+        """Return the same normalisation with results of this type."""
+        rounded = copy(self)
+        rounded.dtype = dtype
+        return rounded
 
 
 @dataclass

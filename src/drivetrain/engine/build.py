@@ -83,6 +83,11 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     context.loss = loss
 
     model, model_flops = _build_model(context, debug)
+    if (dtype := precision.gathered_dtype()) is not None:
+        sets = (context.train_data, context.judging_data, context.test_data)
+        context.train_data, context.judging_data, context.test_data = (
+            each._replace(computes_in=getattr(torch, dtype)) for each in sets
+        )
     # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
     # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)

@@ -56,6 +56,7 @@ class Pipeline(NamedTuple):
     images: str | None = None  # the key of the images, where inputs are a dict: they are what is augmented and normalised
     views: int = 1  # of each sample, (n, views, …) where there are several: it is augmented so many times
     masks: bool = False  # targets are masks (n, h, w), which move with their images
+    computes_in: torch.dtype | None = None  # what the step rounds all its products' inputs to, where it does
 
     def read(self, request: Request) -> Batch:
         """Return inputs and targets of `request.indices_to_read()` as the source has them."""

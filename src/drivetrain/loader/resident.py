@@ -27,11 +27,12 @@ class Resident(Loader):
     """Data sets are copied to the device once, as the source has them (uint8), and augmented there.
 
     They may take the share `share` of the device's free memory. Launches bound batches of small images: many batches of an
-    epoch are fetched, augmented and normalised at once, and each is a view of them.
+    epoch are fetched, augmented and normalised at once, and each is a view of them. Where the step computes in 16 bits, images
+    are handed over in them, so that no batch is converted by itself.
     """
 
     effect = "close"
-    changes = "samples are augmented on the device, which rounds otherwise"
+    changes = "samples are augmented on the device, and images rounded to the step's 16 bits there"
 
     def __init__(self, share: Share = 0.5) -> None:
         self.share = share
@@ -62,6 +63,8 @@ class Resident(Loader):
             self._on_device[pipeline.source] = self._copy(pipeline, device)
         source = self._on_device[pipeline.source]
         resident = pipeline.to(device)._replace(source=source)
+        if resident.normalize is not None and resident.computes_in is not None:
+            resident = resident._replace(normalize=resident.normalize.rounded(resident.computes_in))
         weights: dict[float, torch.Tensor] = {}
         for piece in _pieces(requests, _samples_at_once(pipeline, source, device)):
             (whole,) = super().stream(resident, [_joined(piece)], device, memory_format)
