@@ -75,10 +75,9 @@ class OwnData:
 class Normalize:
     """Turns uint8 or float inputs into (x − mean) / std per channel, computed in float32."""
 
-    dtype = torch.float32  # of the results
-
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         self.mean, self.std = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+        self.dtype = torch.float32  # of the results
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise inputs (n, c, h, w) that are on this normaliser's device."""
