@@ -1,16 +1,19 @@
 """sync_bn and fused_norm: statistics over all ranks, and norms by torch's own kernels."""
 
 import copy
+import re
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
 
+from drivetrain.core.errors import UserError
 from drivetrain.surgery import FusedNorm, apply_all, partial_statistics
 from drivetrain.surgery.fused_norm import fuse, recognise
 from drivetrain.surgery.sync_batchnorm import synchronise
 
+ACCUMULATE = ["batch=accumulate"]
 RESNET = ["model=resnet9", "model.width=8", "updates=3", "epochs=2", "data.test_samples=6"]
 
 
@@ -52,6 +55,40 @@ def test_batch_norms_that_see_a_part_of_the_update_are_told_of(logged):
     assert partial_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")
     synchronise(norm[0], by_torch=False)
     assert partial_statistics(norm, 12, 24, 2) == []
+
+
+class Tabular(nn.Module):
+    """Its BatchNorm gets one value of a sample for each channel; the one of pixels has more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels, self.of_sample, self.head = nn.BatchNorm2d(3), nn.BatchNorm1d(3), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.of_sample(self.pixels(x).mean((2, 3))))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data.samples=25", "data.drop_last=false"], "the last batch of an epoch has 1 of the 25 samples"),
+        (["data.samples=27", "data.drop_last=false", "parallel=ddp"], "the last batch of an epoch has 3 of the 27 samples"),
+        (["data.samples=26", "data.drop_last=false", *ACCUMULATE, "batch.accumulation_steps=3"], ""),  # its two samples stay one
+        (["data.samples=25", "data.drop_last=false", "updates=2"], ""),  # which ends before that batch
+        (["data.samples=25"], ""),
+        ([*ACCUMULATE, "batch.accumulation_steps=12"], "set batch.global_batch=24 or more"),
+        (["batch.global_batch=2", "parallel=ddp", "surgery=[sync_bn]"], ""),
+        (["batch.global_batch=2", "parallel=ddp"], "gives it one over 2 ranks and 1 micro-batches: set batch.global_batch=4"),
+    ],
+)
+def test_one_sample_under_batch_norm_is_known_before_the_run(train, words, says):
+    given = ["updates=null", "epochs=1", "model=own", f"model.target={__name__}.Tabular", "trust=[tests]", *words]
+    if not says:
+        assert train(*given).status == "completed"
+        return
+    with pytest.raises(UserError, match=re.escape(says)) as refused:
+        train(*given)
+    assert "the BatchNorm of_sample of model=own needs two samples" in str(refused.value)
 
 
 def test_a_model_without_batch_norm_is_refused():

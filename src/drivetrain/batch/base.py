@@ -146,6 +146,11 @@ class Batch(Option):
         """Return the maximum number of samples in one rank's forward."""
         return math.ceil(self.global_batch / (self.accumulation_steps * world.size))
 
+    def smallest(self, samples: int, world: World) -> int:
+        """Return the samples in the smallest forward of an update of so many."""
+        count = math.ceil(math.ceil(samples / world.size) / self.micro_batch(world))
+        return max(1, samples // world.size // count)
+
     def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
         """Return the number of updates in an epoch over `samples`."""
         return samples // self.size(epoch) if drop_last else math.ceil(samples / self.size(epoch))

@@ -83,6 +83,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     context.loss = loss
 
     model, model_flops = _build_model(context, debug)
+    if model_flops.needs_two and (problems := list(facts.single_sample(context, batch, model_flops.needs_two))):
+        raise UserError(problems)
     if (dtype := precision.gathered_dtype()) is not None:
         sets = (context.train_data, context.judging_data, context.test_data)
         context.train_data, context.judging_data, context.test_data = (

@@ -109,6 +109,25 @@ def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
     )
 
 
+def single_sample(context: BuildContext, batch: Batch, norm: str) -> Iterator[str]:
+    """Why a BatchNorm of the model, of this name, would get one sample at a time in this run, and what to set."""
+    world, samples = context.parallel.data_world, context.order.length
+    size, drop_last = batch.size(0), context.run.data.drop_last
+    last = samples % size if context.horizon.updates >= batch.updates(samples, 0, drop_last) and not drop_last else 0
+    split = f"over {world.size} ranks and {batch.accumulation_steps} micro-batches"
+    needs = f"the BatchNorm {norm} of {context.run.named('model')} needs two samples at once to have a deviation"
+    if batch.buckets_lengths:
+        return  # its batches are of several sizes
+    if batch.smallest(size, world) == 1:
+        above = 2 * world.size * batch.accumulation_steps
+        yield f"{needs}, and batch.global_batch={size} gives it one {split}: set batch.global_batch={above} or more"
+    elif last and batch.smallest(last, world) == 1:
+        yield (
+            f"{needs}, and the last batch of an epoch has {last} of the {samples} samples, one at a time {split}: set "
+            "data.drop_last=true, or another batch.global_batch"
+        )
+
+
 def smaller_batch(samples: int, unit: int = 1) -> int:
     """Return the largest power of two by which so many samples give the updates that are wanted; a multiple of `unit`.
 

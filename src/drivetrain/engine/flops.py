@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from drivetrain.core import streams
 from drivetrain.core.trees import Tree, call, length
+from drivetrain.surgery.sync_batchnorm import is_synchronised
 
 _WITH_ADDEND = ("addmm", "baddbmm")  # their first argument is added to the product of the next two
 
@@ -22,6 +23,7 @@ class ModelFlops(NamedTuple):
     per_sample: float | None
     reason: str = ""
     output: tuple[int, ...] | None = None  # the shape of the output for two samples; None where it is not one tensor
+    needs_two: str = ""  # a BatchNorm that gets one value of a sample for each channel, by name: one sample has no deviation
 
 
 def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
@@ -32,25 +34,41 @@ def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
     """
     try:
         with streams.apart():
-            total, output = _count(model, example)
+            total, output, needs_two = _count(model, example)
     except (Exception, SystemExit) as error:  # a forward that needs more than zeros; what is wrong in it ends the first step
         lines = str(error).strip().splitlines() or [""]
         return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
     shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
     if not total:
-        return ModelFlops(None, "torch counts no operations of this model", shape)
-    return ModelFlops(total / length(example), output=shape)
+        return ModelFlops(None, "torch counts no operations of this model", shape, needs_two)
+    return ModelFlops(total / length(example), output=shape, needs_two=needs_two)
 
 
-def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any]:
+def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any, str]:
     # A copy with the same weights has its own buffers (BatchNorm's statistics), and its own counters of the user's.
     twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    needs_two = _watch_norms(twin, length(example))
     cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
     # Attention as two matrix products: torch has no formula for a CPU's fused kernel.
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
         output = call(twin, example)
-    return counter.total, output
+    return counter.total, output, next(iter(needs_two), "")
+
+
+def _watch_norms(model: torch.nn.Module, samples: int) -> list[str]:
+    """Return the list that gets the names of the BatchNorms that need two samples, each as the forward comes to it."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not is_synchronised(module):
+
+            def watch(norm: Any, inputs: tuple[Any, ...], name: str = name) -> None:
+                takes_statistics = norm.training or norm.running_mean is None
+                if takes_statistics and inputs[0].numel() == samples * inputs[0].shape[1]:
+                    found.append(name)
+
+            module.register_forward_pre_hook(watch)
+    return found
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
