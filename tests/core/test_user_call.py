@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.model_call import ModelCall
 from drivetrain.core.user_call import UserCall
 
 OFFERED = {"output": 1, "target": 2, "input": 3, "batch": 4, "model": 5, "progress": 6}
@@ -58,6 +59,19 @@ def test_a_function_by_position_is_called_as_it_is():
 def test_further_arguments_are_bound():
     assert made(lambda output, y, scale: [output, y, scale], scale=9)(**OFFERED) == [1, 2, 9]
     assert made(lambda a, b, scale: [a, b, scale], scale=9)(**OFFERED) == [1, 2, 9]
+
+
+@pytest.mark.parametrize("how", ["keywords", "positions", "one"])
+def test_a_forward_takes_a_batchs_inputs_or_its_own_arguments(how):
+    def forward(a, b=0):
+        return a, b
+
+    called = ModelCall(how).taking_batches(forward)
+    batch = {"keywords": {"a": 1, "b": 2}, "positions": (1, 2), "one": 1}[how]
+    assert called(batch) == (1, 0 if how == "one" else 2)
+    assert called(3, b=4) == (3, 4)
+    assert called(a=5) == (5, 0)
+    assert called(torch.ones(())) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ class Dynamo(Compiled):
             yield f"{run.named('compile')} needs a C++ compiler (g++ or clang++) on the PATH: install one or set compile=none"
 
     def advice(self, error: BaseException) -> str:
+        if "double backward" in str(error):
+            return ": the loss differentiates a gradient of the compiled model: set compile=step or compile=none"
         if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
             return ""
         fixed_shapes = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "

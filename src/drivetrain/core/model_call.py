@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import Tree, named_leaves
+from drivetrain.core.trees import Tree, call, named_leaves
 
 ForwardInput = Literal["auto", "keywords", "positions", "one"]  # the top-level value forward_input
 
@@ -38,12 +38,19 @@ class ModelCall:
         return x if self.how == "keywords" or isinstance(x, torch.Tensor) else (x,)
 
     def taking_batches(self, forward: Callable[..., Any]) -> Callable[[Tree], Any]:
-        """Return `forward` as a function of a batch's inputs. For one argument it is `forward` itself: it costs nothing."""
-        if self.how == "keywords":
-            return lambda x: forward(**x)
-        if self.how == "positions":
-            return lambda x: forward(*(x.values() if isinstance(x, dict) else x))
-        return forward
+        """Return `forward` as a function of a batch's inputs, or of its own arguments, with which a user's loss may call it.
+
+        For one argument it is `forward` itself: it costs nothing.
+        """
+        if self.how == "one":
+            return forward
+
+        def called(*given: Any, **keywords: Any) -> Any:
+            if len(given) != 1 or keywords or isinstance(given[0], torch.Tensor):
+                return forward(*given, **keywords)
+            return call(forward, self.arguments(given[0]))
+
+        return called
 
     def check(self, model: torch.nn.Module, x: Tree) -> None:
         """Raise UserError if the model's forward does not take these arguments."""

@@ -27,11 +27,17 @@ class Pipeline(Protocol):
         """Return the inputs and targets of a request, ready for the model."""
 
 
-class Loss(Protocol):
-    """The training loss."""
+class LossStep(Protocol):
+    """What a step asks of a loss."""
 
     def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
         """Run the forward on a micro-batch's inputs, and return its mean loss, 0-d."""
+
+
+class Loss(LossStep, Protocol):
+    """The training loss."""
+
+    runs_model: bool  # it calls the model itself, as often as it likes
 
     def joined(self, x: Any) -> Any:
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""

@@ -41,16 +41,24 @@ class Progress:
 
 
 class RunModel:
-    """The model as a user's loss gets it: a call is the run's own forward, and the attributes are those of the module."""
+    """The model as a user's loss gets it: a call is the run's own forward, and the attributes are those of the module.
 
-    def __init__(self, forward: Callable[..., Any], module: torch.nn.Module) -> None:
-        self._forward, self._module = forward, module
+    `whole` is why only the whole model can be called, where the ranks hold parts of its weights; "" where its parts can be too.
+    """
+
+    def __init__(self, forward: Callable[..., Any], module: torch.nn.Module, whole: str = "") -> None:
+        self._forward, self._module, self._whole = forward, module, whole
+        self.was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.was_called = True
         return self._forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        value = getattr(self._module, name)
+        if self._whole and (isinstance(value, torch.nn.Module | torch.nn.Parameter) or inspect.ismethod(value)):
+            raise UserError(f"the loss takes `model.{name}`, and {self._whole}: call model(…), or set parallel=ddp")
+        return value
 
 
 class UserCall:

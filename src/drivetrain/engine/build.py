@@ -111,7 +111,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
     # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
     parameters = [p for p in model.parameters() if p.requires_grad]
-    plain = PlainStep(forward, loss, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
+    of_ranks = parallel.wrap_loss(loss, model, context)
+    plain = PlainStep(forward, of_ranks, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
     graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
     noise, graph = _with_noise_scale(graph, batch, parameters, context)
     step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
@@ -304,6 +305,8 @@ def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -
         output = flops.count(model, example[:, :FEW_TOKENS]).output if isinstance(example, torch.Tensor) else None
         return flops.ModelFlops(None, differ, output)
     counted = flops.count(model, example)
+    if context.loss.runs_model:
+        counted = flops.ModelFlops(None, "the loss runs the model itself")
     if counted.reason:
         logger.info("no MFU: %s", counted.reason)
     return counted

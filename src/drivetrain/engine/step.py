@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.protocols import Loss
+from drivetrain.core.protocols import LossStep
 from drivetrain.precision.base import Precision
 
 
@@ -17,7 +17,7 @@ class PlainStep:
     """Runs forward and backward of each micro-batch, then one update. `Step` in core/step.py documents the methods."""
 
     forward: Callable[..., torch.Tensor]  # the model, compiled and wrapped
-    loss: Loss
+    loss: LossStep
     precision: Precision
     optimizer: torch.optim.Optimizer
     clip: Callable[[], None]

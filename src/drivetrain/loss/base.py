@@ -40,6 +40,7 @@ class Loss(Option):
     counted = False  # it averages over items whose number only the targets tell, such as pixels that are not ignored
     compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
+    runs_model = False  # it calls the model itself, as often as it likes
     takes_trees = False  # its targets may be a tree of tensors
     target_key = "loss"  # the key of its settings, for messages
 

@@ -69,9 +69,31 @@ class Own(PartedLoss):
         )  # fmt: skip
         # Samples without more are counted by the batch already, where it weights micro-batches by them.
         self.counted = count is not None or context.batch.weighs_by_length
-        self._module = lambda: context.model
+        self.runs_model = "model" in self._call.needs
+        if not self._call.positional and (problems := list(self._problems(setting, context))):
+            raise UserError(problems)
+        self._context = context
         length = (context.horizon.updates, context.run.values["epochs"])
         self._progress = {training: Progress(context.progress, *length, training) for training in (True, False)}
+
+    def _problems(self, setting: str, context: BuildContext) -> Iterator[str]:
+        """Yield what excludes that the loss runs the model, or is told how far the run is."""
+        run = context.run
+        if self.runs_model and self.target_key != Loss.target_key:
+            yield (
+                f"{setting} names `model` and is the whole training step: it cannot be added to other losses. Compute these in "
+                "it, and let it return a mapping of parts"
+            )
+        if self.runs_model and not context.parallel.own_forward:
+            yield (
+                f"{setting} names `model`, and with {run.named('parallel')} no rank has a forward of the whole model: set "
+                "parallel=ddp or fsdp"
+            )
+        if "progress" in self._call.needs and run.compile.captures_step:
+            yield (
+                f"{setting} names `progress`, which would be a constant in the graph of {run.named('compile')}: set "
+                "compile=inductor"
+            )
 
     def keeps(self) -> dict[str, Any]:
         return {self.target_key: self.function}
@@ -116,9 +138,11 @@ class Own(PartedLoss):
         if self._call.positional:
             returned = self._call.function(output, batch.y)
         else:
-            model = RunModel(forward, self._module()) if "model" in self._call.needs else None
+            model = self._model(forward) if self.runs_model else None
             progress = self._progress[training]
             returned = self._call(output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=progress)
+            if training and model is not None and not model.was_called and output is None:
+                self._check_parts()
         parts = dict(returned) if isinstance(returned, dict) else {"loss": returned}
         for name, value in parts.items():
             if not isinstance(value, torch.Tensor) or value.dim() > 0:
@@ -131,6 +155,20 @@ class Own(PartedLoss):
         if "loss" not in parts:
             parts["loss"] = torch.stack(list(parts.values())).sum()
         return parts
+
+    def _model(self, forward: Callable[[Any], Any]) -> RunModel:
+        parallel, named = self._context.parallel, self._context.run.named
+        whole = "" if parallel.calls_parts else f"with {named('parallel')} each rank holds a part of the weights"
+        return RunModel(forward, self._context.model, whole)
+
+    def _check_parts(self) -> None:
+        """Raise UserError where the loss never calls the whole model, and only its forward is compiled."""
+        run = self._context.run
+        if run.compile.whole_forward and not run.compile.captures_step:
+            raise UserError(
+                f"{run.named('compile')} compiles the model's forward, and {self.target_key}.target={self.target} calls only "
+                "parts of the model: call model(…), or set compile=none"
+            )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, Option, RunSpec
+from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
@@ -40,6 +41,7 @@ class Parallel(Option):
     whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
     thread_per_device = False
     own_gradients = True  # the gradient of a data-parallel rank's own samples can be measured
+    calls_parts = True  # parts of the model may be called outside of its forward
     own_forward = True  # each rank runs the forward of the whole model
     whole_updates = False  # ranks divide the weights, and each updates some of them whole
     can_unfreeze = True  # parameters may begin to train after the first update
@@ -98,6 +100,10 @@ class Parallel(Option):
     def wrap_model(self, model: Any, context: BuildContext) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
+
+    def wrap_loss(self, loss: Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
+        """Wrap the loss, where ranks have to know of all that it does with the model and the strategy wraps no forward."""
+        return loss
 
     def leave_model(self) -> None:
         """Forget the model of a stage of the run that is over; that of the next stage follows."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
+from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.parallel.reducing_step import ReducingStep
@@ -96,8 +97,16 @@ class Ddp(ProcessGroupStrategy):
 
     def wrap_model(self, model: Any, context: BuildContext) -> Any:
         self._work.time_forward(model)
-        if context.run.compile.captures_step:
-            return model
+        # A loss that runs the model may call parts of it, and does so several times: it is wrapped as a whole instead.
+        return model if context.run.compile.captures_step or context.loss.runs_model else self._distributed(model)
+
+    def wrap_loss(self, loss: Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
+        if context.run.compile.captures_step or not loss.runs_model:
+            return loss
+        return LossOfRanks(self._distributed(_step_module(loss, model)))
+
+    def _distributed(self, model: Any) -> Any:
+        """Wrap a module."""
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_mb,
@@ -130,6 +139,27 @@ class Ddp(ProcessGroupStrategy):
         sent_as = None if self.compress == "none" else {"fp16": torch.float16, "bf16": torch.bfloat16}[self.compress]
         trained = [p for p in context.model.parameters() if p.requires_grad]
         return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as)
+
+
+@dataclass(eq=False)
+class LossOfRanks:
+    """A loss whose `step` is the forward of DDP: the gradients of all that it does are averaged."""
+
+    step: Any  # DistributedDataParallel
+
+
+def _step_module(loss: Loss, model: torch.nn.Module) -> torch.nn.Module:
+    """Return the loss's step as the forward of a module that has the model's parameters."""
+
+    class StepModule(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args: Any) -> torch.Tensor:
+            return loss.step(*args)
+
+    return StepModule()
 
 
 @dataclass(eq=False)

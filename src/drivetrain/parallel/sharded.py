@@ -39,7 +39,7 @@ class Sharded(ProcessGroupStrategy):
     """The base of fsdp, tensor and pipeline."""
 
     lockstep_evaluation = True
-    whole_model = False
+    whole_model = calls_parts = False
     model_dims: ClassVar[tuple[str, ...]] = ()  # mesh dimensions over which ranks divide the model for the same samples
     can_unfreeze = False
     _mesh: Any = field(default=None, init=False)
