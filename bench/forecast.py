@@ -146,7 +146,7 @@ def _there(trainer: Any, before: dict[int, int]) -> int:
     import torch
 
     alive = {key: nbytes for key, nbytes in _storages().items() if key not in before}
-    data: list[Any] = [trainer.train_data, trainer.evaluator.data, trainer.evaluator.test, trainer.batch]
+    data: list[Any] = [trainer.train_data, *(p for sets in trainer.evaluator.sets.values() for p in sets.values()), trainer.batch]
     seen: set[int] = set()
     held: set[int] = set()
     while data:

@@ -115,7 +115,8 @@ def _dropout_in_evaluation(trainer: Trainer) -> None:
 
 
 def _no_normalisation_in_evaluation(trainer: Trainer) -> None:
-    trainer.evaluator.data = trainer.evaluator.data._replace(normalize=Normalize([0.0], [1.0]))
+    wrong = trainer.evaluator.data._replace(normalize=Normalize([0.0], [1.0]))
+    trainer.evaluator.sets = {**trainer.evaluator.sets, trainer.evaluator.set: {"": wrong}}
 
 
 def _overwrite_gradients(trainer: Trainer) -> None:

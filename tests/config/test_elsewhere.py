@@ -87,7 +87,6 @@ def test_the_page_of_words_says_what_the_command_answers():
         ("warmup_epochs=5", "use scheduler.warmup (5 is five updates there, five epochs are 5ep)"),
         ("optimizer=SGD", "is no option of optimizer: did you mean 'sgd'?"),
         ("model=ResNet9", "is no option of model: did you mean 'resnet9'?"),
-        ("data=own data.train.n=500", "write 'data.train={n: 500}'"),
         ("seed_everything=7", "use runtime.seed"),
         ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
     ],

@@ -18,6 +18,7 @@ def after(values, better=max, **knobs):
     """The number of evaluations after which it ends a run that evaluates to these values; None: it does not."""
     stop = Early(**knobs)
     stop._name, stop._better = Selection("accuracy", better)
+    stop._selected = stop._name
     for n, value in enumerate(values, 1):
         stop.evaluated({"accuracy": value})
         if stop.reason is not None:

@@ -92,6 +92,8 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     import torch
 
     started = time.monotonic()
+    if several := [split for split in ("validation", "test") if job.run.data.several(split)]:
+        raise UserError(f"drivetrain pack packs one set of each kind, and data.{several[0]} names several: give one of them")
     with directory.locked(out):
         splits = job.run.data.load(torch.device("cpu"))
         shape = tuple(splits.shape)

@@ -20,7 +20,7 @@ from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_sever
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.elsewhere import suggestion
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
-from drivetrain.config.keys import KeySetter
+from drivetrain.config.keys import KeySetter, replaced
 from drivetrain.config.values import references
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
@@ -116,6 +116,7 @@ def compose(
     for group, option in chosen.items():
         choices.choose(group, option)
     values |= {key: value for key, value in given.items() if key not in known}
+    values = {key: value for key, value in values.items() if key in given or not replaced(key, given)}
     failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
 
     config, all_choices, default_choices, task_problems = _with_preset(choices, config_dirs)
@@ -128,7 +129,10 @@ def compose(
     composed.doubtful = {*failed} if all_parsed else {*failed, "an override"}
     setter = KeySetter(config, composed.choices, config_dirs)
     for key, value in values.items():
-        problem = (setter.unknown_in_group if key.split(".")[0] in failed else setter.set)(key, value)
+        if key.split(".")[0] in failed:
+            problem = setter.unknown_in_group(key, value)
+        else:
+            problem = setter.set(key, value, of_mapping=key in composed.recipe_keys)
         if problem is not None and recipe is not None and recipe.header.schema and key in recipe.unchanged and key not in given:
             notices.append(
                 f"{recipe.where(key)}: {key}={value} cannot be set any more. It was a mere default when {recipe.header.writer} "

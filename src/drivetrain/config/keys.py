@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,6 +16,13 @@ from drivetrain.core.errors import did_you_mean
 
 # Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
 OPEN = {"kwargs", "lr_multipliers", "unfreeze"}
+
+
+def replaced(key: str, given: Container[str]) -> bool:
+    """Whether a setting of the whole mapping that a key is in takes its place: to an open mapping entries are added."""
+    parts = key.split(".")
+    inside = (parts[:depth] for depth in range(2, len(parts)))
+    return any(".".join(each) in given for each in inside if each[-1] not in OPEN)
 
 
 def as_setting(flag: str, value: str | None = None) -> str | None:
@@ -43,20 +50,26 @@ class KeySetter:
     config: DictConfig
     choices: dict[str, Any]  # group → option
     config_dirs: Sequence[str] = ()
+    made: set[str] = field(default_factory=set)  # keys of values that mappings took the place of
 
-    def set(self, key: str, value: Any) -> str | None:
-        """Set a key that exists; keys below an open mapping may be new. Returns the problem if it cannot be set."""
+    def set(self, key: str, value: Any, of_mapping: bool = False) -> str | None:
+        """Set a key that exists; keys below an open mapping may be new. Returns the problem if it cannot be set.
+
+        A key below null makes a mapping of it. With `of_mapping` it also does so of another value.
+        """
         parts = key.split(".")
         if "_target_" in parts:
             return f"{key}: a target cannot be set: give your own class by model=own model.target=…, or an option by --config-dir"
         node: Any = self.config
         for depth, part in enumerate(parts):
+            if node is None or (of_mapping and not isinstance(node, DictConfig)):
+                self.made.add(".".join(parts[:depth]))
+                OmegaConf.update(self.config, ".".join(parts[:depth]), {}, force_add=True)
+                break
             if not isinstance(node, DictConfig):
-                inside, rest = ".".join(parts[:depth]), ".".join(parts[depth:])
-                whole = f": to give it a mapping, write '{inside}={{{rest}: {value}}}'" if node is None else ""
-                return f"{key}={value}: {inside} is a value and has no '{part}'{whole}"
+                return f"{key}={value}: {'.'.join(parts[:depth])} is a value and has no '{part}'"
             if part not in node:
-                if OPEN.intersection(parts[:depth]):
+                if OPEN.intersection(parts[:depth]) or any(key.startswith(f"{made}.") for made in self.made):
                     break
                 return self._unknown(parts, value, depth, [str(name) for name in node if name != "_target_"])
             if depth < len(parts) - 1:

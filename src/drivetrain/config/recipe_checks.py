@@ -18,7 +18,7 @@ from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code,
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
 OF_OPERATOR = frozenset(OPERATOR_KEYS)
 # The annotations of those texts of a recipe that belong to no group.
-SELECT = allowed.Name | None
+SELECT = allowed.FigureName | None
 TARGET = Annotated[str, allowed.Text(target.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
 OF_NO_GROUP = {"select": SELECT, "target": TARGET}
 

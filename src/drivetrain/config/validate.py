@@ -144,7 +144,7 @@ def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str]
             option.see(run)
             seeing.append(option)
     asked = seeing if used is None else [option for option in options_of(run, used) if option in seeing]
-    rules: list[Callable[[], Iterable[str]]] = [partial(option.validate, run) for option in asked]
+    rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
     if used is None:
         rules.append(lambda: selection.problems(run, "select", run.values["select"]))
         rules.append(lambda: target.problems(run))

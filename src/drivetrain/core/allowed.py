@@ -118,11 +118,13 @@ def _parts(value: Any) -> Iterator[Any]:
 PLAIN_NAME = Text(r"[A-Za-z_]\w{0,99}", "a plain name")
 NAME_PATTERN = Text(r"[\w.*?\[\]!-]{1,200}", "a parameter's or module's name, with * and ? for any letters")
 EPOCHS = Text(r"\d{1,9}(\.\d{1,9})?ep", "a number of epochs such as 5ep")
+FILE_NAME = Text(r"\w[\w.-]{0,99}", "a plain name of a file or folder beside the data, not a path")
 
 Name = Annotated[str, PLAIN_NAME]  # of a metric, a split, a class of modules
+FigureName = Annotated[str, Text(r"([A-Za-z_]\w{0,99}/)?[A-Za-z_]\w{0,99}", "a metric's name, such as f1 or noisy/f1")]
 NamePattern = Annotated[str, NAME_PATTERN]  # of parameters and modules
 ColumnName = Annotated[str, Text(r"\w[^/\\:\x00-\x1f\x7f-\x9f\u2028\u2029]{0,99}", "a column's name without / \\ and :")]
-FileName = Annotated[str, Text(r"\w[\w.-]{0,99}", "a plain name of a file or folder beside the data, not a path")]
+FileName = Annotated[str, FILE_NAME]
 # Arguments of code that the operator trusts: plain ones. Paths and addresses are the operator's to give.
 Arguments = Annotated[
     dict[str, Any],

@@ -59,9 +59,14 @@ class BuildContext:
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: protocols.Loss = field(init=False)
     loader: protocols.Loader = field(init=False)
-    train_data: Any = field(init=False)  # loader.Pipeline, as are the next two
-    judging_data: Any = field(init=False)  # what evaluations see while training: the validation set, or the test set without one
-    test_data: Any = field(init=False)
+    train_data: Any = field(init=False)  # loader.Pipeline
+    # What is evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
+    evaluated: Mapping[str, Mapping[str, Any]] = field(init=False)
+
+    @property
+    def judging_data(self) -> Any:
+        """The set that models are selected by, of several the first: a validation set, or a test set without one."""
+        return next(iter(next(iter(self.evaluated.values())).values()))
 
     @property
     def writes_files(self) -> bool:

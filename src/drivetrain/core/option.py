@@ -131,6 +131,10 @@ class Option:
         """Yield the problems that can be found without torch, the model or the data, one line each."""
         return iter(())
 
+    def rules(self, run: RunSpec) -> Iterator[str]:
+        """Yield what `validate` does, and what a group asks of all its options."""
+        return self.validate(run)
+
     def advise(self, run: RunSpec) -> Iterator[str]:
         """Yield warnings about settings that work but are probably not intended. They are logged at the start."""
         return iter(())

@@ -69,7 +69,9 @@ def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]
     """Return what has a state of that which the user brought to a run, by name."""
     kept = context.loss.keeps()
     kept |= {f"metrics.{metric.name}": metric.state for metric in metrics if metric.state.state_dict()}  # few keep any
-    sets = {"train": context.train_data, "validation": context.judging_data, "test": context.test_data}
+    sets = {"train": context.train_data}
+    for split, named in context.evaluated.items():
+        sets |= {f"{split}.{name}" if name else split: pipeline for name, pipeline in named.items()}
     for name, pipeline in sets.items():
         if pipeline.own_code is not None:
             kept |= {key.replace("data", f"data.{name}", 1): each for key, each in pipeline.own_code.keeps().items()}

@@ -35,11 +35,15 @@ class Progress:
         better: Callable[[float, float], float],
         tables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`."""
-        if not self.best or better(metrics[name], self.best[name]) != self.best[name]:
-            self.best = {**metrics, "update": self.updates}
-        values = {**self.ranked, self.updates: metrics[name]}
-        self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
+        """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`.
+
+        One that gave no value of it cannot be the best.
+        """
+        if (value := metrics.get(name)) is not None:
+            if not self.best or better(value, self.best[name]) != self.best[name]:
+                self.best = {**metrics, "update": self.updates}
+            values = {**self.ranked, self.updates: value}
+            self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
         self.evaluated, self.final, self.tables = self.updates, metrics, dict(tables or {})
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import annotated_types
 
 from drivetrain.core import order as orders
-from drivetrain.core.allowed import FileName
+from drivetrain.core.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
@@ -22,13 +22,19 @@ from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.data import named_sets
 from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data.named_sets import SPLITS as SPLITS
 from drivetrain.data.validation import count as held_out_count
 from drivetrain.data.validation import hold_out
 
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
-Validation = Literal["auto"] | Fraction | FileName | None
+# Several named sets: for each what the setting takes for one.
+_NAMED = Entries(PLAIN_NAME, ((Text(r".*", ""), FILE_NAME),))
+Sets = Annotated[dict[str, Fraction | FileName], _NAMED]
+FileSets = Annotated[dict[str, FileName], _NAMED]
+Validation = Literal["auto"] | Fraction | FileName | Sets | None
 AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
 
 
@@ -40,7 +46,7 @@ class Splits:
     """The loaded data: its sources, and what a model must know of them."""
 
     train: Source
-    test: Source
+    test: Source | Mapping[str, Source]  # several have names
     shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
     classes: int  # of the model's outputs: classes, labels or values
     normalize: Normalize | None
@@ -52,8 +58,13 @@ class Splits:
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
-    validation: Source | None = None  # None: there is none, and a run selects on the test set
+    validation: Source | Mapping[str, Source] | None = None  # None: there is none, and a run selects on the test set
     origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
+
+    def sets(self, split: str) -> Mapping[str, Source]:
+        """Return the sets of a split, test or validation, by name: one alone is "", and {} where there is none."""
+        found = self.test if split == "test" else self.validation
+        return {} if found is None else found if isinstance(found, Mapping) else {"": found}
 
     def two_samples(self, device: torch.device) -> Tree:
         """Return the inputs of two samples as zeros, to try a model with. What is true or false is true: a mask of nothing."""
@@ -131,7 +142,9 @@ class Data(Option):
     stage_keys: ClassVar[tuple[str, ...]] = ("size",)
     stays: ClassVar[str] = "the samples and their order are one for the whole run"
     drop_last: bool
-    validation: Validation | Mapping[str, Any] = None  # a share of the training set, a set of its own, auto (that, else a share)
+    # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
+    validation: Validation | Mapping[str, Any] = None
+    test: Any = None  # the test set, or several by name, where the user chooses it
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
@@ -155,6 +168,27 @@ class Data(Option):
         if "pair" in wanted and self.targets == "class" and not self.tokens:
             self.targets, self.views = "pair", 2
 
+    def rules(self, run: RunSpec) -> Iterator[str]:
+        """Yield what is wrong with the named sets, or what `validate` says of each of them alone."""
+        return named_sets.problems(self, run)
+
+    def several(self, split: str) -> Mapping[str, Any]:
+        """Return the settings of the named sets of a split, validation or test; {} where it is one set, or none."""
+        given = self.test if split == "test" else self.validation
+        return given if isinstance(given, Mapping) else {}
+
+    def judging_sets(self) -> Sequence[str]:
+        """Return the names of the sets that models are selected by; one alone is \"\"."""
+        return list(self.several("test" if self.validation is None else "validation")) or [""]
+
+    def alone(self, split: str = "", name: str = "") -> Data:
+        """Return the option with one set in each split: the set `name` of `split`, and the first ones of others."""
+        alone = copy(self)
+        for each in SPLITS:
+            if named := self.several(each):
+                vars(alone)[each] = named[name] if each == split else next(iter(named.values()))
+        return alone
+
     def advise(self, run: RunSpec) -> Iterator[str]:
         if self.validation is None:
             yield (
@@ -169,13 +203,17 @@ class Data(Option):
         """
         raise NotImplementedError
 
+    def load_set(self, split: str, beside: Splits, device: torch.device) -> Source:
+        """Return the one set of a split, for data that is loaded. Raises UserError where it does not fit that."""
+        return named_sets.load_beside(self, split, beside, device)
+
     def load_sets(self, device: torch.device) -> Splits:
         """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError.
 
         Data that a finished run is evaluated on is used whole, encoded as the run's own, where it is other data than that.
         """
         try:
-            return self._divided(device) if self.own is None else self._judged(self.own, device)
+            return named_sets.load(self, device) if self.own is None else self._judged(self.own, device)
         except OSError as error:
             if error.filename is None:
                 raise
@@ -198,29 +236,27 @@ class Data(Option):
         """Return the other data that a finished run is evaluated on."""
         divided = None
         with contextlib.suppress(UserError):  # too few samples to be divided; what else is wrong is found again
-            divided = self._divided(device)
+            divided = named_sets.load(self, device)
             if (fingerprint(divided.train) or {}).get("hash") == own.hash:  # it was moved: its test set is the run's own
                 return divided
+        if named := self.several("test"):
+            each = {name: self.alone("test", name)._judged(own, device) for name in named}
+            return replace(
+                next(iter(each.values())), test={name: data.sets("test")[""] for name, data in each.items()}, origins={}
+            )
         data = self.load_whole(own.splits)
         if data is None:
-            return divided or self._divided(device)
+            return divided or named_sets.load(self, device)
         if own.holdout is None:
             return data
-        _, test = hold_out(data.test, own.holdout)
+        _, test = hold_out(data.sets("test")[""], own.holdout)
         return replace(data, test=test, origins={"test": f"{own.holdout:g} of the samples"})
-
-    def _divided(self, device: torch.device) -> Splits:
-        data, share = self.load(device), self.share()
-        if data.validation is not None or share is None:
-            return data
-        train, validation = hold_out(data.train, share)
-        return replace(data, train=train, validation=validation, origins={"validation": f"{share:g} of training", **data.origins})
 
     def share(self) -> float | None:
         """Return which share of the training samples is held out, where the data has no validation set of its own."""
-        if self.validation == "auto":
-            return AUTO_SHARE
-        return self.validation if isinstance(self.validation, float) else None
+        shares = [setting for setting in self.several("validation").values() if isinstance(setting, float)]
+        given = shares[0] if shares else self.validation
+        return AUTO_SHARE if given == "auto" else given if isinstance(given, float) else None
 
     def order_of(self, source: Source) -> Order:
         """Return the order in which the samples of the training set come. Raises UserError."""

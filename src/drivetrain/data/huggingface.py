@@ -15,7 +15,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import Source
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
-from drivetrain.data.base import Data, Fraction, Splits, Validation
+from drivetrain.data.base import Data, FileSets, Fraction, Splits, Validation
 from drivetrain.data.decoding import CropShare, ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
 from drivetrain.data.untrusted import read_image_file
@@ -38,7 +38,7 @@ class HuggingFace(Data):
         text: ColumnName | None = None,
         label: ColumnName = "label",
         train: Name = "train",
-        test: Name | None = None,
+        test: Name | FileSets | None = None,
         holdout: Fraction = 0.1,
         validation: Validation = "auto",
         size: Count = 224,

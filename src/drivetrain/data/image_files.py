@@ -14,10 +14,11 @@ from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.source import CropBox
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import IGNORE_INDEX, WHOLE, Data, Fraction, Splits, beside, hash_fraction
+from drivetrain.data.base import IGNORE_INDEX, WHOLE, Data, Fraction, Sets, Splits, beside, hash_fraction
 from drivetrain.data.columns import Columns, column, held_out, missing, number_of_rows, read_columns, rows_of
 from drivetrain.data.decoding import CropShare, center_square, open_image
 from drivetrain.data.images import IMAGES, Images, Normalization, image_normalization
+from drivetrain.data.named_sets import expanded
 from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import number_of_classes, read_image_file
 
@@ -176,7 +177,7 @@ class LabelsCsv(Data):
     def __init__(
         self,
         path: str | None = None,
-        test: str | None = None,
+        test: str | dict[str, str] | None = None,
         root: str | None = None,
         image: ColumnName = "image",
         target: ColumnName | Sequence[ColumnName] | None = None,
@@ -185,14 +186,14 @@ class LabelsCsv(Data):
         size: Count = 224,
         crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
-        validation: Fraction | FileName | None = 0.1,
+        validation: Fraction | FileName | Sets | None = 0.1,
         normalize: Normalization = "imagenet",
         max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
     ) -> None:
-        self.path, self.test, self.root = (os.path.expanduser(p) if p else None for p in (path, test, root))
+        self.path, self.test, self.root = (expanded(p) for p in (path, test, root))
         self.image, self.target, self.separator, self.kind = image, target, separator, kind
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
         self.max_pixels, self.crop_pct = max_pixels, crop_pct

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -15,7 +14,8 @@ from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Splits, beside, hash_fraction
+from drivetrain.data.base import WHOLE, Data, Fraction, Sets, Splits, beside, hash_fraction
+from drivetrain.data.named_sets import expanded
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
 from drivetrain.data.untrusted import as_kept, lines_of
@@ -47,7 +47,7 @@ class Jsonl(Data):
     def __init__(
         self,
         path: str | None = None,
-        test: str | None = None,
+        test: str | dict[str, str] | None = None,
         text: ColumnName = "text",
         label: ColumnName | None = None,
         tokenizer: Literal["bytes", "bpe", "file"] = "bytes",
@@ -55,10 +55,10 @@ class Jsonl(Data):
         tokenizer_file: str | None = None,
         length: Count = 256,
         holdout: Fraction = 0.1,
-        validation: Fraction | FileName | None = 0.1,
+        validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = True,
     ) -> None:
-        self.path, self.test, self.tokenizer_file = (os.path.expanduser(p) if p else None for p in (path, test, tokenizer_file))
+        self.path, self.test, self.tokenizer_file = (expanded(p) for p in (path, test, tokenizer_file))
         self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
         self.length, self.holdout, self.validation, self.drop_last = length, holdout, validation, drop_last
         self.targets: TargetKind = "tokens" if label is None else "class"

@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from drivetrain.core import order as orders
 from drivetrain.core import trees, user_code
@@ -105,6 +105,15 @@ class Own(Data):
             train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
             validation=validation[0] if validation else None,
         )  # fmt: skip
+
+    def several(self, split: str) -> Mapping[str, Any]:
+        """Return the arguments of the named sets: a mapping of mappings. One mapping is the arguments of one set."""
+        given = super().several(split)
+        return given if all(isinstance(each, Mapping) for each in given.values()) else {}
+
+    def load_set(self, split: str, beside: Splits, device: torch.device) -> OwnSource:
+        target = user_code.load(f"data.target={self.target}", str(self.target))
+        return self._sources(cast(OwnSource, beside.train).dataset, self._dataset(target, split))[1]
 
     def order_of(self, source: Source) -> Order:
         n = len(source)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Protocol
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.lazy import torch
-from drivetrain.data.base import Source, Splits
+from drivetrain.data.base import SPLITS, Source, Splits
 from drivetrain.data.decoding import ImageFileSource, to_rgb
 from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
 
@@ -89,9 +89,10 @@ def pack(
     `about` describes what is packed and how. A folder that was begun with another `about` is refused (UserError).
     """
     entries = {}
-    for name, source in (("train", splits.train), ("test", splits.test), ("validation", splits.validation)):
-        if source is None:
-            continue
+    for name, source in {
+        "train": splits.train,
+        **{split: each for split in SPLITS for each in splits.sets(split).values()},
+    }.items():
         entries[name] = _pack_split(name, source, out, encode, about, threads, on_progress)
     normalize = splits.normalize
     write_json(out / "index.json", {

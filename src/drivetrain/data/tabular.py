@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Splits, Tensors, beside, number_apart
+from drivetrain.data.base import WHOLE, Data, Fraction, Sets, Splits, Tensors, beside, number_apart
 from drivetrain.data.columns import (
     FORMATS,
     Columns,
@@ -30,6 +29,7 @@ from drivetrain.data.columns import (
     typed,
 )
 from drivetrain.data.encoder import Encoder
+from drivetrain.data.named_sets import expanded
 from drivetrain.data.scikit_learn import read_diabetes, read_wine
 from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import as_kept
@@ -96,7 +96,7 @@ class Tabular(Table):
     def __init__(
         self,
         path: str | None = None,
-        test: str | None = None,
+        test: str | dict[str, str] | None = None,
         target: ColumnName | Sequence[ColumnName] | None = None,
         columns: Sequence[ColumnName] | None = None,
         categories: Sequence[ColumnName] = (),
@@ -104,10 +104,10 @@ class Tabular(Table):
         missing: Literal["refuse", "fill"] = "refuse",
         normalize: bool = True,
         holdout: Fraction = 0.2,
-        validation: Fraction | FileName | None = 0.1,
+        validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = False,
     ) -> None:
-        self.path, self.test = (os.path.expanduser(p) if p else None for p in (path, test))
+        self.path, self.test = (expanded(p) for p in (path, test))
         self.target, self.columns, self.categories = target, columns, categories
         self.kind, self.missing = kind, missing
         self.normalize, self.holdout, self.validation, self.drop_last = normalize, holdout, validation, drop_last

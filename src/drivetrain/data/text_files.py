@@ -9,7 +9,7 @@ from typing import Literal
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.data.base import Fraction
+from drivetrain.data.base import Fraction, Sets
 from drivetrain.data.jsonl import Jsonl, Line
 from drivetrain.data.untrusted import lines_of
 
@@ -30,13 +30,13 @@ class TextFiles(Jsonl):
     def __init__(
         self,
         path: str | None = None,
-        test: str | None = None,
+        test: str | dict[str, str] | None = None,
         tokenizer: Literal["bytes", "bpe", "file"] = "bytes",
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,
         holdout: Fraction = 0.1,
-        validation: Fraction | FileName | None = 0.1,
+        validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = True,
     ) -> None:
         super().__init__(

@@ -17,7 +17,7 @@ from drivetrain.core.paths import user_cache
 from drivetrain.core.source import CropBox
 from drivetrain.data import shards
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
-from drivetrain.data.base import Data, Fraction, Splits, hash_fraction
+from drivetrain.data.base import Data, Fraction, Sets, Splits, hash_fraction
 from drivetrain.data.decoding import CropShare, ImageFileSource
 from drivetrain.data.images import Normalization, image_normalization
 from drivetrain.data.untrusted import number_of_classes
@@ -40,11 +40,11 @@ class WebDataset(Data):
     def __init__(
         self,
         train: str | None = None,
-        test: str | None = None,
+        test: str | dict[str, str] | None = None,
         size: Count = 224,
         crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
-        validation: Fraction | FileName | None = 0.1,
+        validation: Fraction | FileName | Sets | None = 0.1,
         classes: Count | None = None,
         buffer: Count = 10_000,
         cache: str | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core.lazy import torch
@@ -29,9 +29,9 @@ class Debug(Option):
     def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
-    def choose_data(self, train: Any, judging: Any, test: Any) -> tuple[Any, Any, Any]:
-        """Return the pipelines to train on, to select by and to test on at the end, given those of the run."""
-        return train, judging, test
+    def choose_data(self, train: Any, evaluated: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+        """Return the pipelines to evaluate, by split and name, given those of the run."""
+        return evaluated
 
     def wrap_precision(self, precision: Any) -> Any:
         """Return the precision or a wrapper that observes its methods, which are the phases of a step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,14 +41,14 @@ class Overfit(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def choose_data(self, train: Any, judging: Any, test: Any) -> tuple[Any, Any, Any]:
+    def choose_data(self, train: Any, evaluated: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
         context = self._context
         requests = context.batch.requests(
             context.order.length, context.seed, 0, World(), context.run.data.drop_last, order=context.order
         )
         batch = torch.cat([request.indices for request in one_update(requests)])
         same = train._replace(source=Subset(train.source, index_of(batch)))
-        return train, same, same
+        return {split: dict.fromkeys(sets, same) for split, sets in evaluated.items()}
 
     def stream_watchers(self) -> list[StreamWatcher]:
         return [self._repeat_first_update]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from drivetrain.core.errors import Interrupted
+from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.signals import StopFlag
@@ -56,7 +56,12 @@ def evaluate_and_save(trainer: Trainer, agreed: int = 0) -> None:
     """
     progress, wrong = trainer.progress, ""
     if progress.evaluation_due and agreed < STOP:
-        agreed, wrong = _evaluate(trainer, agreed)
+        try:
+            agreed, wrong = _evaluate(trainer, agreed)
+        except UserError:  # the data cannot be evaluated: what was trained is kept
+            trainer.save()
+            trainer.writer.wait()
+            raise
     trainer.save()
     if wrong:
         _stop(trainer, wrong)
@@ -94,9 +99,9 @@ def record_evaluation(trainer: Trainer, stops: Callable[[], bool]) -> None:
     """Evaluate, and tell all that goes by it. Raises Interrupted where `stops` says so at a batch."""
     metrics, evaluator = trainer.evaluator.evaluate(stops), trainer.evaluator
     trainer.progress.record_evaluation(metrics, *trainer.selection, evaluator.tables)
+    trainer.log.write("evaluate", set=evaluator.set, **metrics)
     trainer.scheduler.evaluated(metrics)
     trainer.stopping.evaluated(metrics)
-    trainer.log.write("evaluate", set=evaluator.set, **metrics)
 
 
 def _stop(trainer: Trainer, reason: str) -> NoReturn:

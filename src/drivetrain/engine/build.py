@@ -12,7 +12,7 @@ import torch
 from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
-from drivetrain.core import files, owned, rng, stages
+from drivetrain.core import files, owned, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
@@ -31,7 +31,7 @@ from drivetrain.engine import dry_run, facts, flops, input_checks
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.description import describe
-from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.evaluator import AVERAGE, PLAIN, Evaluator, evaluated_sets
 from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
@@ -45,7 +45,6 @@ from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
 
 FEW_TOKENS = 16
-EVALUATION = 12  # of the random numbers of the sets that are evaluated
 MORE_OUTPUTS = (
     "give its last layer more outputs. A class of yours (model=own) is told their number where it takes an argument `classes` or "
     "`num_classes`; one that takes it under another name gets it by model.kwargs"
@@ -106,7 +105,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     loader = context.loader = run.loader.build(context)
     batches = context.horizon.updates * batch.accumulation_steps
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
-    loader.check((context.train_data, context.judging_data, context.test_data))
+    loader.check((context.train_data, *(each for sets in context.evaluated.values() for each in sets.values())))
 
     # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
     # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
@@ -122,15 +121,15 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise)
     context.log_image = log.image
-    # Callbacks see whole updates: those of the step with everything around it.
-    callbacks = Callbacks.build(context, log.figures, log.image, before.callbacks if before is not None else None)
     evaluator = Evaluator(
         model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
-        ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
-        parallel=parallel, batch=batch, loader=loader, data=context.judging_data, test=context.test_data, device=context.device,
-        memory_format=context.memory_format, set="test" if context.data.validation is None else "validation",
+        ema=ema, loss=loss, meters=meters, weights=(PLAIN, AVERAGE) if ema.active else (PLAIN,), units=_units(context),
+        selected=selection.name, precision=precision, parallel=parallel, batch=batch, loader=loader, sets=context.evaluated,
+        set=next(iter(context.evaluated)), device=context.device, memory_format=context.memory_format,
         max_batches=run.debug.eval_batches, origins=context.data.origins,
     )  # fmt: skip
+    # Callbacks see whole updates: those of the step with everything around it.
+    callbacks = Callbacks.build(context, log, evaluator, before.callbacks if before is not None else None)
     own = OwnState(owned.of_run(context, meters), parallel)
     if saving.active:
         own.check()
@@ -211,12 +210,8 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
         raise UserError(refusals)
     about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
-    # Several views of a sample differ by their augmentation alone, so that an evaluation augments too.
-    test = Pipeline(data.test, steps if run.data.views > 1 else (), data.normalize, rng.mix(context.seed, EVALUATION, 0), **about)
-    judging = test
-    if data.validation is not None:
-        judging = test._replace(source=data.validation, seed=rng.mix(context.seed, EVALUATION, 1))
-    context.train_data, context.judging_data, context.test_data = debug.choose_data(train, judging, test)
+    evaluated = evaluated_sets(data, steps if run.data.views > 1 else (), context.seed, about)
+    context.train_data, context.evaluated = train, debug.choose_data(train, evaluated)
     if context.writes_files:
         for name, text in data.files.items():
             files.write_text(context.run_dir / name, text)

@@ -13,6 +13,8 @@ from drivetrain.core.callback import Callback, Event
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import PEER_GONE, CallbackError
 from drivetrain.core.step import Step, WrappingStep
+from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.training_log import TrainingLog
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +25,8 @@ class Callbacks:
 
     named: dict[str, Callback]  # empty on all ranks but 0
     context: BuildContext
-    log_figures: Callable[[Mapping[str, float]], None]
-    show_image: Callable[[str, Path], None]
+    records: TrainingLog
+    evaluator: Evaluator
     error: CallbackError | None = None  # ends the run, once it is saved
     started: bool = field(default=False, init=False)  # measurements build a trainer without starting its run
 
@@ -32,16 +34,16 @@ class Callbacks:
     def build(
         cls,
         context: BuildContext,
-        log_figures: Callable[..., None],
-        show_image: Callable[..., None],
+        log: TrainingLog,
+        evaluator: Evaluator,
         before: Callbacks | None = None,
     ) -> Callbacks:
         """Make the callbacks of a run, or let those of its stage `before` go on. Raises UserError."""
         if before is not None:
-            before.log_figures, before.show_image = log_figures, show_image
+            before.records, before.evaluator = log, evaluator
             return before
         names = context.run.values["callbacks"] if context.world.rank == 0 else []
-        return cls({name: load(name) for name in names}, context, log_figures, show_image)
+        return cls({name: load(name) for name in names}, context, log, evaluator)
 
     def wrap_step(self, step: Step) -> Step:
         """Return a step that tells those callbacks that want every update, if there are any."""
@@ -97,7 +99,8 @@ class Callbacks:
         event = Event(
             self.context.run_dir, self.context.config, progress.updates, progress.epoch, progress.samples,
             dict(progress.final if metrics is None else metrics), dict(progress.best), status,
-            log=self.log_figures, log_image=self.show_image,
+            weights=self.evaluator.weights, eval_model=self.evaluator.holding, log=self.records.figures,
+            log_image=self.records.image,
         )  # fmt: skip
         for given, callback in self.named.items():
             if every_update not in (None, callback.every_update):

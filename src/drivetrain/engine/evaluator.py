@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
 from drivetrain.core import rng, streams
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
+from drivetrain.core.figure import Figure
 from drivetrain.core.protocols import Loader
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.trees import Tree
+from drivetrain.data.base import SPLITS, Splits
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Pipeline
 from drivetrain.loss.base import Loss
@@ -25,12 +29,15 @@ from drivetrain.metrics.base import Metric, Table
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 
+EVALUATION = 12  # of the random numbers of the sets that are evaluated
+PLAIN, AVERAGE = "plain", "average"  # the weights that are evaluated
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Evaluator:
-    """Evaluates a model and the average of its weights on `data`: the set that models are selected by."""
+    """Evaluates a model and the average of its weights on the sets of a split, such as those that models are selected by."""
 
     model: torch.nn.Module  # set to evaluation mode during evaluation, then back to training mode
     forward: Callable[[Tree], Any]  # the model as evaluation calls it, with a batch's inputs
@@ -38,15 +45,15 @@ class Evaluator:
     ema: Ema
     loss: Loss
     meters: Sequence[Metric]  # the metrics beside those of the loss
+    weights: tuple[str, ...]  # that are evaluated: plain and, where there is one, average
     units: Callable[[Any], Any]  # turns outputs and targets into those that the metrics measure
     selected: str  # the metric that ranks models
     precision: Precision
     parallel: Parallel
     batch: Batch
     loader: Loader
-    data: Pipeline
-    test: Pipeline  # the same as `data` where there is no validation set
-    set: str  # the name of `data`: validation or test
+    sets: Mapping[str, Mapping[str, Pipeline]]  # split → its sets by name, of which one alone is "". The first split selects
+    set: str  # the split that is evaluated: validation or test
     device: torch.device
     memory_format: torch.memory_format
     max_batches: int | None = None
@@ -54,45 +61,88 @@ class Evaluator:
     tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
 
     def on(self, name: str) -> Evaluator:
-        """Return the evaluator of a set, by its name. Raises UserError where the run has no such set."""
+        """Return the evaluator of a split, by its name. Raises UserError where the run has no such set."""
         if name == self.set:
             return self
-        if name != "test":
+        if name not in self.sets:
             raise UserError(f"split={name}: this run has no {name} set (data.validation=null): set split=test")
-        return replace(self, data=self.test, set="test", tables={})
+        return replace(self, set=name, tables={})
+
+    @property
+    def data(self) -> Pipeline:
+        """The set that is evaluated, of several the first."""
+        return next(iter(self.sets[self.set].values()))
+
+    def samples(self) -> int:
+        """Return how many samples an evaluation has."""
+        return sum(len(pipeline.source) for pipeline in self.sets[self.set].values())
+
+    @contextmanager
+    def holding(self, weights: str | None = None) -> Iterator[torch.nn.Module]:
+        """Within the context the model holds the weights of this name, ready to be used; None: the average, where there is one.
+
+        It keeps no gradients, and what it draws is the same each time and leaves the run's random streams as they are.
+        """
+        name = weights or self.weights[-1]
+        if name not in self.weights:
+            raise UserError(f"eval_model({name!r}): this run evaluates the weights {' and '.join(self.weights)} (see ema)")
+        if self.parallel.lockstep_evaluation:
+            raise UserError("eval_model: each rank holds only a part of the model: set parallel=ddp")
+        held, training = self._held(name), self.model.training
+        with held, self.parallel.evaluation_context(), streams.apart(), self.precision.autocast():
+            streams.seed_all(self.data.seed)
+            self.model.eval()
+            try:
+                yield self.model
+            finally:
+                self.model.train(training)
+
+    def _held(self, weights: str) -> AbstractContextManager[None]:
+        """Return a context in which the model holds weights. Until there is an average, it is the weights themselves."""
+        return self.ema.swapped() if weights == AVERAGE and self.ema.started else self.eval_weights()
 
     def evaluate(self, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Return the metrics by name; those of the averaged weights begin with "ema_". Raises Diverged if one is not finite.
+        """Return the figures by name (`core.figure`), without those that are not finite. Raises Diverged where a loss is not.
 
         `stops` is asked before each batch, equally often on all ranks: where it says yes on all of them, Interrupted is raised.
         """
         self.parallel.broadcast_buffers(self.model)
         self.tables = {}
-        with self.eval_weights():
+        with self._held(PLAIN):
             metrics = self.metrics(stops=stops)
-        if self.ema.active and not self.ema.started:  # the average is the weights still
-            self.tables |= {f"ema_{name}": table for name, table in self.tables.items()}
-            metrics |= {f"ema_{name}": value for name, value in metrics.items()}
+        if self.ema.active and not self.ema.started:
+            self.tables |= {str(Figure.parse(name)._replace(averaged=True)): table for name, table in self.tables.items()}
+            metrics |= {str(Figure.parse(name)._replace(averaged=True)): value for name, value in metrics.items()}
         elif self.ema.active:
-            with self.ema.swapped():
+            with self._held(AVERAGE):
                 self.parallel.broadcast_buffers(self.model)  # each rank averaged its own buffers
-                metrics |= self.metrics("ema_", stops)
-        if self.selected not in metrics:
-            raise Diverged(f"{self.selected} ranks the run's models, and an evaluation gives no finite value of it: {metrics}")
+                metrics |= self.metrics(averaged=True, stops=stops)
         return metrics
 
-    def metrics(self, prefix: str = "", stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
-        """Return the metrics of the model's current weights, and add their tables. Raises Diverged and, by `stops`, Interrupted.
+    def metrics(self, averaged: bool = False, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
+        """Return the figures of the model's current weights on all sets, and add their tables.
+
+        Raises Diverged and, by `stops`, Interrupted.
+        """
+        found: dict[str, float] = {}
+        for name in self.sets[self.set]:
+            found |= self._metrics_of(name, averaged, stops)
+        return found
+
+    def _metrics_of(self, name: str, averaged: bool, stops: Callable[[], bool]) -> dict[str, float]:
+        """Return the figures of the model's current weights on a set.
 
         Sums and counts are reduced over the ranks, not means, so that every sample counts once on any number of ranks. What a
         forward draws follows from the seed, the set and the batch: training's random streams stay as they are.
         """
+        data, where = self.sets[self.set][name], f"the {self.set} set {name}".rstrip()
+        of = f"of the {'averaged' if averaged else 'trained'} weights on {where}"
         self.model.eval()
         sums = torch.zeros(self.loss.evaluation_sums(), dtype=sum_dtype(self.device), device=self.device)
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
-        requests = self.batch.evaluation_requests(self.data.source, world, self.max_batches, lockstep)
-        rounds = self.batch.evaluation_rounds(self.data.source, world, self.max_batches)
-        stream = self.loader.stream(self.data, requests, self.device, self.memory_format)
+        requests = self.batch.evaluation_requests(data.source, world, self.max_batches, lockstep)
+        rounds = self.batch.evaluation_rounds(data.source, world, self.max_batches)
+        stream = self.loader.stream(data, requests, self.device, self.memory_format)
         for meter in self.meters:
             meter.reset()
         with self.parallel.evaluation_context(), streams.apart():
@@ -100,7 +150,7 @@ class Evaluator:
                 for number, batch in enumerate(stream):
                     rounds -= 1
                     _stop_here(stops)
-                    streams.seed_all(rng.mix(self.data.seed, number * world.size + world.rank))
+                    streams.seed_all(rng.mix(data.seed, number * world.size + world.rank))
                     with self.precision.autocast():
                         output, of_batch = self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))
                     sums += of_batch * batch.weight
@@ -108,16 +158,50 @@ class Evaluator:
                         meter.update(self.units(output), self.units(batch.y))
             if rounds > 0:  # the other ranks have one batch more
                 _stop_here(stops)
-            figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
+            try:
+                figures = self.loss.evaluated(self.parallel.all_reduce_sum(sums).tolist())
+            except ZeroDivisionError:
+                figures = self._without_targets(name, where)
             if not all(map(math.isfinite, figures.values())):
-                weights = "averaged" if prefix else "trained"
-                raise Diverged(f"the loss of the {weights} weights on the {self.set} set is not finite: {figures}")
-            for meter in self.meters:
+                raise Diverged(f"the loss {of} is not finite: {figures}")
+            for meter in self.meters if figures else ():
                 found, tables = meter.result()
-                figures |= finite(found)
-                self.tables |= {prefix + name: table for name, table in tables.items()}
+                for metric, value in found.items():
+                    if math.isfinite(value):
+                        figures[metric] = value
+                    else:
+                        ranks = str(Figure(metric, averaged, name)) == self.selected
+                        so = ": models are ranked by it, so that this evaluation cannot be the best" if ranks else ""
+                        logger.warning("%s %s is %s (as where a class has no sample) and is left out%s", metric, of, value, so)
+                self.tables |= {str(Figure(metric, averaged, name)): table for metric, table in tables.items()}
         self.model.train()
-        return {prefix + name: value for name, value in figures.items()}
+        return {str(Figure(metric, averaged, name)): value for metric, value in figures.items()}
+
+    def _without_targets(self, name: str, where: str) -> dict[str, float]:
+        """Say that a set has nothing to measure by. Raises UserError where models are selected by it."""
+        line = f"{where} has no target that counts (all are ignored), so that nothing can be measured on it"
+        if self.set == next(iter(self.sets)) and Figure.parse(self.selected).set == name:
+            raise UserError(f"{line}, and models are selected by it: give it samples with targets, or select by another set")
+        logger.warning("%s", line)
+        return {}
+
+
+def evaluated_sets(
+    data: Splits, steps: tuple[Augment, ...], seed: int, about: Mapping[str, Any]
+) -> dict[str, dict[str, Pipeline]]:
+    """Return the sets that a run evaluates: split → pipelines by name. What is drawn for a set depends on its name alone.
+
+    Several views of a sample differ by their augmentation alone, so that an evaluation augments too: by `steps`.
+    """
+    seeds = {split: rng.mix(seed, EVALUATION, number) for number, split in enumerate(("test", "validation"))}
+    return {
+        split: {
+            name: Pipeline(source, steps, data.normalize, rng.mix(seeds[split], zlib.crc32(name.encode())), **about)
+            for name, source in sets.items()
+        }
+        for split in SPLITS
+        if (sets := data.sets(split))
+    }
 
 
 def _stop_here(stops: Callable[[], bool]) -> None:
@@ -125,11 +209,3 @@ def _stop_here(stops: Callable[[], bool]) -> None:
     StopFlag.stop_here()
     if stops():
         raise Interrupted("stopped by a signal while a data set was evaluated")
-
-
-def finite(figures: dict[str, float]) -> dict[str, float]:
-    """Return the figures that are finite: a metric may be undefined, as where a class has no sample in the set."""
-    for name, value in figures.items():
-        if not math.isfinite(value):
-            logger.warning("%s is %s in this evaluation, and is left out", name, value)
-    return {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -29,9 +29,8 @@ def line(context: BuildContext, trainer: Trainer) -> str:
 
 def _samples(context: BuildContext) -> Iterator[str]:
     origins, data = context.data.origins, {"training": context.train_data}
-    if context.data.validation is not None:
-        data["validation"] = context.judging_data
-    data["test"] = context.test_data
+    for split, sets in context.evaluated.items():
+        data |= {f"{split} {name}".rstrip(): pipeline for name, pipeline in sets.items()}
     parts = []
     for name, pipeline in data.items():
         origin = origins.get("train" if name == "training" else name, "")

@@ -134,7 +134,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) ->
     trainer.progress.updates = state["progress"]["updates"]
     trainer.evaluator = evaluated = trainer.evaluator.on(choice.split)
     if trainer.parallel.world.rank == 0:
-        told = {"samples": len(evaluated.data.source), "origin": evaluated.origins.get(choice.split, "")}
+        told = {"samples": evaluated.samples(), "origin": evaluated.origins.get(choice.split, "")}
         write_json(trainer.run_dir / TOLD, told)
     with Rate("samples", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None

@@ -34,7 +34,7 @@ class Transforms:
         self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
         self.normalize = None if data.normalize is None else data.normalize.to(device)
         self.max_value = option.max_value  # of an input
-        self._pipeline = Pipeline(data.test, (), data.normalize, 0, images=data.images).to(device)
+        self._pipeline = Pipeline(data.train, (), data.normalize, 0, images=data.images).to(device)
 
     def __call__(self, x: Any) -> Tree:
         """Return a batch for the model, on its device: normalised, from samples or from paths of files. Raises UserError."""

@@ -16,6 +16,7 @@ from drivetrain.config import hydra_idioms, hydra_settings
 from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
+from drivetrain.config.keys import replaced
 from drivetrain.core import signature
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import MB, read_json, write_json, write_text
@@ -238,7 +239,7 @@ def recorded_settings(recorded: dict[str, Any], words: Sequence[str]) -> dict[st
     """
     given = {key_of(w) for w in words}
     local = recorded.get("machine_local") or {}
-    return {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given}
+    return {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given and not replaced(k, given)}
 
 
 def is_of_this_user(recorded: dict[str, Any]) -> bool:

@@ -271,7 +271,8 @@ def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path
 
     A run that did not complete counts those of this rank: the others may be gone.
     """
-    sources = [pipeline.source for pipeline in (trainer.train_data, trainer.evaluator.data, trainer.evaluator.test)]
+    evaluated = (pipeline for sets in trainer.evaluator.sets.values() for pipeline in sets.values())
+    sources = [pipeline.source for pipeline in (trainer.train_data, *evaluated)]
     found = [names for source in sources if (names := source.skipped()) is not None]
     if not found:
         return

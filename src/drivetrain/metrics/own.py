@@ -69,8 +69,8 @@ class Own(Metric):
         target = user_code.load(setting, str(self.target))
         self._function: Callable[..., Any] | None = None
         if not isinstance(target, type):
-            lengths = context.data.test.lengths
-            if context.run.data.targets == "tokens" and lengths is not None and len(lengths.unique()) > 1:
+            lengths = [each.source.lengths for sets in context.evaluated.values() for each in sets.values()]
+            if context.run.data.targets == "tokens" and any(n is not None and len(n.unique()) > 1 for n in lengths):
                 raise UserError(unlike_shapes(f"texts of {context.run.named('data')} differ in length"))
             self._function = target
             return Collected()

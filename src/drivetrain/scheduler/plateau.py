@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from drivetrain.core.allowed import Name
+from drivetrain.core.allowed import FigureName
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, RunSpec, Share
 from drivetrain.core.selection import evaluated, problems
@@ -21,7 +21,7 @@ class Plateau(Scheduler):
 
     def __init__(
         self,
-        metric: Name = "loss",
+        metric: FigureName = "loss",
         mode: Literal["min", "max"] = "min",
         factor: Momentum = 0.1,
         patience: CountOrZero = 3,
@@ -60,7 +60,7 @@ class Plateau(Scheduler):
         return self._lr_factor
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        value = metrics[self.metric]
+        value = metrics.get(self.metric, math.nan)
         if self._better(value):
             self._best, self._bad = value, 0
         else:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from drivetrain.core import selection
-from drivetrain.core.allowed import Name
+from drivetrain.core.allowed import FigureName
+from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
 from drivetrain.core.target import Reach
@@ -21,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class Stop(Option):
-    """stop=none: the run goes to its end. With `at_target` it ends where an evaluation reaches the run's `target`."""
+    """stop=none: the run goes to its end. With `at_target` it ends where an evaluation reaches the run's `target`.
+
+    It has diverged where `nan_patience` evaluations in a row give no finite value of the metric that ranks models.
+    """
 
     stays: ClassVar[str] = "it looks at the evaluations of the whole run"
     effect: ClassVar[Effect] = "exact"
@@ -29,8 +33,9 @@ class Stop(Option):
     changes = "the length of the run"
     _to_target: TimeToTarget | None = None  # at the run's target
 
-    def __init__(self, at_target: bool = False) -> None:
-        self.at_target = at_target
+    def __init__(self, at_target: bool = False, nan_patience: Count = 3) -> None:
+        self.at_target, self.nan_patience = at_target, nan_patience
+        self._undefined = 0  # evaluations without a finite value of the metric that ranks models, in a row
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.at_target and run.values["target"] is None:
@@ -39,6 +44,7 @@ class Stop(Option):
     def setup(self, context: BuildContext) -> None:
         reach = Reach.parse(context.run.values["target"] or "")
         self._to_target = None if reach is None else TimeToTarget(reach, context)
+        self._selected = selection.selected(context.run).name
 
     @property
     def reason(self) -> str | None:
@@ -53,16 +59,24 @@ class Stop(Option):
         return None if self._to_target is None else self._to_target.record()
 
     def evaluated(self, metrics: dict[str, float]) -> None:
-        """Receive the metrics of an evaluation, which are the same on every rank. Called on all of them."""
+        """Receive the metrics of an evaluation, which are the same on every rank. Called on all of them. Raises Diverged."""
+        self._undefined = 0 if self._selected in metrics else self._undefined + 1
+        if self._undefined >= self.nan_patience:
+            raise Diverged(
+                f"{self._selected}, which ranks the run's models, had no finite value in the last {self._undefined} evaluations "
+                f"(stop.nan_patience={self.nan_patience}); the last one gave {metrics}"
+            )
         if self._to_target is not None:
             self._to_target.evaluated(metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a resumed run."""
-        return {} if self._to_target is None else {"target": self._to_target.state_dict()}
+        target = {} if self._to_target is None else {"target": self._to_target.state_dict()}
+        return {"undefined": self._undefined, **target}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state_dict()`; it is empty where the run was saved under another option."""
+        self._undefined = state.get("undefined", 0)
         if self._to_target is not None:
             self._to_target.load_state_dict(state.get("target", {}))
 
@@ -75,9 +89,14 @@ class Early(Stop):
     key_effects: ClassVar[Mapping[str, Effect]] = {}
 
     def __init__(
-        self, patience: Count = 3, min_delta: NonNegative = 0.0, metric: Name | None = None, at_target: bool = False
+        self,
+        patience: Count = 3,
+        min_delta: NonNegative = 0.0,
+        metric: FigureName | None = None,
+        at_target: bool = False,
+        nan_patience: Count = 3,
     ) -> None:
-        super().__init__(at_target)
+        super().__init__(at_target, nan_patience)
         self.patience, self.min_delta, self.metric = patience, min_delta, metric
         self._best: float | None = None
         self._bad = 0  # evaluations without improvement, in a row
@@ -124,8 +143,9 @@ class Early(Stop):
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         super().evaluated(metrics)
-        value = metrics[self._name]
-        change = math.inf if self._best is None else (value - self._best) * (1 if self._better(0.0, 1.0) else -1)
+        value = metrics.get(self._name, math.nan)  # which is never better
+        before = -math.inf if self._better(0.0, 1.0) else math.inf
+        change = (value - (before if self._best is None else self._best)) * (1 if self._better(0.0, 1.0) else -1)
         if change > self.min_delta:
             self._best, self._bad = value, 0
         else:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from drivetrain.core import trees
+from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.measure.certify import hooks, shadow
@@ -120,12 +121,14 @@ class Recorder:
         """
         evaluator, world = self.trainer.evaluator, self.trainer.parallel.data_world
         counting = {*evaluator.loss.counting, *(name for meter in evaluator.meters if meter.counts for name in meter.directions)}
-        batches = evaluator.batch.evaluation(evaluator.data.source, world)[: evaluator.max_batches]
-        one = 1 / max(1, sum(map(len, batches)))
+        seen = {
+            of: sum(map(len, evaluator.batch.evaluation(data.source, world)[: evaluator.max_batches]))
+            for of, data in evaluator.sets[evaluator.set].items()
+        }
         for name, value in self.trainer.progress.final.items():
             entry = of_numbers(value, rounding=FLOAT32)
-            if name.removeprefix("ema_") in counting:
-                entry.rounding = max(entry.rounding, one / MARGIN)
+            if (figure := Figure.parse(name)).metric in counting:
+                entry.rounding = max(entry.rounding, 1 / max(1, seen[figure.set]) / MARGIN)
             self._add("evaluation", name, entry)
 
     @contextmanager

@@ -164,7 +164,7 @@ def examine(subject: Subject, budget_s: float, until: float | None = None) -> Fo
     step = took.seconds + waits + network
     shares = {limit: share * took.seconds.value / step.value for limit, share in took.shares.items()}
     shares |= {DATA: waits.value / step.value, NETWORK: network.value / step.value}
-    evaluated = len(trainer.evaluator.data.source) * (trainer.epochs // trainer.evaluate_every or 1)
+    evaluated = trainer.evaluator.samples() * (trainer.epochs // trainer.evaluate_every or 1)
     forward = took.forward_s / (size * micro_batches) * evaluated
     found = Forecast(
         plan.device, subject.device.source, ranks.count, size, micro_batches, memory, _limit(subject),

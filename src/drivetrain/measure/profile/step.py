@@ -190,8 +190,8 @@ def _roofline(trainer: Any, samples: int) -> Roofline:
 
 def _evaluation_s(trainer: Any) -> float:
     """Seconds of one evaluation, extrapolated from its first batches."""
-    source = trainer.evaluator.data.source
-    batches = len(trainer.batch.evaluation(source, trainer.parallel.data_world))
+    world, sets = trainer.parallel.data_world, trainer.evaluator.sets[trainer.evaluator.set].values()
+    batches = max(len(trainer.batch.evaluation(pipeline.source, world)) for pipeline in sets)
     trainer.evaluator.max_batches = min(batches, trainer.evaluator.max_batches or batches, 8)
     synchronize(trainer.device)
     began = time.perf_counter()

@@ -1,0 +1,218 @@
+"""Several validation or test sets with names: loaded, evaluated, selected by, resumed and evaluated again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.data import Own, Tabular
+from drivetrain.inference.evaluation import evaluate
+from drivetrain.inference.finished import Choice
+from drivetrain.run import reader
+from tests.data.test_packed import CPU
+
+OWN = '''
+import torch
+
+class Marks(torch.utils.data.Dataset):
+    """Four classes that the mean of an input tells, more or less noisily."""
+    num_classes = 4
+    made = []
+
+    def __init__(self, split, noise=0.0, count=24):
+        type(self).made.append(split)
+        drawn = torch.Generator().manual_seed(len(split))
+        self.y = torch.arange(count) % 4
+        self.x = self.y.view(-1, 1, 1, 1) + 0.1 * torch.randn(count, 3, 8, 8, generator=drawn)
+        self.x += noise * torch.randn(count, 3, 8, 8, generator=drawn)
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index].float(), int(self.y[index])
+
+class Ignored(Marks):
+    def __getitem__(self, index):
+        return self.x[index].float(), int(self.y[index]) if self.noise == 0 else -100
+
+    def __init__(self, split, noise=0.0, count=24):
+        super().__init__(split, noise, count)
+        self.noise = noise
+'''
+SETS = "{clean: {split: clean}, noisy: {split: noisy, noise: 3.0}}"
+RUN = ["data=own", "data.target=their_marks.Marks", "trust=[their_marks]", "epochs=2", "updates=null", "ema=ema"]
+
+
+@pytest.fixture
+def their_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_marks.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """A table of 60 rows, and two of 20 and 12 rows beside it."""
+    for name, rows in (("train", 60), ("near", 20), ("far", 12)):
+        lines = [f"{i},{i * i % 5},{'abc'[i % 3]}" for i in range(rows)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["a,b,kind", *lines]) + "\n")
+    return tmp_path
+
+
+def test_each_set_is_loaded_as_it_is_alone(tables):
+    path, near, far = (str(tables / f"{name}.csv") for name in ("train", "near", "far"))
+    option = Tabular(path, {"near": near, "far": far}, target="kind", validation={"held": 0.1, "far": "far.csv"})
+    option.targets = "class"
+    data = option.load_sets(CPU)
+    assert {name: len(source) for name, source in data.sets("test").items()} == {"near": 20, "far": 12}
+    assert {name: len(source) for name, source in data.sets("validation").items()} == {"held": 6, "far": 12}
+    assert len(data.train) == 54
+    alone = Tabular(path, far, target="kind", validation=0.1)
+    alone.targets = "class"
+    for got, wanted in zip(
+        data.sets("test")["far"].fetch(torch.arange(12)), alone.load_sets(CPU).test.fetch(torch.arange(12)), strict=True
+    ):
+        assert torch.equal(got, wanted)
+
+
+def test_own_data_makes_one_dataset_for_each_set(their_marks):
+    option = Own(
+        "their_marks.Marks",
+        test={"one": {"split": "one"}, "two": {"split": "two", "count": 8}},
+        train={"split": "train"},
+        validation={"split": "val"},
+    )
+    assert (option.several("test").keys(), dict(option.several("validation"))) == ({"one", "two"}, {})
+    data = option.load_sets(CPU)
+    import their_marks as module
+
+    assert sorted(module.Marks.made) == ["one", "train", "two", "val"]
+    assert {name: len(source) for name, source in data.sets("test").items()} == {"one": 24, "two": 8}
+
+
+def test_sets_of_another_kind_are_refused(their_marks, tables):
+    path = str(tables / "train.csv")
+    (tables / "other.csv").write_text("a,b,kind\n1,2,z\n")
+    option = Tabular(path, {"near": str(tables / "near.csv"), "other": str(tables / "other.csv")}, target="kind")
+    option.targets = "class"
+    with pytest.raises(UserError, match="z"):
+        option.load_sets(CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["data.validation={}"], "data.validation={} names no set"),
+        (["data.validation={a: 0.1, b: 0.2}"], "a and b are shares of training, and one can be held out"),
+        (["data.test={a-b: near.csv}"], "'a-b' is no name of a set"),
+        (["data.test={near: near.csv, gone: gone.csv}"], "data.test=gone.csv is no file"),
+        (["data.validation={far: gone.csv, near: near.csv}"], "gone.csv is no file"),
+        (["data.test={near: near.csv}", "select=near/accuracy"], "models are selected by one set, which has no name"),
+        (["data.validation={near: near.csv, far: far.csv}", "select=f1"], "select=f1 is not evaluated"),
+        (
+            ["data.validation={near: near.csv, far: far.csv}", "select=accuracy"],
+            "models are selected by the sets near, far: set it to one of near/accuracy, far/accuracy",
+        ),
+        (["data.validation={near: near.csv, far: far.csv}", "select=far/ema_loss"], "far/ema_loss is of averaged weights"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_the_run(tables, problems, words, says):
+    found = problems("data=tabular", "data.path=train.csv", "data.target=kind", *words)
+    assert [line for line in found if says in line], found
+
+
+def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, their_marks):
+    run = train(
+        *RUN,
+        "data.train={split: train}",
+        f"data.test={SETS}",
+        f"data.validation={SETS}",
+        "select=noisy/ema_accuracy",
+        "saving=best",
+        "metrics=[confusion_matrix]",
+        "data.targets=class",
+    )
+    assert (run.status, run.error) == ("completed", None)
+    names = [
+        f"{name}/{weights}{metric}" for name in ("clean", "noisy") for weights in ("", "ema_") for metric in ("loss", "accuracy")
+    ]
+    for split in ("validation", "test"):
+        assert set(run.metrics[split]["final"]) == set(names)
+        assert run.metrics[split]["final"]["noisy/loss"] != run.metrics[split]["final"]["clean/loss"]
+    assert run.selection == {"metric": "noisy/ema_accuracy", "better": "max"}
+    assert run.metrics["validation"]["best"]["noisy/ema_accuracy"] >= run.metrics["validation"]["final"]["noisy/ema_accuracy"]
+    assert {"clean/confusion_matrix", "noisy/confusion_matrix", "noisy/ema_confusion_matrix"} <= set(run.tables["test"]["final"])
+    assert (run.run_dir / "images" / "noisy").is_dir()
+    records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert set(names) <= set(next(r for r in records if r["event"] == "evaluate"))
+    found = evaluate(run.run_dir, choice=Choice(update="last"))
+    assert found.metrics == run.metrics["test"]["final"]
+    assert found.samples == 48
+    again = evaluate(run.run_dir, choice=Choice(update="last", split="validation"))
+    assert again.metrics == run.metrics["validation"]["final"]
+    assert reader.find([run.run_dir])[0].metric == ("noisy/ema_accuracy", True)
+
+
+def test_a_set_alone_has_the_figures_that_it_has_beside_others(train, their_marks):
+    several = train(*RUN, "data.train={split: train}", f"data.test={SETS}", f"data.validation={SETS}")
+    one = train(
+        *RUN, "data.train={split: train}", "data.test={split: noisy, noise: 3.0}", "data.validation={split: noisy, noise: 3.0}"
+    )
+    assert {f"noisy/{name}": value for name, value in one.metrics["validation"]["final"].items()}.items() <= several.metrics[
+        "validation"
+    ]["final"].items()
+    assert several.selection["metric"] == "clean/accuracy"
+
+
+def test_a_resumed_run_ends_with_the_same_figures(train, their_marks):
+    words = [
+        *RUN,
+        "data.train={split: train}",
+        f"data.test={SETS}",
+        f"data.validation={SETS}",
+        "stop=early",
+        "stop.metric=noisy/loss",
+    ]
+    whole = train(*words)
+    half = train(*words[:-2], "updates=1", "epochs=15")
+    resumed = drivetrain.train(
+        [f"resume={half.run_dir}", "resume_changed=true", "updates=null", "epochs=2", "stop=early", "stop.metric=noisy/loss"]
+    )
+    assert resumed.metrics["validation"]["final"] == whole.metrics["validation"]["final"]
+
+
+def test_a_run_on_tables_is_resumed_and_evaluated_on_other_sets(train, tables):
+    path = "data.path=train.csv"
+    words = [
+        "data=tabular",
+        path,
+        "data.target=kind",
+        "data.test={near: near.csv, far: far.csv}",
+        "data.validation={held: 0.1, far: far.csv}",
+    ]
+    half = train(*words, "updates=1")
+    run = drivetrain.train([f"resume={half.run_dir}", "resume_changed=true", "updates=3"])
+    assert (run.status, run.updates, next(iter(run.metrics["test"]["final"]))) == ("completed", 3, "near/loss")
+    assert run.selection["metric"] == "held/accuracy"
+    assert evaluate(run.run_dir).metrics == run.metrics["test"]["final"]
+    other = evaluate(run.run_dir, ["data.path=near.csv", "data.test={one: far.csv, two: near.csv}"])
+    assert {name.partition("/")[0] for name in other.metrics} == {"one", "two"}
+    assert other.metrics["one/loss"] == pytest.approx(run.metrics["test"]["final"]["far/loss"])
+
+
+def test_a_set_whose_targets_are_all_ignored_gets_a_sentence(train, their_marks):
+    """Where models are selected by it, the run ends; else its figures are left out."""
+    words = [word.replace("Marks", "Ignored") for word in RUN]
+    run = train(*words, "data.train={split: train}", f"data.test={SETS}", "data.validation={split: val}")
+    assert (run.status, run.error) == ("completed", None)
+    assert set(run.metrics["test"]["final"]) == {f"clean/{name}" for name in run.metrics["validation"]["final"]}
+    assert "the test set noisy has no target that counts (all are ignored)" in (run.run_dir / "log.txt").read_text()
+    run = train(*words, "data.train={split: train}", f"data.test={SETS}", "data.validation={split: val, noise: 1}")
+    assert run.status == "failed"
+    assert "the validation set has no target that counts (all are ignored)" in run.error
+    assert (run.run_dir / "checkpoints").is_dir()  # what was trained is kept
