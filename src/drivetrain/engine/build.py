@@ -85,10 +85,12 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     if model_flops.needs_two and (problems := list(facts.single_sample(context, batch, model_flops.needs_two))):
         raise UserError(problems)
     if (dtype := precision.gathered_dtype()) is not None:
-        sets = (context.train_data, context.judging_data, context.test_data)
-        context.train_data, context.judging_data, context.test_data = (
-            each._replace(computes_in=getattr(torch, dtype)) for each in sets
-        )
+        computes_in = getattr(torch, dtype)
+        context.train_data = context.train_data._replace(computes_in=computes_in)
+        context.evaluated = {
+            split: {name: pipeline._replace(computes_in=computes_in) for name, pipeline in sets.items()}
+            for split, sets in context.evaluated.items()
+        }
     # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
     # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
     compiler = run.compile.build(context)
