@@ -158,28 +158,6 @@ def test_random_weights_are_advised_upon(tiny):
     assert not any("random" in line for line in launcher.prepare(tiny("adapter=lora", "model.weights=x.pt")).notices)
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["precision=bf16_pure", "adapter.dropout=0.3"],
-        pytest.param(["precision=amp", "checkpointing=blocks", "adapter.dropout=0.3"], marks=pytest.mark.slow),
-        pytest.param(["compile=inductor"], marks=pytest.mark.slow),
-        pytest.param(["parallel=ddp", "parallel.nproc=2"], marks=pytest.mark.slow),
-        pytest.param(["parallel=fsdp", "parallel.nproc=2"], marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_resuming_is_exact_with_other_techniques(tiny, tmp_path, more):
-    words = tiny("model.hidden=[16,16]", "adapter=dora", "ema=ema", "optimizer=adamw", "epochs=2", *more)
-    whole = drivetrain.train([*words, "updates=6"])
-    part = drivetrain.train([*words, "updates=3"])
-    again = drivetrain.train([f"resume={part.run_dir}", "updates=6"])
-    ends = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "6" / "model.safetensors") for r in (whole, again)]
-    assert any(name.endswith("dora_magnitude") for name in ends[0])
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
 def test_fine_tuning_a_run_and_exporting_plain_weights(tiny, tmp_path, capsys):
     """The export has the plain model's names; the model that is loaded, the file and the next run's start are one function."""
     words = tiny("model.hidden=[16,12]")

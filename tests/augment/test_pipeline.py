@@ -447,20 +447,6 @@ def test_accumulation_and_ranks_train_the_same_mixed_samples(train):
             assert torch.allclose(t, one[name], atol=2e-6), (words, name)
 
 
-def test_resume_goes_on_with_the_same_mixtures(train):
-    import safetensors.torch
-
-    words = [*SOFT, "saving.every_updates=3"]
-    whole = train(*words, "updates=6")
-    import drivetrain
-
-    half = train(*words, "updates=3")
-    again = drivetrain.train([f"resume={half.run_dir}", "updates=6"])
-    assert again.updates == whole.updates == 6
-    a, b = (safetensors.torch.load_file(Path(r.run_dir) / "checkpoints/6/model.safetensors") for r in (whole, again))
-    assert all(torch.equal(t, b[name]) for name, t in a.items())
-
-
 def test_what_is_held_on_the_device_is_whole(files):
     """A crop that files are cut to at decoding would be the same one in every epoch, and be cut again."""
     held = Resident()._copy(Pipeline(files, (RandomResizedCrop(),), None, 0, 3), torch.device("cpu"))

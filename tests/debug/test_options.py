@@ -730,15 +730,6 @@ def test_overfit_trains_and_evaluates_on_one_batch(make):
         assert {tuple(row.flatten().tolist()) for x in tested[at : at + 2] for row in x} == batch
 
 
-def test_overfit_goes_on_with_its_batch_after_a_resume(tiny):
-    words = ["debug=overfit", "epochs=9"]
-    whole, part = drivetrain.train(tiny(*words, "updates=7")), drivetrain.train(tiny(*words, "updates=3"))
-    on = drivetrain.train([f"resume={part.run_dir}", "updates=7"])
-    assert on.status == "completed", on.error
-    assert losses(on) == losses(whole)
-    assert on.judged("final") == whole.judged("final")
-
-
 @pytest.mark.parametrize(
     "beside",
     [

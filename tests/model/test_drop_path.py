@@ -132,17 +132,3 @@ def test_gpt_drops_whole_branches_of_texts_more_often_in_late_blocks():
     plain.load_state_dict(model.state_dict())
     tokens = torch.randint(30, (4, 12))
     assert torch.equal(model.eval()(tokens), plain.eval()(tokens))
-
-
-def test_a_run_with_it_resumes_exactly(tiny, tmp_path):
-    import safetensors.torch
-
-    import drivetrain
-
-    words = tiny("model=timm", "model.name=test_resnet", "data.shape=[3,32,32]", "model.drop_path=0.5", "saving=last")
-    whole = drivetrain.train([*words, "updates=3", "output_dir=whole"])
-    half = drivetrain.train([*words, "updates=1", "output_dir=half"])
-    rest = drivetrain.train([f"resume={half.run_dir}", "updates=3"])
-    assert (whole.status, rest.status) == ("completed", "completed"), (whole.error, rest.error)
-    weights = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "3" / "model.safetensors") for r in (whole, rest)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())

@@ -3,7 +3,6 @@
 import copy
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -159,17 +158,6 @@ def test_a_norm_keeps_its_class_name_and_can_be_copied():
     assert norm.training
     assert type(norm) is nn.BatchNorm1d
     assert not both[1].training
-
-
-@pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_resumed_run_unfreezes_as_one_that_was_not_interrupted(train, at):
-    words = [*STAGES, "optimizer=adamw", "optimizer.lr=0.01", "saving=last", "epochs=2"]
-    straight = train(*words, "updates=5")
-    first = train(*words, f"updates={at}", "saving.every_updates=1")
-    resumed = drivetrain.train([f"resume={first.run_dir}", "updates=5"])
-    assert resumed.status == "completed", resumed.error
-    ends = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "5" / "model.safetensors") for r in (straight, resumed)]
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
 
 
 def test_a_resume_cannot_train_what_the_run_had_frozen(train):

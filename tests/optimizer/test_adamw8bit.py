@@ -95,21 +95,6 @@ def test_it_resumes_exactly_from_a_file_of_plain_tensors() -> None:
 
 
 @needs_torchao
-def test_a_run_with_it_resumes_exactly(tiny: Any) -> None:
-    import safetensors.torch
-
-    import drivetrain
-
-    words = tiny("optimizer=adamw8bit", "optimizer.lr=0.01", "scheduler=constant", "model.hidden=[64]")
-    whole = drivetrain.train([*words, "updates=4", "output_dir=whole"])
-    half = drivetrain.train([*words, "updates=2", "output_dir=half"])
-    rest = drivetrain.train([f"resume={half.run_dir}", "updates=4"])
-    assert (whole.status, rest.status) == ("completed", "completed"), (whole.error, rest.error)
-    weights = [safetensors.torch.load_file(r.run_dir / "checkpoints" / "4" / "model.safetensors") for r in (whole, rest)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-@needs_torchao
 def test_sparse_gradients_are_refused() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = options.AdamW8bit().create(model)

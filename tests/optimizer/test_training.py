@@ -46,19 +46,6 @@ def test_learns_the_digits(name: str, tmp_path: Path) -> None:
     assert result.judged("final")["accuracy"] > 0.85  # chance is 0.1
 
 
-@pytest.mark.parametrize("name", short(["lamb", "muon", "schedulefree", "novograd"], "schedulefree"))
-def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    words = [f"optimizer={name}", "scheduler=constant", "ema=ema"]
-    straight = run(tmp_path / "a", *words, epochs=4)
-    first = run(tmp_path / "b", *words, epochs=2)
-    second = drivetrain.train([f"resume={first.run_dir}", "epochs=4"])
-    assert second.status == "completed", second.error
-    assert second.updates == straight.updates
-    a, b = weights(straight), weights(second)
-    assert all(torch.equal(a[n], b[n]) for n in a)
-    assert straight.judged("final") == second.judged("final")
-
-
 def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from drivetrain.engine.evaluator import Evaluator
     from drivetrain.engine.trainer import Trainer

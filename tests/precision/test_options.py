@@ -75,26 +75,6 @@ def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatc
 
 
 @every()
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, words):
-    rest = [*words, "optimizer=adamw", "optimizer.lr=0.01", "model.dropout=0.1", "ema=ema", "clip=norm", "batch=accumulate",
-            "batch.accumulation_steps=2", "epochs=9"]  # fmt: skip
-    whole = drivetrain.train(tiny(*rest, "updates=6"))
-    part = drivetrain.train(tiny(*rest, "updates=3"))
-    gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=6"])
-    assert [r.status for r in (whole, part, gone_on)] == ["completed"] * 3, gone_on.error
-    assert (part.updates, gone_on.updates) == (3, 6)
-    ends = [Path(r.run_dir) / "checkpoints" / "6" for r in (whole, gone_on)]
-    assert ends[0].joinpath("model.safetensors").read_bytes() == ends[1].joinpath("model.safetensors").read_bytes()
-    a, b = (checkpoint_io.load(end)[1] for end in ends)
-    assert a["precision"].keys() == b["precision"].keys()
-    for key in ("optimizer", "precision", "ema"):
-        flat = [torch.utils._pytree.tree_leaves(state[key]) for state in (a, b)]
-        assert len(flat[0]) == len(flat[1])
-        for x, y in zip(*flat, strict=True):
-            assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-
-
-@every()
 def test_a_run_may_go_on_in_another_precision(tiny, words):
     plain = [w for w in words if not w.startswith("precision")]
     part = drivetrain.train(tiny(*plain, "updates=2", "epochs=9"))
@@ -352,21 +332,6 @@ def test_every_optimizer_updates_in_float32(make, master, optimizer):
     assert torch.bfloat16 not in {t.dtype for t in state if isinstance(t, torch.Tensor)}
     assert any(not torch.equal(a, p) for a, p in zip(before, trainer.model.parameters(), strict=True))
     assert all(p.dtype == torch.bfloat16 and p.isfinite().all() for p in trainer.model.parameters())
-
-
-@masters
-@pytest.mark.parametrize(
-    "optimizer", ["schedulefree", *(pytest.param(o, marks=pytest.mark.slow) for o in ("adagrad", "muon", "lamb"))]
-)
-def test_every_kind_of_optimizer_goes_on_bit_for_bit(tiny, master, optimizer):
-    """Those with state from the start, of their own layout, and with other weights to evaluate than to train."""
-    words = ["precision=bf16_pure", master, f"optimizer={optimizer}", "epochs=9"]
-    whole, part = drivetrain.train(tiny(*words, "updates=5")), drivetrain.train(tiny(*words, "updates=2"))
-    on = drivetrain.train([f"resume={part.run_dir}", "updates=5"])
-    assert [r.status for r in (whole, part, on)] == ["completed"] * 3, on.error
-    ends = [Path(r.run_dir) / "checkpoints" / "5" / "model.safetensors" for r in (whole, on)]
-    assert ends[0].read_bytes() == ends[1].read_bytes()
-    assert whole.judged("final") == on.judged("final")
 
 
 @masters

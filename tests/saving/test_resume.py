@@ -20,6 +20,9 @@ from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest
 from tests.conftest import TINY
+from tests.model.test_freezing import STAGES
+from tests.precision.test_options import ALL as PRECISIONS
+from tests.precision.test_options import PURE
 from tests.support import drawing_sets
 
 LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
@@ -141,12 +144,47 @@ def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):
     assert {u: b[u] for u in (5, 15, 20)} == {u: a[u] for u in (5, 15, 20)}
 
 
-def test_a_longer_run_goes_on(train):
-    short = train("updates=2")
-    longer = drivetrain.train([f"resume={short.run_dir}", "updates=5"])
-    at_once = train("updates=5")
-    assert (short.updates, longer.updates) == (2, 5)
-    assert same(*(checkpoint_io.load(newest(r.run_dir))[0] for r in (longer, at_once)))
+DORA = ["model.hidden=[16,16]", "adapter=dora", "ema=ema", "optimizer=adamw"]
+EVERYTHING = ["optimizer=adamw", "optimizer.lr=0.01", "model.dropout=0.1", "ema=ema", "clip=norm", "batch=accumulate",
+              "batch.accumulation_steps=2"]  # fmt: skip
+NEEDS = {"adamw8bit": "torchao", "fp8": "torchao", "timm": "timm"}
+LONGER = {  # what runs: the update at which its first part ends, and its words
+    "plain": (3, []),
+    "drop path": (3, ["model=timm", "model.name=test_resnet", "data.shape=[3,32,32]", "model.drop_path=0.5"]),
+    "mixtures": (3, ["augment=[cutmix,mixup]", "augment.mixup.alpha=1.0"]),
+    "overfit": (3, ["debug=overfit"]),
+    "adamw8bit": (3, ["optimizer=adamw8bit", "optimizer.lr=0.01", "model.hidden=[64]"]),
+    "schedulefree": (3, ["optimizer=schedulefree", "ema=ema"]),
+    "dora": (3, [*DORA, "precision=bf16_pure", "adapter.dropout=0.3"]),
+    **{f"unfreezing, {at}": (at, [*STAGES, "optimizer=adamw", "optimizer.lr=0.01"]) for at in (1, 2, 3)},
+    **{f"precision {name}": (3, [*EVERYTHING, *words]) for name, words in PRECISIONS.items()},
+    **{f"schedulefree, {master}": (2, ["precision=bf16_pure", master, "optimizer=schedulefree"]) for master in PURE.values()},
+}
+SLOW = {
+    "dora, amp": (3, [*DORA, "precision=amp", "checkpointing=blocks", "adapter.dropout=0.3"]),
+    "dora, inductor": (3, [*DORA, "compile=inductor"]),
+    "dora, ddp": (3, [*DORA, "parallel=ddp", "parallel.nproc=2"]),
+    "dora, fsdp": (3, [*DORA, "parallel=fsdp", "parallel.nproc=2"]),
+    **{name: (3, [f"optimizer={name}", "ema=ema"]) for name in ("lamb", "muon", "novograd")},
+    **{f"{name}, {master}": (2, ["precision=bf16_pure", master, f"optimizer={name}"])
+       for name in ("adagrad", "muon", "lamb") for master in PURE.values()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*LONGER, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_run_that_is_made_longer_is_the_long_one(train, name):
+    at, words = {**LONGER, **SLOW}[name]
+    for package in (package for word, package in NEEDS.items() if any(word in each for each in words)):
+        pytest.importorskip(package)
+    whole, short = (train(*words, "epochs=9", f"updates={updates}") for updates in (6, at))
+    longer = drivetrain.train([f"resume={short.run_dir}", "updates=6"])
+    assert [r.status for r in (whole, short, longer)] == ["completed"] * 3, longer.error
+    assert (short.updates, longer.updates) == (at, 6)
+    ends = [newest(r.run_dir) for r in (whole, longer)]
+    assert ends[0].joinpath("model.safetensors").read_bytes() == ends[1].joinpath("model.safetensors").read_bytes()
+    states = [checkpoint_io.load(end)[1] for end in ends]
+    assert [key for key in ("optimizer", "precision", "ema") if not same(*(state[key] for state in states))] == []
+    assert whole.judged("final") == longer.judged("final")
 
 
 def test_a_finished_run_stays_finished(train):
