@@ -1,5 +1,7 @@
 """Schedules are torch's curves, as pure functions of the update number."""
 
+import math
+
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -125,6 +127,43 @@ def test_a_run_makes_each_update_with_its_rate(make, each_update):
     assert used == pytest.approx([0.05 * scheduler.lr_factor(u) for u in range(6)])
     assert len(set(used)) > 3
     assert [r["lr"] for r in trainer.log.writers[0] if r["event"] == "train"] == used  # and logs that rate
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", "lamb"])
+def test_weight_decay_follows_dinos_schedule(make, optimizer):
+    """Half a cosine from one value to the other, for the groups that decay; a resumed run goes on in it."""
+    words = [f"optimizer={optimizer}", "optimizer.weight_decay=0.04", "optimizer.final_weight_decay=0.4", "updates=5", "epochs=3"]
+    words += ["scheduler=cosine", "scheduler.final=0.1"]
+
+    def followed(trainer):
+        used, step = [], trainer.optimizer.step
+        trainer.optimizer.step = lambda: (used.append([g["weight_decay"] for g in trainer.optimizer.param_groups]), step())
+        trainer.fit()
+        return used
+
+    used = followed(whole := make(*words))
+    expected = [0.4 + (0.04 - 0.4) * (1 + math.cos(math.pi * u / 5)) / 2 for u in range(5)]
+    assert [max(each) for each in used] == pytest.approx(expected)
+    assert all(min(each) == 0 for each in used)  # norms and biases
+    half, rest = make(*words, "updates=3"), make(*words)
+    half.max_updates = 3
+    half.scheduler.bind(half.optimizer, 5)
+    half.scheduler._final_decay = 10
+    followed(half)
+    rest.restore(half.model.state_dict(), half.state())
+    assert followed(rest) == used[3:]
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), rest.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["optimizer.weight_decay=0"], "which is 0: set it to a small number"),
+        (["compile=step"], "optimizer.final_weight_decay and compile=step exclude each other"),
+    ],
+)
+def test_a_weight_decay_that_cannot_be_moved_is_refused(problems, words, says):
+    assert any(says in p for p in problems("optimizer.final_weight_decay=0.1", *words))
 
 
 @pytest.mark.parametrize(

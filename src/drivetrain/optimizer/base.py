@@ -52,6 +52,16 @@ class Optimizer(Hyperparameters):
             yield f"optimizer.fused=true, but {name} has no fused implementation: set optimizer.fused=null to use the fastest"
         elif self.foreach and not self.has_foreach:
             yield f"optimizer.foreach=true, but {name} has no multi-tensor implementation: set optimizer.foreach=null"
+        if self.final_weight_decay is not None and not self.weight_decay:
+            yield (
+                f"optimizer.final_weight_decay={self.final_weight_decay:g} scales optimizer.weight_decay, which is 0: set it to "
+                "a small number"
+            )
+        if self.final_weight_decay is not None and run.compile.captures_step:
+            yield (
+                "optimizer.final_weight_decay and compile=step exclude each other (its graph keeps the weight decay): set it to "
+                "null, or compile=inductor"
+            )
         yield from self._lr_multiplier_problems()
 
     def _lr_multiplier_problems(self) -> Iterator[str]:

@@ -26,6 +26,7 @@ class Hyperparameters(Option):
     stays: ClassVar[str] = "its state goes on into the next stage"
     lr: Positive
     weight_decay: NonNegative
+    final_weight_decay: NonNegative | None = None
     decay_norm_and_bias: bool = False
     no_weight_decay: list[NamePattern] = field(default_factory=list)
     layer_decay: LayerDecay | None = None

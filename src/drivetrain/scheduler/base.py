@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +26,7 @@ class Scheduler(Option):
     changes = "the learning rate over the run"
     lengths: tuple[str, ...] = ("warmup",)  # the arguments that are lengths, or lists of them
     follows_evaluations = False  # it needs no length of the run: the metrics of evaluations set its pace
+    _final_decay: float | None = None  # the weight decay at the end of the run, as a part of that at its start
     plot_note = ""  # printed below a plot of the schedule: what the plot cannot show
 
     @property
@@ -66,18 +68,26 @@ class Scheduler(Option):
 
     def setup(self, context: BuildContext) -> None:
         self.bind(context.optimizer, *context.horizon)
+        option = context.run.optimizer
+        if option.final_weight_decay is not None:
+            self._final_decay = option.final_weight_decay / option.weight_decay
 
     def bind(self, optimizer: torch.optim.Optimizer, updates: int, ends: Sequence[int] | None = None) -> None:
         """Control this optimizer in a run of `updates` updates. `ends` are the numbers of updates made when each epoch ends."""
         self.set_horizon(Horizon(updates, ends or [updates]))
-        self.optimizer = optimizer
+        self.optimizer, self._updates = optimizer, updates
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._decays = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
 
     def step(self, update: int) -> None:
-        """Set the learning rate of all parameter groups for update number `update`, from 0."""
+        """Set learning rate and weight decay of all parameter groups for update number `update`, from 0."""
         factor = self.lr_factor(update)
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             set_group_value(group, "lr", base * factor)
+        if self._final_decay is not None:
+            decayed = self._final_decay + (1 - self._final_decay) * (1 + math.cos(math.pi * min(1, update / self._updates))) / 2
+            for group, decay in zip(self.optimizer.param_groups, self._decays, strict=True):
+                set_group_value(group, "weight_decay", decay * decayed)
 
     def lr_factor(self, update: int) -> float:
         """What the base learning rate is multiplied by for update number `update`, from 0."""
