@@ -28,11 +28,12 @@ class Progress:
     updates: int  # of the whole run
     epochs: int
     training: bool  # else a set is evaluated
+    _more: int = 0  # updates that are made, and not yet counted
 
     @property
     def update(self) -> int:
         """The updates made so far."""
-        return self._counts.updates
+        return self._counts.updates + self._more
 
     @property
     def epoch(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -15,8 +15,9 @@ from drivetrain.core.limits import device_bytes, memory_bytes, model_within
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.paths import expanded
 from drivetrain.core.patterns import flatten
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import named_leaves
+from drivetrain.core.user_call import Progress, UserCall
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -182,18 +183,43 @@ class Model(Option):
         return freezing.trained(names, self._schedule(model, context, freeze)) if freeze else names
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
-        """Return the step, or with `unfreeze` one before whose updates parameters begin to train."""
-        if not self.unfreeze:
-            return step
-        from drivetrain.model import freezing
+        """Return the step, or one before whose updates parameters begin to train, and after which a model's own method runs."""
+        if self.unfreeze:
+            from drivetrain.model import freezing
 
-        schedule = self._schedule(context.model, context, self.freeze)
-        return freezing.UnfreezingStep(step, freezing.Unfreezing(context.model, schedule), context.progress)
+            schedule = self._schedule(context.model, context, self.freeze)
+            step = freezing.UnfreezingStep(step, freezing.Unfreezing(context.model, schedule), context.progress)
+        own = getattr(context.model, "after_update", None)
+        if own is None:
+            return step
+        setting = f"after_update of {context.run.named('model')}"
+        if context.precision.owns_weights:
+            raise UserError(
+                f"{setting} would change the weights, and {context.run.named('precision')} trains copies of them: set "
+                "precision=bf16"
+            )
+        call = UserCall(setting, own, offers=("progress",), positions=("progress",), decides=("progress",))
+        made = Progress(context.progress, context.horizon.updates, context.run.values["epochs"], training=True, _more=1)
+        return AfterUpdateStep(step, lambda: call(progress=made))
 
     def _schedule(self, model: torch.nn.Module, context: BuildContext, freeze: Sequence[str]) -> Any:
         from drivetrain.model import freezing
 
         return freezing.Schedule(list(dict(model.named_parameters())), freeze, flatten(self.unfreeze), context.horizon)
+
+
+@dataclass(eq=False)
+class AfterUpdateStep(WrappingStep):
+    """Calls a method of the user's model after each update that was made: for a teacher's average, or bounds of weights."""
+
+    call: Callable[[], None]
+
+    def update(self) -> bool:
+        made = self.inner.update()
+        if made:
+            with torch.no_grad():
+                self.call()
+        return made
 
 
 # A subclass may have a constructor of its own that does not call this class's: then it has the defaults, as class attributes.
