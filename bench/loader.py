@@ -113,10 +113,10 @@ def ours(overrides: Sequence[str], epochs: int, sync: BlockSync) -> None:
     run, cpu = prepare(overrides).run, torch.device("cpu")
     data = run.data.load(cpu)
     pipeline = Pipeline(data.train, tuple(run.augment), None, 0, data.classes)
-    order, numbers = getattr(data.train, "order", None), count()
+    batch, numbers = run.batch.over(run.data.order_of(data.train)), count()
 
     def several() -> Iterator[Any]:
-        each = (run.batch.requests(len(data.train), 0, next(numbers), World(), True, order=order) for _ in range(epochs))
+        each = (batch.requests(0, next(numbers), World(), True) for _ in range(epochs))
         requests = chain.from_iterable(each)
         for micro in run.loader.stream(pipeline, requests, cpu, torch.contiguous_format):
             yield micro.x

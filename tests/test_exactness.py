@@ -12,6 +12,7 @@ from PIL import Image
 
 from drivetrain.augment import FlipCrop, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch, Bucketed
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize
 from drivetrain.data.text import Texts
@@ -49,8 +50,8 @@ def updates(loader, batch, pipeline, ranks=1, skip=0, first=0):
         requests = (
             request
             for epoch in range(first, EPOCHS)
-            for request in batch.requests(
-                len(pipeline.source), 5, epoch, World(rank, ranks), False, skip=skip if epoch == first else 0
+            for request in batch.over(shuffled(len(pipeline.source))).requests(
+                5, epoch, World(rank, ranks), False, skip=skip if epoch == first else 0
             )
         )
         at = 4 * first + skip
@@ -105,7 +106,7 @@ def test_sequences_in_buckets_too(loader, ranks):
     def taken(loader, ranks, skip=0):
         found = []
         for rank in range(ranks):
-            requests = batch.requests(len(source), 5, 1, World(rank, ranks), False, skip=skip)
+            requests = batch.over(shuffled(len(source))).requests(5, 1, World(rank, ranks), False, skip=skip)
             for at, micro in enumerate(loader.stream(pipeline, requests, CPU, torch.contiguous_format)):
                 found += [(at + skip, tuple(x[y >= 0].tolist())) for x, y in zip(micro.x, micro.y, strict=True)]
         return sorted(found)

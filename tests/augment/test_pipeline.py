@@ -11,6 +11,7 @@ from PIL import Image
 from drivetrain.augment import CutMix, FlipCrop, Mixup, RandAugment, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch
 from drivetrain.core.microbatch import Request
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, decode
 from drivetrain.loader import Loader, Pipeline, Resident, Workers
@@ -36,7 +37,7 @@ LISTS = {
 def requests(batch: Batch, world: World = ALONE, epochs=(0, 1)):
     batch.pairs = True
     for epoch in epochs:
-        yield from batch.requests(SAMPLES, 0, epoch, world, drop_last=False)
+        yield from batch.over(shuffled(SAMPLES)).requests(0, epoch, world, drop_last=False)
 
 
 # --- mixing in a pipeline ---
@@ -108,7 +109,7 @@ def test_targets_follow_the_pixels():
         data = Pipeline(Tensors(x, labels), (step,), None, 0, 4)
         batch = Batch(n)
         batch.pairs = True
-        (request,) = batch.requests(n, 0, 0, World(), True)
+        (request,) = batch.over(shuffled(n)).requests(0, 0, World(), True)
         images, targets = data(request)
         assert (images.dtype, targets.dtype, targets.shape) == (images.dtype, torch.float32, (n, 4))
         expected = (targets * torch.tensor([40.0, 80, 120, 160])).sum(1)
@@ -128,7 +129,7 @@ def test_each_sample_takes_one_of_several_mixing_options():
     x = torch.arange(n, dtype=torch.float32).view(n, 1, 1, 1).expand(n, 1, 4, 4).contiguous()
     batch = Batch(n)
     batch.pairs = True
-    (request,) = batch.requests(n, 0, 0, World(), True)
+    (request,) = batch.over(shuffled(n)).requests(0, 0, World(), True)
 
     def mixed(*steps):
         return Pipeline(Tensors(x, torch.zeros(n, dtype=torch.long)), steps, None, 0, 2)(request)[0]
@@ -337,7 +338,7 @@ def test_files_are_the_same_alone_in_a_worker_and_with_partners(files):
     data = Pipeline(files, steps, Normalize([120.0] * 3, [60.0] * 3), 0, 3)
     batch = Accumulate(6, accumulation_steps=2)
     batch.pairs = True
-    wanted = list(itertools.chain(*(batch.requests(12, 0, epoch, World(), True) for epoch in range(2))))
+    wanted = list(itertools.chain(*(batch.over(shuffled(12)).requests(0, epoch, World(), True) for epoch in range(2))))
     one, other = (
         list(loader.stream(data, wanted, CPU, torch.contiguous_format)) for loader in (Loader(), Workers(num_workers=2))
     )

@@ -11,6 +11,7 @@ import drivetrain
 from drivetrain.batch import Auto, Batch
 from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.rehearsal.search import largest_micro_batch
@@ -191,7 +192,7 @@ def test_growth_multiplies_updates_not_micro_batches():
     batch = Batch(global_batch=8, grow_every=2, grow_by=2, grow_until=20)
     assert [batch.size(epoch) for epoch in range(6)] == [8, 8, 16, 16, 16, 16]
     for epoch, size in ((0, 8), (2, 16)):
-        requests = list(batch.requests(40, 0, epoch, World(), drop_last=False))
+        requests = list(batch.over(shuffled(40)).requests(0, epoch, World(), drop_last=False))
         assert max(len(r.indices) for r in requests) == 8
         assert sum(r.last for r in requests) == batch.updates(40, epoch, False) == -(-40 // size)
         assert torch.cat([r.indices for r in requests]).sort().values.tolist() == list(range(40))

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from drivetrain.batch import Accumulate, Batch
+from drivetrain.core import order as orders
 from drivetrain.core import rng
 from drivetrain.core.microbatch import Request
+from drivetrain.core.order import Order, shuffled
 from drivetrain.core.world import World
 from drivetrain.launch import launcher
 
@@ -17,13 +19,31 @@ WORLDS = (1, 2, 3)
 
 def requests(batch: Batch, samples: int, size: int, drop_last: bool, **more: int) -> list[list[Request]]:
     """The requests of one epoch, a list for each rank."""
-    return [list(batch.requests(samples, 0, 0, World(rank, size), drop_last, **more)) for rank in range(size)]
+    return [list(batch.over(shuffled(samples)).requests(0, 0, World(rank, size), drop_last, **more)) for rank in range(size)]
 
 
 def by_update(mine: list[Request]) -> list[list[Request]]:
     """One rank's requests as a list for each update."""
     ends = [0, *(i for i, request in enumerate(mine, 1) if request.last)]
     return [mine[a:b] for a, b in itertools.pairwise(ends)]
+
+
+ORDERS = {
+    "sequential": orders.sequential(64),
+    "balanced": orders.balanced(torch.arange(64) % 3),
+    "weighted": orders.weighted(torch.arange(64.0)),
+    "repeated": orders.shuffled(64, 3),
+    "own, of another length": Order(80, lambda seed, epoch: torch.arange(80) % 64, repeats=True),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_ranks_and_a_resumed_run_take_their_parts_of_any_order(name):
+    whole, batch = ORDERS[name](5, 2), Batch(global_batch=16).over(ORDERS[name])
+    for skip in (0, 2):
+        ranks = [list(batch.requests(5, 2, World(rank, 2), True, skip)) for rank in range(2)]
+        read = torch.cat([torch.cat([one.indices, other.indices]) for one, other in zip(*ranks, strict=True)])
+        assert torch.equal(read, whole[16 * skip : len(whole) // 16 * 16])
 
 
 @pytest.mark.parametrize("size", WORLDS)
@@ -93,7 +113,7 @@ def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(size, 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     def first(seed: int, epoch: int) -> list[int]:
-        return next(iter(Batch(global_batch=12).requests(60, seed, epoch, World(), True))).indices.tolist()
+        return next(iter(Batch(global_batch=12).over(shuffled(60)).requests(seed, epoch, World(), True))).indices.tolist()
 
     assert len({tuple(first(*key)) for key in ((0, 0), (0, 1), (1, 0))}) == 3
     assert first(0, 0) == first(0, 0)

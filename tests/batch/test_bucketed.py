@@ -9,6 +9,7 @@ from drivetrain.batch import Batch, Bucketed
 from drivetrain.batch.bucketed import padded, split_by_cost
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
+from drivetrain.core.order import shuffled
 from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
@@ -39,7 +40,7 @@ def epoch(
     batch: Batch, n: int, size: int = 1, epoch: int = 0, drop_last: bool = False, skip: int = 0
 ) -> list[list[list[Request]]]:
     """The requests of an epoch: rank → update → micro-batches."""
-    ranks = [list(batch.requests(n, 0, epoch, World(rank, size), drop_last, skip)) for rank in range(size)]
+    ranks = [list(batch.over(shuffled(n)).requests(0, epoch, World(rank, size), drop_last, skip)) for rank in range(size)]
     return [by_update(mine) for mine in ranks]
 
 

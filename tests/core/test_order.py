@@ -5,12 +5,12 @@ import torch
 
 from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
-from drivetrain.core.order import AGAIN, Order, index_of, numbered
+from drivetrain.core.order import AGAIN, Order, checked, index_of, numbered
 
 LABELS = torch.tensor([0] * 80 + [1] * 15 + [2] * 5)
 KINDS = {
     "shuffled": orders.shuffled(100), "sequential": orders.sequential(100), "balanced": orders.balanced(LABELS),
-    "weighted": orders.weighted(torch.arange(100.0)), "repeated": orders.repeated(100, 3),
+    "weighted": orders.weighted(torch.arange(100.0)), "repeated": orders.shuffled(100, 3),
 }  # fmt: skip
 
 
@@ -55,10 +55,15 @@ def test_weights_that_cannot_be_drawn_by_are_refused(weights):
     [
         (torch.rand(3), r"gives \[3\] of torch.float32"),
         (torch.zeros(3, 1, dtype=torch.int64), r"gives \[3, 1\]"),
-        (torch.tensor([0, 1]), "gives 2 samples in epoch 2, and 3 in the first one"),
-        (torch.tensor([0, 1, 10]), "gives sample 10 in epoch 2, and there are 10"),
+        ([0, 1, 10], "gives sample 10 in epoch 2, and there are 0 to 9"),
+        ([0, -1, 3], "gives sample -1 in epoch 2"),
     ],
 )
 def test_an_order_that_is_none_is_refused(given, says):
     with pytest.raises(UserError, match=says):
-        Order(3, 10, lambda seed, epoch: given, repeats=True, setting="order")(0, 1)
+        checked(lambda seed, epoch: given, 10, "order", 0, 1)
+
+
+def test_an_order_of_another_length_in_another_epoch_is_refused():
+    with pytest.raises(UserError, match=r"gives 3 samples in epoch 3, and 4 in the first one: .*data\.validation"):
+        Order(4, lambda seed, epoch: torch.arange(5 - epoch))(0, 2)

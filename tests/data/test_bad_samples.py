@@ -14,6 +14,7 @@ from PIL import Image
 from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import ImageFolder, Normalize, decode
 from drivetrain.data.bad_samples import SkipBadSamples
@@ -136,7 +137,11 @@ def read(loader: Loader, root: Path, world: World | None = None, skip: int = 0):
     data = ImageFolder(root=str(root), size=8, on_error="skip", max_skipped=5, verify=0)
     source = data.load(CPU).train
     pipeline = Pipeline(source, (FlipCrop(pad=1),), Normalize([100.0] * 3, [50.0] * 3), 0)
-    requests = Accumulate(global_batch=8, accumulation_steps=2).requests(30, 0, 1, world or World(), drop_last=False, skip=skip)
+    requests = (
+        Accumulate(global_batch=8, accumulation_steps=2)
+        .over(shuffled(30))
+        .requests(0, 1, world or World(), drop_last=False, skip=skip)
+    )
     micros = list(loader.stream(pipeline, requests, CPU, torch.contiguous_format))
     return [(m.x, m.y) for m in micros], source.skipped()
 

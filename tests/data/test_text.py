@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.batch import Accumulate, Batch, Bucketed
 from drivetrain.core.errors import UserError
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Stdlib, Texts
 from drivetrain.data.base import IGNORE_INDEX
@@ -133,7 +134,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count():
 def gradients(trainer, batch, world: World, drop_last: bool = False) -> list[dict[str, torch.Tensor]]:
     """The gradients of each update of an epoch, as one rank makes them; weights stay."""
     samples, found = len(trainer.train_data.source), []
-    requests = batch.requests(samples, trainer.seed, 0, world, drop_last)
+    requests = batch.over(shuffled(samples)).requests(trainer.seed, 0, world, drop_last)
     for micro in trainer.loader.stream(trainer.train_data, requests, CPU, torch.contiguous_format):
         trainer.step.micro_batch(micro, torch.zeros(()))
         if micro.last:
@@ -174,7 +175,7 @@ def test_the_weights_of_an_update_sum_to_the_ranks(library):
     source = Stdlib(root=str(library), length=16, holdout=0.3).load(CPU).train
     batch = Accumulate(12, accumulation_steps=2)
     batch.measure(source, 0, World())
-    ranks = [list(batch.requests(len(source), 0, 0, World(rank, 2), False)) for rank in range(2)]
+    ranks = [list(batch.over(shuffled(len(source))).requests(0, 0, World(rank, 2), False)) for rank in range(2)]
     ends = [0, *(i for i, r in enumerate(ranks[0], 1) if r.last)]
     updates = [[r for mine in ranks for r in mine[a:b]] for a, b in itertools.pairwise(ends)]
     for update in updates:

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from drivetrain.batch import Accumulate, Batch
 from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.order import Order, shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Packed, WebDataset, shards
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
@@ -185,7 +186,7 @@ LOADERS = {
 def epoch(source, loader: Loader, epoch: int = 1, world: World | None = None, skip: int = 0) -> list[list[int]]:
     """The numbers in each micro-batch of an epoch in updates of 8, two micro-batches each."""
     batch = Accumulate(global_batch=8, accumulation_steps=2)
-    requests = batch.requests(len(source), 3, epoch, world or World(), False, skip=skip, order=source.order)
+    requests = batch.over(Order(len(source), source.order)).requests(3, epoch, world or World(), False, skip=skip)
     return [numbers(m.x) for m in loader.stream(Pipeline(source, (), None, 3), requests, CPU, torch.contiguous_format)]
 
 
@@ -202,10 +203,11 @@ def test_the_order_is_the_same_for_all_loaders_ranks_and_resumed_runs(four, name
         assert together == expected[8 * update : 8 * update + 8]
 
 
-def test_a_batch_without_an_order_takes_the_permutation():
-    given = list(Batch(global_batch=4).requests(8, 0, 0, World(), True, order=lambda seed, epoch: torch.arange(8).flip(0)))
+def test_a_batch_takes_the_order_that_it_is_given():
+    turned = Order(8, lambda seed, epoch: torch.arange(8).flip(0))
+    given = list(Batch(global_batch=4).over(turned).requests(0, 0, World(), True))
     assert [r.indices.tolist() for r in given] == [[7, 6, 5, 4], [3, 2, 1, 0]]
-    plain = torch.cat([r.indices for r in Batch(global_batch=4).requests(8, 0, 0, World(), True)])
+    plain = torch.cat([r.indices for r in Batch(global_batch=4).over(shuffled(8)).requests(0, 0, World(), True)])
     assert plain.tolist() != list(range(8))[::-1]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim import swa_utils
 
+from drivetrain.core.order import shuffled
 from drivetrain.saving import checkpoint_io
 
 MLP = ["ema=swa", "ema.every=1", "updates=8"]  # 4 updates an epoch
@@ -51,7 +52,7 @@ def test_batch_norms_statistics_are_those_of_torchs_update_bn(make, float64):
     reference = copy.deepcopy(trainer.model)
     found, random, live = tensors(trainer), torch.get_rng_state(), copy.deepcopy(trainer.model.state_dict())
     reference.load_state_dict(found)
-    requests = list(trainer.batch.requests(48, trainer.seed, 0, trainer.parallel.data_world, True))[:3]
+    requests = list(trainer.batch.over(shuffled(48)).requests(trainer.seed, 0, trainer.parallel.data_world, True))[:3]
     swa_utils.update_bn((trainer.train_data(request)[0] for request in requests), reference)
     for name, value in reference.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)

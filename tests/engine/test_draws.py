@@ -1,5 +1,6 @@
 """Whole runs of code that draws random numbers: what differs between two of them is what was asked for."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
+from drivetrain.core.order import AGAIN, index_of
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.saving import checkpoint_io, manifest
@@ -82,6 +84,18 @@ def test_an_order_is_that_of_one_process_for_ranks_and_workers(weights, order):
     assert not torch.allclose(weights(*words, "data.order=shuffled"), alone, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["balanced", "2"])
+def test_an_order_is_for_all_data_and_draws_from_the_training_set(make, order):
+    trainer = make("data=digits", f"data.order={order}", "batch.global_batch=64")
+    numbers = torch.cat([request.indices for request in itertools.islice(trainer.requests(), 17)])
+    labels = trainer.train_data.source.fetch(index_of(numbers))[1]
+    shares = labels.bincount(minlength=10) / len(labels)
+    assert trainer.batch.order.length == len(trainer.train_data.source)
+    assert shares.min() > 0.07
+    assert len(numbers.unique()) == len(numbers)
+    assert (len(index_of(numbers).unique()) == len(numbers) // 2) is (order == "2")
+
+
 def test_an_order_of_its_own_may_have_another_length(train, monkeypatch):
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
     result = train(*WORDS, "data.target=drawing_sets.Ordered", "data.order=own", "data.drop_last=false")
@@ -90,7 +104,6 @@ def test_an_order_of_its_own_may_have_another_length(train, monkeypatch):
 
 
 def test_a_sample_that_comes_again_draws_anew():
-    from drivetrain.core.order import AGAIN
     from drivetrain.data.own import OwnSource
     from drivetrain.data.samples import Stack
     from drivetrain.loader import Loader, Pipeline
@@ -104,7 +117,11 @@ def test_a_sample_that_comes_again_draws_anew():
 
 @pytest.mark.parametrize(
     ("word", "says"),
-    [("balanced", "a list `targets`"), ("weighted", "a list `weights`"), ("own", r"a method `order\(seed, epoch\)`")],
+    [
+        ("balanced", "the class of each sample, .* a list `targets`"),
+        ("weighted", "a list `weights`"),
+        ("own", r"a method `order\(seed, epoch\)`"),
+    ],
 )
 def test_an_order_wants_what_it_goes_by(train, monkeypatch, word, says):
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)

@@ -11,6 +11,7 @@ from drivetrain.augment import FlipCrop, RandomResizedCrop
 from drivetrain.batch import Batch
 from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Images
 from drivetrain.loader import Dali, Loader, Pipeline
@@ -41,7 +42,7 @@ def files(tmp_path):
 def batches(loader, source, steps=(), epochs=2, size=6, drop_last=False):
     pipeline = Pipeline(source, steps, None, 3, 3)
     plan = Batch(global_batch=size)
-    requests = itertools.chain(*(plan.requests(len(source), 3, e, World(), drop_last) for e in range(epochs)))
+    requests = itertools.chain(*(plan.over(shuffled(len(source))).requests(3, e, World(), drop_last) for e in range(epochs)))
     return [(x.clone(), y) for x, y, _ in loader.batches(pipeline, requests, CPU)]
 
 

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from drivetrain.batch import Accumulate
 from drivetrain.core import streams
 from drivetrain.core.errors import UserError
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Own
 from drivetrain.data.own import OwnCollate, OwnSource
@@ -36,7 +37,9 @@ def source(kind: str) -> OwnSource:
 def read(loader: Loader, samples, seed: int = 0, epochs: int = 2, world: World | None = None, steps: int = 2) -> torch.Tensor:
     """The samples of some epochs in their order, (n, 3): 48 of 53 in each epoch, in updates of 16."""
     batch = Accumulate(global_batch=16, accumulation_steps=steps)
-    requests = (r for e in range(epochs) for r in batch.requests(len(samples), seed, e, world or World(), drop_last=True))
+    requests = (
+        r for e in range(epochs) for r in batch.over(shuffled(len(samples))).requests(seed, e, world or World(), drop_last=True)
+    )
     found = loader.stream(Pipeline(samples, (), None, seed), requests, CPU, torch.contiguous_format)
     return torch.cat([micro.x for micro in found])
 
@@ -152,7 +155,7 @@ def test_a_rare_draw_among_threads_ends_the_run():
 def test_what_others_draw_beside_the_threads_is_no_reason():
     quiet = source("Nothing")
     batch = Accumulate(global_batch=16, accumulation_steps=2)
-    requests = batch.requests(53, 0, 0, World(), drop_last=True)
+    requests = batch.over(shuffled(53)).requests(0, 0, World(), drop_last=True)
     found = []
     for micro in Threads(num_threads=1).stream(Pipeline(quiet, (), None, 0), requests, CPU, torch.contiguous_format):
         np.random.rand()  # as a callback may

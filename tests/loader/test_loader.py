@@ -16,10 +16,11 @@ import torch
 
 import drivetrain
 from drivetrain.augment import FlipCrop
-from drivetrain.batch import Accumulate
+from drivetrain.batch import Accumulate, Batch
 from drivetrain.core import signals
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.order import shuffled
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
@@ -55,11 +56,23 @@ def requests(epochs: int = 2):
     """Two epochs of 29 samples in updates of 8 and micro-batches of 4, the tail included."""
     batch = Accumulate(global_batch=8, accumulation_steps=2)
     for epoch in range(epochs):
-        yield from batch.requests(29, 0, epoch, World(), drop_last=False)
+        yield from batch.over(shuffled(29)).requests(0, epoch, World(), drop_last=False)
 
 
 def read(loader: Loader, wanted=None) -> list[MicroBatch]:
     return list(loader.stream(pipeline(), requests() if wanted is None else wanted, CPU, torch.contiguous_format))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_sample_that_comes_again_is_augmented_anew_by_every_loader(name):
+    batch = Batch(global_batch=12).over(shuffled(29, times=3))
+    expected, got = (read(loader, batch.requests(0, 0, World(), True)) for loader in (Loader(), LOADERS[name]()))
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a.x, b.x)
+        assert torch.equal(a.y, b.y)
+    x, y = torch.cat([m.x for m in got]).unflatten(0, (-1, 3)), torch.cat([m.y for m in got]).view(-1, 3)
+    assert (y == y[:, :1]).all()
+    assert all(not torch.equal(views[0], views[1]) for views in x)
 
 
 @pytest.mark.parametrize("name", LOADERS)
@@ -113,7 +126,9 @@ def test_asking_is_not_ahead_of_what_prefetching_needs():
     def endless():
         epoch = 0
         while True:
-            for request in Accumulate(global_batch=8, accumulation_steps=2).requests(29, 0, epoch, World(), drop_last=False):
+            for request in (
+                Accumulate(global_batch=8, accumulation_steps=2).over(shuffled(29)).requests(0, epoch, World(), drop_last=False)
+            ):
                 asked.append(request)
                 yield request
             epoch += 1

@@ -16,6 +16,7 @@ from drivetrain.batch import Accumulate, Batch
 from drivetrain.config.catalog import options
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Images, Normalize, Tensors, Texts
 from drivetrain.launch import launcher
@@ -77,7 +78,7 @@ def pipeline(source, steps=()) -> Pipeline:
 def requests(pipeline: Pipeline, size: int = SIZE) -> list[Request]:
     batch = Batch(global_batch=size)
     batch.pairs = any(step.mixes for step in pipeline.steps)
-    return list(batch.requests(len(pipeline.source), 0, 0, World(), True))
+    return list(batch.over(shuffled(len(pipeline.source))).requests(0, 0, World(), True))
 
 
 def train(device: StreamedDevice, loader: Loader, work: Pipeline) -> set[torch.dtype]:
@@ -185,7 +186,7 @@ def resident(monkeypatch, work: Pipeline, samples_at_once: int, epochs: int = 2)
     monkeypatch.setattr("drivetrain.loader.resident._samples_at_once", lambda *_: samples_at_once)
     batch = Accumulate(global_batch=SIZE, accumulation_steps=2)
     batch.pairs = any(step.mixes for step in work.steps)
-    asked = [r for epoch in range(epochs) for r in batch.requests(len(work.source), 0, epoch, World(), True)]
+    asked = [r for epoch in range(epochs) for r in batch.over(shuffled(len(work.source))).requests(0, epoch, World(), True)]
     with Launches() as launches:
         return list(Resident().stream(work, asked, CPU, torch.channels_last)), launches.count
 

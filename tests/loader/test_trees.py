@@ -8,6 +8,7 @@ from drivetrain.augment import FlipCrop
 from drivetrain.batch import Accumulate
 from drivetrain.core import trees
 from drivetrain.core.errors import UserError
+from drivetrain.core.order import shuffled
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 from drivetrain.data import Own, Tensors
@@ -32,7 +33,9 @@ def pipeline(name: str, *steps) -> Pipeline:
 
 def read(loader: Loader, work: Pipeline):
     batch = Accumulate(global_batch=16, accumulation_steps=2)
-    requests = [r for epoch in range(2) for r in batch.requests(len(work.source), 0, epoch, World(), drop_last=False)]
+    requests = [
+        r for epoch in range(2) for r in batch.over(shuffled(len(work.source))).requests(0, epoch, World(), drop_last=False)
+    ]
     return list(loader.stream(work, requests, CPU, torch.contiguous_format))
 
 

@@ -9,15 +9,15 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge
 
-from drivetrain.core import rng
+from drivetrain.core import order as orders
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Effect, Option, RunSpec
-from drivetrain.core.order import index_of
+from drivetrain.core.order import Order, index_of
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 
@@ -66,6 +66,7 @@ class Batch(Option):
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
+        self.order = orders.shuffled(0)  # of the training samples: `over` says it
         self.weighs_by_length = True  # whether the loss averages over tokens; else over samples, which only differ in length
         self._stages: list[tuple[int, Batch]] = []  # the epoch at which each stage begins, and its batch; [] where all are alike
 
@@ -102,7 +103,13 @@ class Batch(Option):
         kinds = getattr(run.loss, "takes", None) if run.data.targets is None else (run.data.targets,)
         self.weighs_by_length = kinds == ("tokens",)
         self.together = run.loss.evaluated_together
+        self.over(run.data.order_of(context.train_source))
         self.measure(context.train_source, context.seed, context.parallel.data_world)
+
+    def over(self, order: Order) -> Self:
+        """Take the training samples in this order. Must be called before anything that counts or requests them."""
+        self.order = order
+        return self
 
     def measure(self, source: Source, seed: int, world: World) -> None:
         """Read the lengths of the training samples. Must be called before anything that counts updates."""
@@ -188,23 +195,19 @@ class Batch(Option):
 
     def requests(
         self,
-        samples: int,
         seed: int,
         epoch: int,
         world: World,
         drop_last: bool,
         skip: int = 0,
-        order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield this rank's micro-batches of one epoch in order, from update number `skip` on.
-
-        `order(seed, epoch)` gives the numbers of the epoch's samples; without it they are a random permutation.
 
         Update u takes positions [u·G, (u+1)·G) of the epoch's order, which are split evenly among ranks and micro-batches.
         Each micro-batch is weighted by its samples (by its tokens, where samples are sequences), so that an update is the
         mean over its samples also where they do not divide, as in the short last batch.
         """
-        ordered = order(seed, epoch) if order is not None else rng.permutation(seed, epoch, samples)
+        ordered, samples = self.order(seed, epoch), self.order.length
         total, size, micro = self.updates(samples, epoch, drop_last), self.size(epoch), self.micro_batch(world)
         partners = ordered[(torch.arange(samples) ^ 1).clamp_(max=samples - 1)] if self.pairs else None
         for update in range(skip, total):

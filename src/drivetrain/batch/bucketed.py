@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from drivetrain.batch.base import Batch
+from drivetrain.core import order as orders
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -57,6 +58,8 @@ class Bucketed(Batch):
         yield from super().validate(run)
         if not (run.data.tokens or run.data.may_differ_in_length):
             yield f"batch=bucketed sorts by length, and all samples of {run.named('data')} are alike: set batch=fixed"
+        if run.data.order != "shuffled":
+            yield f"data.order={run.data.order} and batch=bucketed exclude each other (it orders by length): set batch=fixed"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.runtime.cudnn_benchmark and run.runtime.device != "cpu":
@@ -106,20 +109,18 @@ class Bucketed(Batch):
 
     def requests(
         self,
-        samples: int,
         seed: int,
         epoch: int,
         world: World,
         drop_last: bool,
         skip: int = 0,
-        order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield this rank's micro-batches of one epoch in order, from update number `skip` on, weighted by their tokens.
 
         An update's samples are sorted by length and distributed round-robin, so that all ranks and micro-batches get about
         the same number of tokens.
         """
-        total = self.updates(samples, epoch, drop_last)
+        total = self.updates(len(self.padded), epoch, drop_last)
         for update, window in enumerate(self._windows(seed, epoch, drop_last, skip), skip + 1):
             chunks = self._round_robin(window, world, self.size(epoch) // self.global_batch)
             tokens = self.amount(window)
@@ -150,13 +151,11 @@ class Bucketed(Batch):
         assert self.lengths is not None
         samples, longest = len(self.lengths), int(self.lengths.max())
         ranks = [World(rank, world.size) for rank in range(world.size)]
-        plain = Batch(self.global_batch)
+        plain = Batch(self.global_batch).over(orders.shuffled(samples))
         plain.accumulation_steps, plain.lengths = self.accumulation_steps, self.lengths
         figures = []
         for batch, pad_to in ((plain, 1), (self, self.pad_to)):
-            updates = [
-                islice(batch.requests(samples, self._seed, 0, r, False), REPORT_UPDATES * self.accumulation_steps) for r in ranks
-            ]
+            updates = [islice(batch.requests(self._seed, 0, r, False), REPORT_UPDATES * self.accumulation_steps) for r in ranks]
             work = [[_work(self.lengths[r.indices], pad_to, longest) for r in mine] for mine in updates]
             real, whole = (sum(w[i] for mine in work for w in mine) for i in (0, 1))
             busiest = sum(max(w[1] for w in together) for together in zip(*work, strict=False))

@@ -68,10 +68,10 @@ def _horizon(run: RunSpec) -> Horizon:
     if over is None:  # known only after the data was read
         import torch
 
-        source = run.data.load(torch.device("cpu")).train
-        batch = copy.deepcopy(run.batch)
+        source = run.data.load_sets(torch.device("cpu")).train
+        batch = copy.deepcopy(run.batch).over(run.data.order_of(source))
         batch.measure(source, run.runtime.seed, World())
-        samples = len(source)
+        samples = batch.order.length
         over = horizons.run_horizon(run, samples, batch)
     if over is None:
         raise UserError(

@@ -14,7 +14,6 @@ from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.option import RunSpec
-from drivetrain.core.order import Order
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
@@ -48,7 +47,6 @@ class BuildContext:
     loaded: Any = field(init=False)  # data.base.Splits, as they were read
     data: Any = field(init=False)  # data.base.Splits, as the loss takes them
     train_source: Source = field(init=False)
-    order: Order = field(init=False)  # of the training samples
     batch: protocols.Batch = field(init=False)
     horizon: Horizon = field(init=False)
     precision: Any = field(init=False)

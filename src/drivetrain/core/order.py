@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 
+# How the training samples are drawn. A number: each comes so many times in a row, up to as many as there are samples.
+Sampling = Literal["shuffled", "sequential", "balanced", "weighted", "repeated", "own"] | Annotated[int, Ge(2), Le(100)]
+REPEATS = 3  # times in a row, of repeated augmentation as DeiT has it
 AGAIN = 1 << 40
 DRAWN = 13  # of the random numbers that samples are drawn by
 
@@ -21,33 +27,32 @@ Indices = Callable[[int, int], "torch.Tensor"]  # (seed, epoch) → (n,)
 
 @dataclass(frozen=True)
 class Order:
-    """The order of `length` samples in each epoch, out of so many `samples`."""
+    """The order of samples in each epoch, which has always as many."""
 
     length: int
-    samples: int
     indices: Indices
     repeats: bool = False  # whether a sample may come several times
-    setting: str = ""  # for messages, where a user's code gives the order
 
     def __call__(self, seed: int, epoch: int) -> torch.Tensor:
-        """Return the numbers (length,) of an epoch's samples. Raises UserError where a user's code gives no such order."""
+        """Return the numbers (length,) of an epoch's samples. Raises UserError where they are not as many as in the first."""
         found = self.indices(seed, epoch)
-        if self.setting:
-            found = self._checked(found, epoch)
+        if len(found) != self.length:
+            raise UserError(
+                f"data.order gives {len(found)} samples in epoch {epoch + 1}, and {self.length} in the first one: let all epochs "
+                "have as many, since the updates are counted before the run. Samples that are held out for the validation "
+                "are not among them: data.validation may name a set of its own"
+            )
         return numbered(found) if self.repeats else found
 
-    def _checked(self, found: object, epoch: int) -> torch.Tensor:
-        tensor = torch.as_tensor(found)
-        if tensor.ndim != 1 or tensor.is_floating_point() or tensor.dtype == torch.bool:
-            raise UserError(f"{self.setting} gives {list(tensor.shape)} of {tensor.dtype}: let it return whole numbers (n,)")
-        if len(tensor) != self.length:
-            raise UserError(
-                f"{self.setting} gives {len(tensor)} samples in epoch {epoch + 1}, and {self.length} in the first one: let all "
-                "epochs have as many, since the updates are counted before the run"
-            )
-        if len(tensor) and not 0 <= int(tensor.min()) <= int(tensor.max()) < self.samples:
-            raise UserError(f"{self.setting} gives sample {int(tensor.max())} in epoch {epoch + 1}, and there are {self.samples}")
-        return tensor.long()
+
+def checked(order: Callable[[int, int], object], samples: int, setting: str, seed: int, epoch: int) -> torch.Tensor:
+    """Return the indices that the order of a user's code gives. Raises UserError where they are none."""
+    found = torch.as_tensor(order(seed, epoch))
+    if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
+        raise UserError(f"{setting} gives {list(found.shape)} of {found.dtype}: let it return whole numbers (n,)")
+    if (wrong := found[(found < 0) | (found >= samples)]).numel():
+        raise UserError(f"{setting} gives sample {int(wrong[0])} in epoch {epoch + 1}, and there are 0 to {samples - 1}")
+    return found.long()
 
 
 def index_of(numbers: torch.Tensor) -> torch.Tensor:
@@ -65,38 +70,33 @@ def numbered(indices: torch.Tensor) -> torch.Tensor:
     return indices + times * AGAIN
 
 
-def shuffled(samples: int) -> Order:
-    """A random permutation in each epoch."""
-    return Order(samples, samples, lambda seed, epoch: rng.permutation(seed, epoch, samples))
-
-
 def sequential(samples: int) -> Order:
     """The samples as they are."""
-    return Order(samples, samples, lambda seed, epoch: torch.arange(samples))
+    return Order(samples, lambda seed, epoch: torch.arange(samples))
 
 
 def weighted(weights: torch.Tensor) -> Order:
     """As many draws as there are samples, with replacement, in proportion to weights (n,)."""
     ends = weights.double().cumsum(0)
     if not len(ends) or not float(ends[-1]) > 0 or not bool(torch.isfinite(ends[-1])) or bool((weights < 0).any()):
-        raise UserError("data.order=weighted needs weights that are finite, not below 0 and not all 0: mend the Dataset's")
+        raise UserError("data.order=weighted needs weights that are finite, not below 0 and not all 0: mend those of the Dataset")
 
     def drawn(seed: int, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rng.mix(seed, epoch, DRAWN))
         at = torch.rand(len(ends), generator=generator, dtype=torch.float64) * ends[-1]
         return torch.searchsorted(ends, at, right=True).clamp_(max=len(ends) - 1)
 
-    return Order(len(ends), len(ends), drawn, repeats=True)
+    return Order(len(ends), drawn, repeats=True)
 
 
 def balanced(labels: torch.Tensor) -> Order:
     """As many draws as there are samples, with replacement, of which each class has the same share."""
-    return weighted(1 / labels.bincount()[labels])
+    _, of_each, counts = torch.unique(labels, return_inverse=True, return_counts=True)
+    return weighted(1 / counts[of_each])
 
 
-def repeated(samples: int, times: int) -> Order:
+def shuffled(samples: int, times: int = 1) -> Order:
     """A random permutation in which each sample comes so many times in a row, up to as many as there are samples."""
     return Order(
-        samples, samples, lambda seed, epoch: rng.permutation(seed, epoch, samples).repeat_interleave(times)[:samples],
-        repeats=times > 1,
-    )  # fmt: skip
+        samples, lambda seed, epoch: rng.permutation(seed, epoch, samples).repeat_interleave(times)[:samples], repeats=times > 1
+    )

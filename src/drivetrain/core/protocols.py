@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.order import Order
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
@@ -111,6 +112,7 @@ class Batch(Protocol):
     """Splits the samples into updates and micro-batches."""
 
     accumulation_steps: int
+    order: Order  # of the training samples
     lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
     weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
 
@@ -131,13 +133,11 @@ class Batch(Protocol):
 
     def requests(
         self,
-        samples: int,
         seed: int,
         epoch: int,
         world: World,
         drop_last: bool,
         skip: int = 0,
-        order: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Iterator[Request]:
         """Yield the micro-batches of one rank in an epoch, in order, from update number `skip` on."""
 

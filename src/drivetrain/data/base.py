@@ -17,7 +17,7 @@ from drivetrain.core.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Te
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
-from drivetrain.core.order import Order
+from drivetrain.core.order import REPEATS, Order, Sampling
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
@@ -142,6 +142,7 @@ class Data(Option):
     stage_keys: ClassVar[tuple[str, ...]] = ("size",)
     stays: ClassVar[str] = "the samples and their order are one for the whole run"
     drop_last: bool
+    order: Sampling
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, Any] = None
     test: Any = None  # the test set, or several by name, where the user chooses it
@@ -260,8 +261,28 @@ class Data(Option):
 
     def order_of(self, source: Source) -> Order:
         """Return the order in which the samples of the training set come. Raises UserError."""
-        n = len(source)
-        return orders.shuffled(n) if source.order is None else Order(n, n, source.order)
+        n, word = len(source), self.order
+        if word == "sequential":
+            return orders.sequential(n)
+        if word == "balanced":
+            if (labels := source.labels()) is None:
+                raise self._no_order("the class of each sample", "a list `targets` of them")
+            return orders.balanced(labels)
+        if word == "weighted":
+            if (weights := source.weights()) is None:
+                raise self._no_order("a weight for each sample", "a list `weights` of them")
+            return orders.weighted(weights)
+        if word != "own":
+            return orders.shuffled(n, 1 if word == "shuffled" else REPEATS if word == "repeated" else word)
+        if source.order is None:
+            raise self._no_order("an order", "a method `order(seed, epoch)`, of sample numbers")
+        return Order(len(source.order(0, 0)), source.order, repeats=source.own_code is not None)
+
+    def _no_order(self, wanted: str, told_by: str) -> UserError:
+        return UserError(
+            f"data.order={self.order} needs {wanted}, which is not known before the samples are read: set data.order=shuffled, "
+            f"or give your own Dataset (data=own) {told_by}"
+        )
 
     def shape(self) -> tuple[int, ...] | None:
         """Return the shape of one input; None where only loading tells."""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.data import archive
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
 from drivetrain.data.untrusted import read_whole
@@ -71,9 +72,16 @@ class Cifar10(Data):
         validation: Fraction | None = 0.1,
         normalize: bool = True,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
-        self.download, self.validation, self.normalize, self.drop_last = download, validation, normalize, drop_last
+        self.download, self.validation, self.normalize, self.drop_last, self.order = (
+            download,
+            validation,
+            normalize,
+            drop_last,
+            order,
+        )
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:

@@ -12,6 +12,7 @@ from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_large
 from drivetrain.core.option import Count, RunSpec, Share
+from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, Tensors, measure_normalization, number_apart
 from drivetrain.data.digits import read_digits
@@ -46,10 +47,11 @@ class DigitScenes(Data):
         validation: Fraction | None = 0.1,
         normalize: bool = True,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.kind, self.samples, self.test_samples = kind, samples, test_samples
         self.density, self.noise, self.holdout, self.validation = density, noise, holdout, validation
-        self.normalize, self.drop_last = normalize, drop_last
+        self.normalize, self.drop_last, self.order = normalize, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

@@ -11,6 +11,7 @@ import annotated_types
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization, number_apart
 from drivetrain.data.scikit_learn import data_file
 
@@ -39,10 +40,17 @@ class Digits(Data):
         validation: Fraction | None = 0.2,
         normalize: bool = True,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
         classes: Sequence[Digit] | None = None,
         size: Size = SIDE,
     ) -> None:
-        self.holdout, self.validation, self.normalize, self.drop_last = holdout, validation, normalize, drop_last
+        self.holdout, self.validation, self.normalize, self.drop_last, self.order = (
+            holdout,
+            validation,
+            normalize,
+            drop_last,
+            order,
+        )
         self.classes, self.size = classes, size
 
     def validate(self, run: RunSpec) -> Iterator[str]:

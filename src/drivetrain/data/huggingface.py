@@ -13,6 +13,7 @@ from drivetrain.core.allowed import ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, FileSets, Fraction, Splits, Validation
@@ -49,12 +50,14 @@ class HuggingFace(Data):
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.image, self.text, self.label, self.train, self.test = image, text, label, train, test
         self.holdout, self.validation = holdout, validation
         self.size, self.crop_pct, self.length, self.normalize = size, crop_pct, length, normalize
         self.max_pixels, self.on_error, self.max_skipped, self.drop_last = max_pixels, on_error, max_skipped, drop_last
+        self.order = order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:

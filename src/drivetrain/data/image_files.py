@@ -11,6 +11,7 @@ from drivetrain.core.allowed import ColumnName, FileName, one_of
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.core.source import CropBox
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
@@ -51,11 +52,12 @@ class Masks(Data):
         normalize: Normalization = "imagenet",
         max_pixels: Count = 50_000_000,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.images, self.masks, self.classes, self.ignore, self.size = images, masks, classes, ignore, size
         self.holdout, self.validation, self.normalize = holdout, validation, normalize
-        self.max_pixels, self.drop_last = max_pixels, drop_last
+        self.max_pixels, self.drop_last, self.order = max_pixels, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
@@ -192,12 +194,13 @@ class LabelsCsv(Data):
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.path, self.test, self.root = (expanded(p) for p in (path, test, root))
         self.image, self.target, self.separator, self.kind = image, target, separator, kind
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
         self.max_pixels, self.crop_pct = max_pixels, crop_pct
-        self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
+        self.on_error, self.max_skipped, self.drop_last, self.order = on_error, max_skipped, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:

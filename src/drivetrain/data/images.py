@@ -12,6 +12,7 @@ from typing import Literal
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.data import folders
 from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
@@ -79,10 +80,11 @@ class ImageFolder(Data):
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
-        self.verify_files, self.max_pixels, self.drop_last = verify, max_pixels, drop_last
+        self.verify_files, self.max_pixels, self.drop_last, self.order = verify, max_pixels, drop_last, order
         self.crop_pct, self.on_error, self.max_skipped = crop_pct, on_error, max_skipped
 
     def validate(self, run: RunSpec) -> Iterator[str]:

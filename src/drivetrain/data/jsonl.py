@@ -13,6 +13,7 @@ from drivetrain.core.allowed import ColumnName, FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Sets, Splits, beside, hash_fraction
 from drivetrain.data.named_sets import expanded
@@ -57,10 +58,11 @@ class Jsonl(Data):
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.path, self.test, self.tokenizer_file = (expanded(p) for p in (path, test, tokenizer_file))
         self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
-        self.length, self.holdout, self.validation, self.drop_last = length, holdout, validation, drop_last
+        self.length, self.holdout, self.validation, self.drop_last, self.order = length, holdout, validation, drop_last, order
         self.targets: TargetKind = "tokens" if label is None else "class"
         self.byte_tokens = tokenizer == "bytes"
 

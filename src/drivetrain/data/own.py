@@ -6,15 +6,14 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from drivetrain.core import order as orders
 from drivetrain.core import trees, user_code
 from drivetrain.core.allowed import Arguments, ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.order import Order, index_of
+from drivetrain.core.order import Sampling, checked, index_of
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, measure_on_some
@@ -56,13 +55,11 @@ class Own(Data):
         pad: bool | ColumnName | None = None,
         normalize: bool = True,
         drop_last: bool = True,
-        order: Literal["shuffled", "sequential", "balanced", "weighted", "repeated", "own"] = "shuffled",
-        repeats: Count = 3,
+        order: Sampling = "shuffled",
     ) -> None:
-        self.order, self.repeats = order, repeats
         self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
         self.validation = validation
-        self.classes, self.normalize, self.drop_last = classes, normalize, drop_last
+        self.classes, self.normalize, self.drop_last, self.order = classes, normalize, drop_last, order
         self.targets, self.target_key, self.collate, self.pad = targets, target_key, collate, pad
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -73,8 +70,6 @@ class Own(Data):
                 yield from user_code.trust_problems(f"data.{key}={name}", name, run.values["trust"])
         if self.collate and self.pad not in (None, False):
             yield f"data.pad={str(self.pad).lower()} and data.collate={self.collate} exclude each other: the function pads"
-        if self.order != "shuffled" and run.batch.buckets_lengths:
-            yield f"data.order={self.order} and {run.named('batch')} exclude each other (it orders by length): set batch=fixed"
         if (self.train is None) != (self.test is None):
             yield "data.train and data.test belong together: give both, or neither"
 
@@ -114,24 +109,6 @@ class Own(Data):
     def load_set(self, split: str, beside: Splits, device: torch.device) -> OwnSource:
         target = user_code.load(f"data.target={self.target}", str(self.target))
         return self._sources(cast(OwnSource, beside.train).dataset, self._dataset(target, split))[1]
-
-    def order_of(self, source: Source) -> Order:
-        n = len(source)
-        if self.order in ("shuffled", "sequential", "repeated"):
-            plain = {"shuffled": orders.shuffled, "sequential": orders.sequential}
-            return orders.repeated(n, self.repeats) if self.order == "repeated" else plain[self.order](n)
-        if self.order == "balanced":
-            if (labels := source.labels()) is None:
-                raise UserError(f"data.order=balanced needs the classes: give data.target={self.target} a list `targets` of them")
-            return orders.balanced(labels)
-        if self.order == "weighted":
-            if (weights := source.weights()) is None:
-                raise UserError(f"data.order=weighted needs weights: give data.target={self.target} a list `weights`")
-            return orders.weighted(weights)
-        if source.order is None:
-            raise UserError(f"data.order=own needs a method `order(seed, epoch)` of data.target={self.target}, of sample numbers")
-        setting = f"order(seed, epoch) of data.target={self.target}"
-        return Order(len(source.order(0, 0)), n, source.order, repeats=True, setting=setting)
 
     def _dataset(self, target: Any, split: str) -> Any:
         """Build the Dataset of a split. Raises UserError."""
@@ -244,22 +221,27 @@ class OwnSource(Source):
         self.dataset, self.setting, self.lengths = dataset, setting, lengths
         self.own_code = self.reader = Reader(dataset, together)
         if callable(given := getattr(dataset, "order", None)):
-            self.order = partial(_given, given)
+            self.order = partial(checked, given, len(dataset), f"order(seed, epoch) of {setting}")
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def weights(self) -> torch.Tensor | None:
         """Return the Dataset's `weights` (n,), where it has some."""
-        weights = getattr(self.dataset, "weights", None)
-        return None if weights is None or len(weights) != len(self) else torch.as_tensor(weights)
+        if (weights := getattr(self.dataset, "weights", None)) is None:
+            return None
+        if len(weights) != len(self):
+            raise UserError(f"{self.setting} has {len(weights)} `weights` for {len(self)} samples: give one for each")
+        return torch.as_tensor(weights)
 
     def labels(self) -> torch.Tensor | None:
         """Return the classes (n,) where the Dataset has them as `targets`, as torchvision's have."""
-        targets = getattr(self.dataset, "targets", None)
-        if not isinstance(targets, list | torch.Tensor) or len(targets) != len(self) or not _is_number(targets[0]):
+        try:
+            targets = torch.as_tensor(getattr(self.dataset, "targets", None))
+        except (TypeError, ValueError, RuntimeError):
             return None
-        return torch.as_tensor(targets)
+        whole = not targets.is_floating_point() and targets.dtype != torch.bool
+        return targets if whole and targets.shape == (len(self),) else None
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1, draws: tuple[int, int] | None = (0, 0)) -> tuple[Tree, Tree]:
         """Return the samples as a batch. What they draw follows from `draws`, a seed and an epoch; None: it is as it comes."""
@@ -272,14 +254,5 @@ class OwnSource(Source):
             raise DataError(f"{self.setting}: {error}") from None
 
 
-def _given(order: Any, seed: int, epoch: int) -> torch.Tensor:
-    return torch.as_tensor(order(seed, epoch))
-
-
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _is_number(target: Any) -> bool:
-    """Whether a target is a class: a whole number."""
-    return isinstance(target, int) or (isinstance(target, torch.Tensor) and target.ndim == 0 and not target.is_floating_point())

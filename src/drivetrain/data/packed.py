@@ -16,6 +16,7 @@ from typing import Any
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.core.source import CropBox, Source
 from drivetrain.core.typed import fits
 from drivetrain.data.bad_samples import BadSamplePolicy
@@ -51,10 +52,11 @@ class Packed(Data):
         verify: bool = True,
         max_pixels: Count = 50_000_000,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.size, self.validation, self.verify_samples = size, validation, verify
-        self.max_pixels, self.drop_last = max_pixels, drop_last
+        self.max_pixels, self.drop_last, self.order = max_pixels, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:

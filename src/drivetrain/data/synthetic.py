@@ -12,6 +12,7 @@ from drivetrain.core import rng
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_large
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, Tensors
 
@@ -36,8 +37,9 @@ class Synthetic(Data):
         validation: Fraction | None = None,
         tokens: bool = False,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
-        self._shape, self.classes, self.drop_last = tuple(shape), classes, drop_last
+        self._shape, self.classes, self.drop_last, self.order = tuple(shape), classes, drop_last, order
         self.samples, self.test_samples, self.validation, self.tokens = samples, test_samples, validation, tokens
         self.targets: TargetKind = "tokens" if tokens else "class"
 

@@ -12,6 +12,7 @@ from drivetrain.core.allowed import ColumnName, FileName
 from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Sets, Splits, Tensors, beside, number_apart
 from drivetrain.data.columns import (
@@ -106,11 +107,18 @@ class Tabular(Table):
         holdout: Fraction = 0.2,
         validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = False,
+        order: Sampling = "shuffled",
     ) -> None:
         self.path, self.test = (expanded(p) for p in (path, test))
         self.target, self.columns, self.categories = target, columns, categories
         self.kind, self.missing = kind, missing
-        self.normalize, self.holdout, self.validation, self.drop_last = normalize, holdout, validation, drop_last
+        self.normalize, self.holdout, self.validation, self.drop_last, self.order = (
+            normalize,
+            holdout,
+            validation,
+            drop_last,
+            order,
+        )
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
@@ -229,9 +237,20 @@ class ScikitLearn(Table):
     target: ClassVar[str]
 
     def __init__(
-        self, holdout: Fraction = 0.2, validation: Fraction | None = 0.2, normalize: bool = True, drop_last: bool = False
+        self,
+        holdout: Fraction = 0.2,
+        validation: Fraction | None = 0.2,
+        normalize: bool = True,
+        drop_last: bool = False,
+        order: Sampling = "shuffled",
     ) -> None:
-        self.holdout, self.validation, self.normalize, self.drop_last = holdout, validation, normalize, drop_last
+        self.holdout, self.validation, self.normalize, self.drop_last, self.order = (
+            holdout,
+            validation,
+            normalize,
+            drop_last,
+            order,
+        )
 
     def shape(self) -> tuple[int, ...]:
         return (self.inputs,)

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal, Self, cast
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
@@ -52,10 +53,11 @@ class Stdlib(Data):
         max_files: Count | None = None,
         test_samples: Count | None = None,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         self.kind, self.root = kind, os.path.expanduser(root) if root else None
         self.length, self.holdout, self.validation, self.tests = length, holdout, validation, tests
-        self.max_files, self.test_samples, self.drop_last = max_files, test_samples, drop_last
+        self.max_files, self.test_samples, self.drop_last, self.order = max_files, test_samples, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.augment:

@@ -9,6 +9,7 @@ from typing import Literal
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.data.base import Fraction, Sets
 from drivetrain.data.jsonl import Jsonl, Line
 from drivetrain.data.untrusted import lines_of
@@ -38,10 +39,11 @@ class TextFiles(Jsonl):
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = True,
+        order: Sampling = "shuffled",
     ) -> None:
         super().__init__(
             path, test, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length, holdout=holdout,
-            validation=validation, drop_last=drop_last,
+            validation=validation, drop_last=drop_last, order=order,
         )  # fmt: skip
 
     def validate(self, run: RunSpec) -> Iterator[str]:

@@ -13,6 +13,7 @@ from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.order import Sampling
 from drivetrain.core.paths import user_cache
 from drivetrain.core.source import CropBox
 from drivetrain.data import shards
@@ -53,11 +54,12 @@ class WebDataset(Data):
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
         drop_last: bool = True,
+        order: Sampling = "own",
     ) -> None:
         self.train, self.test, self.size, self.holdout, self.classes = train, test, size, holdout, classes
         self.validation, self.buffer, self.cache, self.normalize = validation, buffer, cache, normalize
         self.max_pixels, self.crop_pct = max_pixels, crop_pct
-        self.on_error, self.max_skipped, self.drop_last = on_error, max_skipped, drop_last
+        self.on_error, self.max_skipped, self.drop_last, self.order = on_error, max_skipped, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.train:

@@ -43,9 +43,7 @@ class Overfit(Debug):
 
     def choose_data(self, train: Any, evaluated: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
         context = self._context
-        requests = context.batch.requests(
-            context.order.length, context.seed, 0, World(), context.run.data.drop_last, order=context.order
-        )
+        requests = context.batch.requests(context.seed, 0, World(), context.run.data.drop_last)
         batch = torch.cat([request.indices for request in one_update(requests)])
         same = train._replace(source=Subset(train.source, index_of(batch)))
         return {split: dict.fromkeys(sets, same) for split, sets in evaluated.items()}
@@ -57,11 +55,8 @@ class Overfit(Debug):
         """Yield the first update's micro-batches again and again, in place of the stream."""
         stream.close()
         context = self._context
-        samples, drop_last = context.order.length, context.run.data.drop_last
-        requests = context.batch.requests(
-            samples, context.seed, 0, context.parallel.data_world, drop_last,
-            order=context.order,
-        )  # fmt: skip
+        samples, drop_last = context.batch.order.length, context.run.data.drop_last
+        requests = context.batch.requests(context.seed, 0, context.parallel.data_world, drop_last)
         first = one_update(requests)  # of the run, also when it is resumed
         batch = list(context.loader.stream(context.train_data, first, context.device, context.memory_format))
         start, skip = context.progress.epoch, context.progress.window

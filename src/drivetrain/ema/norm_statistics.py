@@ -66,9 +66,9 @@ class NormStatistics:
     def _requests(self) -> Iterator[Request]:
         """Yield this rank's micro-batches of the first updates of epoch 0: whole ones, where there are any."""
         context = self._context
-        batch, samples, left = context.batch, context.order.length, self._updates
-        drop_last = batch.updates(samples, 0, True) > 0
-        for request in batch.requests(samples, context.seed, 0, context.parallel.data_world, drop_last, order=context.order):
+        batch, left = context.batch, self._updates
+        drop_last = batch.updates(batch.order.length, 0, True) > 0
+        for request in batch.requests(context.seed, 0, context.parallel.data_world, drop_last):
             yield request
             left -= request.last
             if not left:

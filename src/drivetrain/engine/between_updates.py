@@ -42,7 +42,7 @@ def stream(trainer: Trainer) -> Iterator[MicroBatch]:
 @reads_device_on_purpose
 def _save_and_stop(trainer: Trainer, reason: str) -> NoReturn:
     progress = trainer.progress
-    progress.samples = trainer.batch.consumed(trainer.order.length, progress.epoch, progress.window, trainer.drop_last)
+    progress.samples = trainer.batch.consumed(trainer.batch.order.length, progress.epoch, progress.window, trainer.drop_last)
     trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
     trainer.save()
     _stop(trainer, reason)

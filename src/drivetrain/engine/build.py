@@ -138,7 +138,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
         precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
-        train_data=context.train_data, order=context.order, evaluator=evaluator, device=context.device,
+        train_data=context.train_data, evaluator=evaluator, device=context.device,
         memory_format=context.memory_format,
         seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,
@@ -199,7 +199,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
     if data.shape != shape_as_loaded and isinstance(data.example, torch.Tensor):  # views that own data makes: one is an input
         data = replace(data, example=data.example.flatten(0, 1)[: len(data.example)])
-    context.data, context.train_source, context.order = data, data.train, run.data.order_of(data.train)
+    context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
     batch: Batch = run.batch.build(context)
     bytes_each = 4 if context.device.type == "cpu" else 1  # of a number: images are sent to a device as bytes
@@ -311,7 +311,7 @@ def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -
 
 def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon:
     """Compute the run's length. Checks the schedule if the length was not known before the data was read. Raises UserError."""
-    run, samples = context.run, context.order.length
+    run, samples = context.run, batch.order.length
     if samples < context.parallel.data_world.size:
         raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")
     horizon = horizons.run_horizon(run, samples, batch)

@@ -71,12 +71,12 @@ def _updates(trainer: Trainer) -> str:
 
 
 def _an_epoch(trainer: Trainer) -> int:
-    return trainer.batch.updates(trainer.order.length, trainer.progress.epoch, trainer.drop_last)
+    return trainer.batch.updates(trainer.batch.order.length, trainer.progress.epoch, trainer.drop_last)
 
 
 def advice(trainer: Trainer) -> Iterator[str]:
     """Yield what to set where an epoch has few updates, or leaves many samples out."""
-    samples, an_epoch = trainer.order.length, _an_epoch(trainer)
+    samples, an_epoch = trainer.batch.order.length, _an_epoch(trainer)
     if an_epoch >= trainer.max_updates:  # less than an epoch, on purpose
         return
     first = trainer.batch.updates(samples, 0, trainer.drop_last)

@@ -109,7 +109,7 @@ class StagedRun:
         """Go from the end of a stage into the next one."""
         trainer = self.trainer
         progress, parallel = trainer.progress, trainer.parallel
-        progress.samples = trainer.batch.consumed(trainer.order.length, progress.epoch, progress.window, trainer.drop_last)
+        progress.samples = trainer.batch.consumed(trainer.batch.order.length, progress.epoch, progress.window, trainer.drop_last)
         trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
         trainer.writer.wait()
         state = trainer.state()  # gathers from all ranks, as does full_state_dict

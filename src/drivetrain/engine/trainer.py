@@ -15,7 +15,6 @@ from drivetrain.batch.base import Batch
 from drivetrain.core.errors import Diverged
 from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.order import Order
 from drivetrain.core.owned import OwnState
 from drivetrain.core.progress import Progress
 from drivetrain.core.selection import Selection
@@ -58,7 +57,6 @@ class Trainer:
     batch: Batch
     loader: Loader
     train_data: Pipeline
-    order: Order  # of its samples
     evaluator: Evaluator
     device: torch.device
     memory_format: torch.memory_format
@@ -131,9 +129,8 @@ class Trainer:
         start = self.progress.epoch
         for epoch in range(start, self.epochs):
             yield from self.batch.requests(
-                self.order.length, self.seed, epoch, self.parallel.data_world, self.drop_last,
-                skip=self.progress.window if epoch == start else 0, order=self.order,
-            )  # fmt: skip
+                self.seed, epoch, self.parallel.data_world, self.drop_last, self.progress.window if epoch == start else 0
+            )
 
     def endless(self) -> None:
         """Remove the run's end and its evaluations, so that a benchmark decides when to stop."""
@@ -155,7 +152,7 @@ class Trainer:
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
-        progress.samples = self.batch.consumed(self.order.length, progress.epoch, progress.window, self.drop_last)
+        progress.samples = self.batch.consumed(self.batch.order.length, progress.epoch, progress.window, self.drop_last)
         self.log.train(self.optimizer.param_groups[0]["lr"])
         if epoch_end:
             progress.epoch, progress.window = progress.epoch + 1, 0

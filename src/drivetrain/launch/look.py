@@ -73,9 +73,9 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
     from drivetrain.core.device import synchronize
     from drivetrain.core.microbatch import one_update
 
-    batch, order, step = copy(trainer.batch), trainer.order, trainer.step
+    batch, step = copy(trainer.batch), trainer.step
     batch.global_batch, batch.accumulation_steps = micro_batch * steps, steps
-    requests = batch.requests(order.length, trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last, order=order)
+    requests = batch.requests(trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last)
     stream = trainer.loader.stream(trainer.train_data, one_update(requests), trainer.device, trainer.memory_format)
     update, loss = list(stream), torch.zeros((), device=trainer.device)
     for _ in range(TIMED):

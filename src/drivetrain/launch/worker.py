@@ -242,9 +242,7 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
     result.batch, result.updates = trainer.batch.found, progress.updates
     result.epochs = progress.epoch
     if progress.window:
-        result.epochs += progress.window / trainer.batch.updates(
-            len(trainer.train_data.source), progress.epoch, trainer.drop_last
-        )
+        result.epochs += progress.window / trainer.batch.updates(trainer.batch.order.length, progress.epoch, trainer.drop_last)
     result.device, result.device_name = trainer.device.type, environment.device_name(trainer.device)
     result.peak_memory_bytes, result.own_process = peak_memory(trainer.device), process.of_one_run
     result.time_to_first_step_s = timer.to_first_step

@@ -13,6 +13,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.order import index_of
 from drivetrain.core.source import CropBox
 from drivetrain.core.tensors import send
 from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
@@ -134,7 +135,7 @@ class FileBatches:
         indices = request.indices_to_read()
         boxes: Sequence[CropBox | None] = self.pipeline.crop_boxes(indices, request) or [None] * len(indices)
         files, crops, labels, replacements = [], [], [], []
-        for row, (index, box) in enumerate(zip(indices.tolist(), boxes, strict=True)):
+        for row, (index, box) in enumerate(zip(index_of(indices).tolist(), boxes, strict=True)):
             content, label, layout, found = source.image_file_and_layout(index, box)
             crop = layout.crop
             if not layout.plain_jpeg:  # DALI gets a small JPEG in its place

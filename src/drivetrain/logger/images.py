@@ -63,11 +63,7 @@ class Images(Logger):
     def _training_tiles(self) -> list[Tile]:
         """The run's first micro-batch, as the model sees it but not normalised."""
         context, pipeline = self._context, self._context.train_data
-        request = next(
-            context.batch.requests(
-                context.order.length, context.seed, 0, context.parallel.data_world, False, order=context.order
-            )
-        )  # fmt: skip
+        request = next(context.batch.requests(context.seed, 0, context.parallel.data_world, False))
         x, y = pipeline._replace(normalize=None)(request)
         return [self._tile(*sample) for sample in zip(x[: self.samples], y[: self.samples], strict=True)]
 

@@ -184,7 +184,7 @@ def _first_updates(trainer: Any) -> float:
     if not batch.grow_every:
         return float(left)
     for stretch in batch.stretches(trainer.epochs):
-        updates = min(left, len(stretch) * batch.updates(trainer.order.length, stretch.start, trainer.drop_last))
+        updates = min(left, len(stretch) * batch.updates(trainer.batch.order.length, stretch.start, trainer.drop_last))
         left, found = left - updates, found + updates * batch.size(stretch.start) / batch.size(0)
     return found
 

@@ -85,7 +85,7 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
         evaluation_s,
         saving_s,
         operations,
-        updates=trainer.batch.updates(trainer.order.length, 0, trainer.drop_last),
+        updates=trainer.batch.updates(trainer.batch.order.length, 0, trainer.drop_last),
         larger_batch=larger_batch,
         roofline=limits,
         micro_batch=trees.length(micro.x),
