@@ -110,7 +110,7 @@ def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
 
 def single_sample(context: BuildContext, batch: Batch, norm: str) -> Iterator[str]:
     """Why a BatchNorm of the model, of this name, would get one sample at a time in this run, and what to set."""
-    world, samples = context.parallel.data_world, context.order.length
+    world, samples = context.parallel.data_world, context.batch.order.length
     size, drop_last = batch.size(0), context.run.data.drop_last
     last = samples % size if context.horizon.updates >= batch.updates(samples, 0, drop_last) and not drop_last else 0
     split = f"over {world.size} ranks and {batch.accumulation_steps} micro-batches"
