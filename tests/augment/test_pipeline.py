@@ -150,7 +150,7 @@ def test_one_of_several_mixing_options_is_drawn_with_its_probability():
     x = torch.arange(n, dtype=torch.float32).view(n, 1, 1, 1).expand(n, 1, 4, 4).contiguous()
     batch = Batch(n)
     batch.pairs = True
-    (request,) = batch.requests(n, 0, 0, World(), True)
+    (request,) = batch.over(shuffled(n)).requests(0, 0, World(), True)
 
     def shares(*steps):
         images = Pipeline(Tensors(x, torch.zeros(n, dtype=torch.long)), steps, None, 0, 2)(request)[0]
@@ -187,7 +187,7 @@ def test_labels_are_mixed_as_classes_are():
     labels = torch.nn.functional.one_hot(classes, CLASSES).float()
     batch = Batch(SAMPLES)
     batch.pairs = True
-    (request,) = batch.requests(SAMPLES, 0, 0, World(), True)
+    (request,) = batch.over(shuffled(SAMPLES)).requests(0, 0, World(), True)
     found = [Pipeline(Tensors(images, y), (CutMix(),), None, 0, CLASSES)(request)[1] for y in (classes, labels)]
     assert torch.equal(*found)
 
