@@ -432,22 +432,6 @@ def test_mixing_goes_with(train, words):
     assert (result.status, result.updates) == ("completed", 2), result.error
 
 
-def test_accumulation_and_ranks_train_the_same_mixed_samples(train):
-    import safetensors.torch
-
-    def weights(*words, chosen=SOFT):
-        result = train(*chosen, "data.samples=30", "batch.global_batch=6", "updates=6", "saving.keep=1", *words)
-        assert result.status == "completed", result.error
-        return safetensors.torch.load_file(Path(result.run_dir) / "checkpoints/6/model.safetensors")
-
-    one = weights()
-    plain = weights(chosen=[])
-    assert not all(torch.allclose(plain[name], t, atol=1e-3) for name, t in one.items())
-    for words in (["batch=accumulate", "batch.accumulation_steps=3"], ["parallel=ddp", "parallel.nproc=2"]):
-        for name, t in weights(*words).items():
-            assert torch.allclose(t, one[name], atol=2e-6), (words, name)
-
-
 def test_what_is_held_on_the_device_is_whole(files):
     """A crop that files are cut to at decoding would be the same one in every epoch, and be cut again."""
     held = Resident()._copy(Pipeline(files, (RandomResizedCrop(),), None, 0, 3), torch.device("cpu"))

@@ -11,6 +11,7 @@ import torch
 from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Parallel
 from drivetrain.saving import checkpoint_io
+from tests.clip.test_value_and_agc import BITES
 from tests.support.context import context
 
 # What float32 sums in another order may differ by after a handful of updates.
@@ -29,25 +30,37 @@ def losses(run_dir: Path) -> list[float]:
 # --- real ranks: two processes of gloo ---
 
 
-@pytest.mark.parametrize(
-    "samples", [pytest.param(53, marks=pytest.mark.slow), 25], ids=["tail of 5", "tail of 1, fewer than ranks"]
-)
-def test_two_ranks_that_accumulate_equal_one_process(train, make, samples):
-    words = [f"data.samples={samples}", "data.test_samples=7", "data.drop_last=false", "epochs=2", "updates=null"]
-    one = train(*words)
-    two = train(*words, "parallel=ddp", "batch=accumulate", "batch.accumulation_steps=3")
-    updates = 2 * -(-samples // 12)
+ACCUMULATE = ["batch=accumulate", "batch.accumulation_steps=3"]
+TAIL = ["data.test_samples=7", "data.drop_last=false", "epochs=2", "updates=null"]
+PLAIN = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1", "updates=3"]
+MIXED = ["augment=[cutmix,mixup]", "augment.mixup.alpha=1.0", "data.samples=30", "batch.global_batch=6", "updates=6"]
+AS_ONE = {  # what trains: its words, and those that only the two ranks have
+    "a tail of 1, fewer than ranks": (["data.samples=25", *TAIL], ACCUMULATE),
+    "mixed samples": (MIXED, []),
+    "agc": ([*PLAIN, *BITES["agc"]], []),
+}
+AS_ONE_SLOW = {
+    "a tail of 5": (["data.samples=53", *TAIL], ACCUMULATE),
+    "mixed samples that accumulate": (MIXED, ACCUMULATE),
+    **{kind: ([*PLAIN, *BITES[kind]], []) for kind in ("norm", "value")},
+}
+
+
+@pytest.mark.parametrize("name", [*AS_ONE, *(pytest.param(name, marks=pytest.mark.slow) for name in AS_ONE_SLOW)])
+def test_two_ranks_equal_one_process(train, make, name):
+    words, more = {**AS_ONE, **AS_ONE_SLOW}[name]
+    one, two = train(*words), train(*words, "parallel=ddp", "parallel.nproc=2", *more)
     assert (one.status, two.status, one.world_size, two.world_size) == ("completed", "completed", 1, 2), two.error
-    assert one.updates == two.updates == updates
+    assert one.updates == two.updates
     start = make(*words).model.state_dict()
-    a, b = weights(one.run_dir, updates), weights(two.run_dir, updates)
+    a, b = weights(one.run_dir, one.updates), weights(two.run_dir, one.updates)
     assert a.keys() == b.keys() == start.keys()
-    for name in a:
-        torch.testing.assert_close(b[name], a[name], **CLOSE)
-        assert not torch.allclose(a[name], start[name], **CLOSE)
-    assert len(losses(one.run_dir)) == updates
+    for weight in a:
+        torch.testing.assert_close(b[weight], a[weight], **CLOSE)
+        assert not torch.allclose(a[weight], start[weight], **CLOSE)
+    assert len(losses(one.run_dir)) == one.updates
     assert losses(two.run_dir) == pytest.approx(losses(one.run_dir), rel=1e-5)
-    # Seven test samples over two ranks: each once, so the sums are those of one process.
+    # Each test sample is on one of the ranks, so the sums are those of one process.
     assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=1e-5)
     assert two.judged("final")["accuracy"] == one.judged("final")["accuracy"]
 
