@@ -231,18 +231,6 @@ def test_what_it_saves_is_said_at_the_start(make, caplog):
     assert "ranks" not in next(s for s in caplog.messages if s.startswith("batch=bucketed"))
 
 
-@pytest.mark.parametrize("budget", [pytest.param("samples", marks=pytest.mark.slow), "tokens"])
-def test_a_run_cut_in_two_is_the_whole_run(train, make, budget):
-    from drivetrain import train as plain_train
-
-    words = [*GPT, f"batch.budget={budget}", "epochs=2", "batch.preallocate=true"]
-    whole = train(*words, "updates=6")
-    first = train(*words, "updates=4")
-    again = plain_train([f"resume={first.run_dir}", "updates=6"])
-    assert (whole.status, again.status, again.updates) == ("completed", "completed", 6)
-    assert again.judged("final") == whole.judged("final")
-
-
 def test_one_batch_learnt_by_heart_is_the_one_that_is_evaluated(train):
     result = train(*GPT, "debug=overfit", "debug.updates=30", "optimizer=adamw", "optimizer.lr=0.01", "updates=null")
     assert result.status == "completed", result.error

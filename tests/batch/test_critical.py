@@ -226,16 +226,6 @@ def test_the_rules_speak(words, problem):
         launcher.prepare(["batch=critical", *words])
 
 
-def test_a_launcher_that_has_started_ranks_is_refused(tiny, monkeypatch):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "2")
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "1")
-    job = launcher.prepare(tiny("batch=critical", "batch.global_batch=6", "batch.max=24", "parallel=ddp", "runtime.device=cpu"))
-    with pytest.raises(UserError, match="another launcher has started them"):
-        launcher.launch(job)
-
-
 def test_a_rate_that_does_not_follow_is_advised_upon():
     notices = launcher.prepare(["batch=critical", "batch.lr_scaling=none"]).notices
     assert any("batch.lr_scaling=none keeps" in line for line in notices)

@@ -113,13 +113,20 @@ def test_too_little_is_told_with_the_least_and_a_failed_forecast_with_its_reason
         Trials(launcher.prepare(tiny(*DEEP))).fewest_blocks(None, 2.0)
 
 
-def test_a_launcher_that_has_started_ranks_is_refused(tiny, monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ([*DEEP, "checkpointing=blocks", "checkpointing.memory_gb=4"], r"checkpointing\.memory_gb=null"),
+        (["batch=critical", "batch.global_batch=6", "batch.max=24"], ""),
+    ],
+)
+def test_a_launcher_that_has_started_ranks_is_refused(tiny, monkeypatch, words, instead):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
-    job = launcher.prepare(tiny(*DEEP, "checkpointing=blocks", "checkpointing.memory_gb=4", "parallel=ddp", "runtime.device=cpu"))
-    with pytest.raises(UserError, match=r"another launcher has started them: .* or set checkpointing\.memory_gb=null"):
+    job = launcher.prepare(tiny(*words, "parallel=ddp", "runtime.device=cpu"))
+    with pytest.raises(UserError, match=f"another launcher has started them: .* or set {instead}"):
         launcher.launch(job)
 
 

@@ -40,7 +40,21 @@ WORDS = [
 ]  # fmt: skip
 VERBS = ["train"] * 12 + ["recipe", "recipe", *verbs.VERBS, "help", "--version", "nope", "optimizer=sgd"]
 OF_RECIPE = ["list", "show", "check", "export", "verify", "diff", "schema", "inspect", "nope"]
-FOUND = [["train", "-m", "epochs=range(1,4,0)"], ["train", "-m", "epochs=range(0,1e9)"], ["train", "model@x=1"], ["train", "~"]]
+NINES = "9" * 400
+ODD_WORDS = [  # each of which once was a crash, or might be one
+    "epochs=1e999", "epochs=nan", "epochs='${a'", "epochs=${a", "optimizer.lr=1" + "0" * 400, "updates=0x" + "f" * 500,
+    f"scheduler.warmup={NINES}", f"scheduler.warmup={NINES}ep", "scheduler.warmup=inf", "model={}", "model=[1,2]", "data=[]",
+    "optimizer={lr:1}", "augment={a:1}", "trust={a:1}", "callbacks={a:1}", "callbacks={a:{_target_:1}}", "model.freeze={a:1}",
+    "model.hidden={a:1}", "data.shape={}", "data.shape=[[[]]]", "recipe=" + "x" * 3000, "resume=" + "x" * 3000, "x" * 3000,
+    "model=" + "x" * 3000, "x" * 3000 + "=1", "=", "~", "@", "model@x=1", "epochs='\\", "model.unfreeze={a:1e999}",
+]  # fmt: skip
+FOUND = [
+    *(["train", word] for word in ODD_WORDS),
+    ["train", "-m", "epochs=range(1,4,0)"],
+    ["train", "-m", "epochs=range(0,1e9)"],
+    ["train", "model@x=1"],
+    ["train", "~"],
+]
 
 any_key = st.sampled_from([*KNOBS, *TOP, *FILES])
 options = st.sampled_from([(group, option) for group, of_group in FILES.items() for option in of_group])

@@ -26,7 +26,6 @@ from tests.support.command import (
     TINY,
     Done,
     environment,
-    losses,
     only_run,
     result,
     run,
@@ -391,22 +390,6 @@ def own_option(place: Path, text: str, group: str = "model", name: str = "mynet"
 
 
 OWN_OPTION = "# my own network\n_target_: drivetrain.model.Own\ntarget: my_nets.Net\nkwargs: {}\n"
-OWN_CLASS = "# my own option\n_target_: my_options.Wide\nwidth: 48\n"
-OWN_MODULE = '''
-from drivetrain.model import Model
-
-class Wide(Model):
-    """One layer more than mine."""
-
-    def __init__(self, width: int = 16) -> None:
-        self.width = width
-
-    def create(self, shape, classes):
-        from torch import nn
-        import math
-
-        return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), self.width), nn.ReLU(), nn.Linear(self.width, classes))
-'''
 
 
 def test_own_option_that_names_an_own_class(tmp_path: Path) -> None:
@@ -423,29 +406,6 @@ def test_own_option_that_names_an_own_class(tmp_path: Path) -> None:
     direct = train(*OWN, "model.target=my_nets.Net", "epochs=1", "output_dir=direct", cwd=place)
     assert direct.code == 0, direct
     assert weights(only_run(place / "direct")) == weights(only_run(place / "outputs")), "the same network"
-
-
-def test_own_option_of_an_own_kind(tmp_path: Path) -> None:
-    """`_target_` names a class of the user's that is a model option itself; its knobs are overrides like any other."""
-    place = own_option(tmp_path / "here", OWN_CLASS)
-    (place / "my_options.py").write_text(OWN_MODULE)
-    words = ("--config-dir", "conf", "model=mynet", "log_every=1", "epochs=1")
-    refused = train(*words, cwd=place)
-    assert refused.code == 2, refused
-    assert "my_options.Wide" in refused.err
-    assert "trust=[my_options]" in refused.err
-    words = (*words, "trust=[my_options]")
-    wrong = train(*words, "model.width=wide", "model.depth=3", cwd=place)
-    assert wrong.code == 2, wrong
-    assert "model.width=wide" in wrong.err
-    assert "model.depth=3" in wrong.err
-    done = train(*words, "model.width=24", cwd=place)
-    assert done.code == 0, done
-    run_dir = only_run(place / "outputs")
-    assert losses(run_dir)[-1][2] < losses(run_dir)[0][2]
-    done = train(f"resume={run_dir}", "epochs=2", cwd=place)  # the run knows where its options came from
-    assert done.code == 0, done
-    assert result(run_dir)["updates"] == 16
 
 
 WRONG = {  # what is wrong: its group, its text, what the answer must name
@@ -467,13 +427,6 @@ def test_own_option_that_is_wrong(case: str, tmp_path: Path) -> None:
     assert not [n for n in names if n not in done.err], done.err
     assert "Traceback" not in done.err
     assert not (place / "outputs").exists()
-
-
-def test_own_option_with_the_name_of_one_that_ships(tmp_path: Path) -> None:
-    """It is taken or refused, never passed over without a word."""
-    place = own_option(tmp_path / "here", "_target_: drivetrain.model.Mlp\nhidden: [7]\n", name="mlp")
-    done = run("train", "--config-dir", "conf", "--cfg", "job", "--package", "model.hidden", "model=mlp", cwd=place)
-    assert (done.code == 0 and yaml.safe_load(done.out) == [7]) or (done.code == 2 and "mlp" in done.err), done
 
 
 # Not installed: a bare copy of the checkout.

@@ -58,17 +58,6 @@ def test_one_graph_serves_the_whole_run(make, eager_backend):
     assert not dynamo.counters["graph_break"]
 
 
-@pytest.mark.slow
-def test_inductor_compiles_and_trains_the_same(train):
-    words = ["model=resnet9", "model.width=8", "checkpointing=blocks", "updates=3", "optimizer.lr=0.01"]
-    plain, compiled = train(*words), train(*words, "compile=inductor")
-    assert (plain.status, compiled.status) == ("completed", "completed"), compiled.error
-    a, b = (safetensors.torch.load_file(r.run_dir / "checkpoints/3/model.safetensors") for r in (plain, compiled))
-    assert a.keys() == b.keys()
-    assert all(torch.allclose(b[name].float(), a[name].float(), rtol=1e-3, atol=1e-4) for name in a)
-    assert compiled.compile_s > 0
-
-
 def test_none_is_the_model_itself(make):
     trainer = make()
     assert trainer.step.forward is trainer.model

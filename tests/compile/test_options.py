@@ -275,7 +275,7 @@ def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, eag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["regional", "step"])
+@pytest.mark.parametrize("option", ["inductor", "regional", "step"])
 def test_inductor_itself_trains_the_same(train, make, option):
     words = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=6", "epochs=2"]
     plain, compiled = train(*words), train(*words, f"compile={option}")

@@ -202,6 +202,8 @@ def test_it_trains(outside: Outside, capsys: pytest.CaptureFixture[str]) -> None
     tiny = ["data=synthetic", "data.shape=[3,8,8]", "model=mlp", "updates=2", "-q"]
     assert main(["train", *outside.arguments, *outside.trust, *tiny, "optimizer=mine", "scheduler=mine", "batch=mine"]) == 0
     assert "completed" in capsys.readouterr().out
+    (run_dir,) = (file.parent for file in Path("outputs").rglob("result.json"))
+    assert main(["train", "-q", f"resume={run_dir}", "updates=3"]) == 0, "the run knows where its options came from"
 
 
 def test_a_recipe_may_choose_it(outside: Outside, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,14 +89,6 @@ def test_decay_without_gradient_moves_matrices_alone():
         torch.testing.assert_close(p, begun * 0.9 if p.ndim > 1 else begun)
 
 
-def test_frozen_parameters_are_in_no_group():
-    model = net()
-    model[0].weight.requires_grad_(False)
-    groups = ours.AdamW().create(model).param_groups
-    assert sum(len(g["params"]) for g in groups) == 5
-    assert not any(p is model[0].weight for g in groups for p in g["params"])
-
-
 def test_the_factor_multiplies_the_learning_rate():
     assert {g["lr"] for g in ours.Sgd(lr=0.1).create(net(), 4.0).param_groups} == {0.4}
 

@@ -35,10 +35,17 @@ def test_the_matrix_products_are_in_this_format_forward_and_backward(make, tmp_p
 
 
 @pytest.mark.parametrize("model", [["model=mlp"], ["model=resnet9", "model.width=8"]], ids=["mlp", "resnet9"])
-@pytest.mark.parametrize(("precision", "away"), [("bf16", 0.02), ("amp", 0.003)])
-def test_sixteen_bits_stay_close_to_float32_and_are_not_it(make, precision, away, model):
+@pytest.mark.parametrize(
+    ("words", "away"),
+    [
+        (["precision=bf16"], 0.02), (["precision=amp"], 0.003), (["precision=bf16_pure"], 0.03),
+        (["precision=bf16_pure", "precision.master=stochastic"], 0.03),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sixteen_bits_stay_close_to_float32_and_are_not_it(make, words, away, model):
     length = [*model, "updates=3", "optimizer.lr=0.001"]  # small, so that rounding is not amplified
-    reference, trainer = make(*length), make(f"precision={precision}", *length)
+    reference, trainer = make(*length), make(*words, *length)
     reference.fit()
     trainer.fit()
     losses = [[r["loss"] for r in t.log.writers[0] if r["event"] == "train"] for t in (reference, trainer)]

@@ -19,6 +19,7 @@ from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest
+from tests.batch.test_bucketed import GPT
 from tests.conftest import TINY
 from tests.model.test_freezing import STAGES
 from tests.precision.test_options import ALL as PRECISIONS
@@ -155,12 +156,14 @@ LONGER = {  # what runs: the update at which its first part ends, and its words
     "overfit": (3, ["debug=overfit"]),
     "adamw8bit": (3, ["optimizer=adamw8bit", "optimizer.lr=0.01", "model.hidden=[64]"]),
     "schedulefree": (3, ["optimizer=schedulefree", "ema=ema"]),
+    "buckets": (4, [*GPT, "batch.budget=tokens", "batch.preallocate=true"]),
     "dora": (3, [*DORA, "precision=bf16_pure", "adapter.dropout=0.3"]),
     **{f"unfreezing, {at}": (at, [*STAGES, "optimizer=adamw", "optimizer.lr=0.01"]) for at in (1, 2, 3)},
     **{f"precision {name}": (3, [*EVERYTHING, *words]) for name, words in PRECISIONS.items()},
     **{f"schedulefree, {master}": (2, ["precision=bf16_pure", master, "optimizer=schedulefree"]) for master in PURE.values()},
 }
 SLOW = {
+    "buckets of samples": (4, [*GPT, "batch.budget=samples", "batch.preallocate=true"]),
     "dora, amp": (3, [*DORA, "precision=amp", "checkpointing=blocks", "adapter.dropout=0.3"]),
     "dora, inductor": (3, [*DORA, "compile=inductor"]),
     "dora, ddp": (3, [*DORA, "parallel=ddp", "parallel.nproc=2"]),
