@@ -6,10 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import drivetrain
 from drivetrain.config.plugins import CALLBACKS
 from drivetrain.engine.callbacks import ToldStep
+from drivetrain.saving import checkpoint_io
 from tests.support.command import run
 
 HOOKS = '''
@@ -72,6 +74,24 @@ class Exits(drivetrain.Callback):
 class NoCallback:
     pass
 
+kept = []
+
+def keeps_samples(event):
+    import torch
+    before, given = torch.get_rng_state(), {}
+    for weights in (None, *event.weights):
+        with event.eval_model(weights) as model:
+            drawn = torch.randn(4, 3, 8, 8)
+            made = model(drawn)
+            assert not model.training and not made.requires_grad
+            given[weights] = (drawn, {name: p.clone() for name, p in model.named_parameters()})
+    assert model.training and bool((torch.get_rng_state() == before).all())
+    kept.append((event.weights, given))
+
+def wants_the_average(event):
+    with event.eval_model("average"):
+        pass
+
 class WantsMore(drivetrain.Callback):
     def __init__(self, path):
         pass
@@ -117,6 +137,36 @@ def test_a_class_may_ask_for_every_update_and_the_model(train, hooks):
     updates = [update for name, update, _, has_model in hooks.EveryUpdate.told if name == "update" and has_model]
     assert updates == [1, 2, 3, 4]
     assert plain.metrics == watched.metrics
+
+
+def test_a_function_is_handed_the_weights_that_are_evaluated(train, hooks):
+    result = train(
+        "epochs=3",
+        "updates=null",
+        "ema=ema",
+        "ema.decay=0.5",
+        "ema.warmup=false",
+        "callbacks=[hooks.keeps_samples]",
+        "trust=[hooks]",
+    )
+    assert (result.status, len(hooks.kept)) == ("completed", 3)
+    draws = [drawn for _, given in hooks.kept for drawn, _ in given.values()]
+    assert all(torch.equal(draws[0], other) for other in draws)  # of each weights, in each evaluation
+    for weights, given in hooks.kept:
+        assert weights == ("plain", "average")
+        (_, default), (_, plain), (_, average) = given.values()
+        assert all(torch.equal(default[name], average[name]) for name in plain)  # the average, where there is one
+        assert not any(torch.equal(plain[name], average[name]) for name in plain)
+    saved, state = checkpoint_io.load(result.run_dir / "checkpoints" / str(result.updates))
+    assert all(torch.equal(plain[name], saved[name]) for name in plain)
+    assert all(torch.equal(average[name], state["ema"]["tensors"][name]) for name in plain)
+
+
+def test_weights_that_are_not_evaluated_are_refused(train, hooks):
+    result = train("callbacks=[hooks.wants_the_average]", "trust=[hooks]")
+    assert result.status == "failed"
+    assert "callbacks=[hooks.wants_the_average] failed in evaluation" in result.error
+    assert "eval_model('average'): this run evaluates the weights plain (see ema)" in result.error
 
 
 def test_without_callbacks_the_step_is_not_wrapped(make, hooks):

@@ -1,13 +1,14 @@
-"""The value `callbacks`: classes of trusted packages by their dotted names, and those that plugins have registered."""
+"""The value `callbacks`: functions and classes of trusted packages by their dotted names, and those that plugins register."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from drivetrain.config import plugins
 from drivetrain.core import user_code
-from drivetrain.core.callback import Callback
+from drivetrain.core.callback import Callback, Event
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import RunSpec
 
@@ -40,6 +41,13 @@ def problems(run: RunSpec) -> Iterator[str]:
             )
 
 
+class OnEvaluation(Callback):
+    """Calls a function of the user's with the event of each evaluation."""
+
+    def __init__(self, function: Callable[[Event], object]) -> None:
+        self.evaluation = function  # type: ignore[method-assign, assignment]
+
+
 def load(name: str) -> Callback:
     """Make a callback. Raises UserError."""
     try:
@@ -48,7 +56,12 @@ def load(name: str) -> Callback:
     except Exception as error:  # whatever the module raises
         raise UserError(f"callbacks=[{name}] cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
-        raise UserError(f"callbacks=[{name}] is {type(found).__name__}: name a class derived from drivetrain.Callback")
+        raise UserError(
+            f"callbacks=[{name}] is {type(found).__name__}: name a function of an event, or a class derived from "
+            "drivetrain.Callback"
+        )
+    if not isinstance(found, type) and inspect.signature(found).parameters:
+        return OnEvaluation(found)
     try:
         made = found()
     except Exception as error:
