@@ -43,6 +43,7 @@ TEXT = [
 ]  # fmt: skip
 SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
 PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
+TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 4}"
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
 TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
 PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=outside.each_pixel", "trust=[outside]"]
@@ -57,6 +58,7 @@ BESIDE = {
     "augment": ["model=resnet9", "model.width=4"],
     ("model", "resnet9"): ["model.width=8"],
     ("model", "timm"): ["model.name=resnet10t", "data.shape=[3,32,32]"],
+    ("model", "transformers"): ["model.name=vit", f"model.config={TINY_VIT}"],
     ("model", "own"): ["model.target=outside.Net", "trust=[outside]"],
     ("data", "imagefolder"): PHOTOGRAPHS[1:],
     ("data", "cifar10"): ["data.root=cifar"],
@@ -382,6 +384,7 @@ def test_every_option_is_in_a_row():
         (["loss=own", "loss.target=outside.my_loss"], "trust=[outside]"),
         (["loss=distill"], "loss=distill needs loss.teacher"),
         (["model=own"], "model=own needs model.target"),
+        (["model=transformers"], "model=transformers needs model.name"),
         (["model=own", "model.target=outside.Net"], "trust=[outside]"),
     ],
 )

@@ -15,6 +15,7 @@ from tests.support import sets
 
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
 SMALL_VIT = "{img_size: 32, patch_size: 4, dynamic_img_size: true, depth: 2, embed_dim: 16, num_heads: 2}"
+TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 8}"
 OWN_NET = """
 import torch
 
@@ -161,6 +162,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "metrics=[own]": ["metrics.own.target=pairwise_net.largest", "trust=[pairwise_net]"],
         "batch=bucketed": ["data=stdlib", "model=gpt", "loss=next_token", "runtime.cudnn_benchmark=false"],
         "model=timm": ["model.name=test_resnet"],
+        "model=transformers": ["model.name=vit", f"model.config={TINY_VIT}"],
         "model=resnet9": ["model.width=4", "model.bias=true"],
         "model=mlp": ["model.hidden=[16,16,16]"],
         "model=own": ["model.target=pairwise_net.Net", "trust=[pairwise_net]"],

@@ -24,7 +24,10 @@ __all__ = ["DoraLinear", "LoraLinear", "choose", "frozen_names", "is_adapters", 
 
 
 class LoraLinear(nn.Linear):
-    """y = W x + bias + scale · B A x, with A (rank, inputs) and B (outputs, rank). B is 0 at first, so that y is the base's."""
+    """y = W x + bias + scale · B A x, with A (rank, inputs) and B (outputs, rank). B is 0 at first, so that y is the base's.
+
+    A Conv1D of transformers has the weight W transposed: `lora_transposed`, a tensor as well, says so to whoever merges a file.
+    """
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -35,12 +38,20 @@ class LoraLinear(nn.Linear):
     def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
         """Turn a Linear layer into this one, in place."""
         weight = layer.weight
+        if not isinstance(layer, nn.Linear):
+            layer.in_features, layer.out_features = weight.shape
+            layer.register_buffer("lora_transposed", torch.ones((), dtype=torch.bool, device=weight.device))
         layer.__class__ = cls
         layer.lora_a = nn.Parameter(weight.new_empty(rank, layer.in_features))
         layer.lora_b = nn.Parameter(weight.new_zeros(layer.out_features, rank))
         layer.register_buffer("lora_scale", weight.new_tensor(alpha / rank))
         layer.lora_dropout = dropout
         nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The base's weight (outputs, inputs)."""
+        return self.weight.T if hasattr(self, "lora_transposed") else self.weight
 
     def correction(self, x: torch.Tensor) -> torch.Tensor:
         """What the adapter adds."""
@@ -49,7 +60,7 @@ class LoraLinear(nn.Linear):
         return linear(linear(x, self.lora_a), self.lora_b) * self.lora_scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + self.correction(x)
+        return linear(x, self.rows, self.bias) + self.correction(x)
 
 
 class DoraLinear(LoraLinear):
@@ -60,19 +71,19 @@ class DoraLinear(LoraLinear):
     @classmethod
     def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
         super().take(layer, rank, alpha, dropout)
-        layer.dora_magnitude = nn.Parameter(row_norms(layer.weight.detach()))
+        layer.dora_magnitude = nn.Parameter(row_norms(layer.rows.detach()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        along = linear(x, self.weight) + self.correction(x)
+        along = linear(x, self.rows) + self.correction(x)
         with torch.no_grad():  # the paper's section 4.3
-            length = row_norms(self.weight + self.lora_scale * (self.lora_b @ self.lora_a))
+            length = row_norms(self.rows + self.lora_scale * (self.lora_b @ self.lora_a))
         y = along * (self.dora_magnitude / length).to(along.dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def choose(model: nn.Module, example: Tree, targets: Sequence[str] | None, heads: Collection[str]) -> dict[str, nn.Linear]:
     """The Linear layers to adapt, by name. Raises UserError for a target that cannot be adapted."""
-    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
+    linears: dict[str, Any] = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or _is_transposed(m)}
     called = _called(model, example, linears)
     if targets is None:
         found = {n: m for n, m in linears.items() if n in called and not _in_any(n, heads) and not _shares(model, m)}
@@ -100,6 +111,11 @@ def frozen_names(model: nn.Module, also: Sequence[str]) -> list[str]:
     own = [name for name, _ in model.named_parameters() if not is_adapters(name)]
     check_patterns(own, {"adapter.train_also": also}, "parameter")
     return [name for name in own if not _in_any(name, also)]
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is a Conv1D of transformers, the linear layer of GPT-2."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def _in_any(name: str, patterns: Collection[str]) -> bool:

@@ -14,8 +14,8 @@ from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys,
 from drivetrain.config.elsewhere import ELSEWHERE, SECTIONS, suggestion
 from drivetrain.core.errors import did_you_mean
 
-# Mappings whose keys are the user's: arguments of a class, patterns of parameters' names.
-OPEN = {"kwargs", "lr_multipliers", "unfreeze"}
+# Mappings whose keys are the user's: arguments of a class, values of an architecture, patterns of parameters' names.
+OPEN = {"config", "kwargs", "lr_multipliers", "unfreeze"}
 
 
 def replaced(key: str, given: Container[str]) -> bool:

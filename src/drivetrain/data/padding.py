@@ -16,6 +16,7 @@ from drivetrain.data.draws import Reader
 from drivetrain.data.samples import TargetKey, check_shapes, named_parts, stack, stacked, tensors_of
 
 MASK = "mask"  # the input that says which positions of a padded sequence are real
+ITS_NAME = {"input_ids": "attention_mask"}  # where inputs have the names of transformers
 LOOKED_AT = 16  # samples that show whether a set's samples differ in length
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 class Pad:
     """Makes a batch of samples of several lengths, padded on the right: inputs with 0, whole-number targets with IGNORE_INDEX.
 
-    Inputs that are a dict get a `mask` (n, length), true where a position is real, unless they have one.
+    Inputs that are a dict get a `mask` (n, length), true where a position is real, unless they have one; `attention_mask`
+    where the sequence is `input_ids`.
     """
 
     target_key: TargetKey
@@ -45,8 +47,9 @@ class Pad:
             return _padded(tensors, name, max(map(len, tensors))) if _differ_in_length(tensors) else stack(tensors, name)
 
         x, y = stacked([x for x, _ in pairs], "x", padded), stacked([y for _, y in pairs], "y", padded)
-        if isinstance(x, dict) and MASK not in x and self.sequence.startswith("x"):
-            x[MASK] = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
+        mask = ITS_NAME.get(self.sequence.removeprefix("x."), MASK)
+        if isinstance(x, dict) and mask not in x and self.sequence.startswith("x"):
+            x[mask] = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
         return x, y
 
 

@@ -186,7 +186,9 @@ def _drop_head(model: torch.nn.Module, weights: Weights, own: Mapping[str, torch
 
 
 def heads(model: Any) -> Collection[str]:
-    """The names of the modules that give the classes: timm's own, else the usual ones."""
+    """The names of the modules that give the outputs: timm's own, all but a model of transformers' body, else the usual ones."""
+    if body := getattr(model, "base_model_prefix", ""):
+        return {name for name, module in model.named_children() if name != body and any(True for _ in module.parameters())}
     config = getattr(model, "pretrained_cfg", None)
     names = set(_as_names(config["classifier"])) if isinstance(config, Mapping) and config.get("classifier") else set()
     if hasattr(model, "get_classifier"):

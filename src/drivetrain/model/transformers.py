@@ -1,0 +1,350 @@
+"""model=transformers: any model of Hugging Face's transformers, whose head follows the data."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from drivetrain.core import files
+from drivetrain.core.allowed import Entries, Text
+from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.targets import kind_of
+from drivetrain.core.trees import first
+from drivetrain.model.base import NO_START, Model
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+
+KEPT = "model_config.json"  # in the run's directory: the model is built again without the folder or the hub
+PROBE_S = 3  # seconds in which the hub has to answer
+PADDING = 0  # the token at which a text that has a class ends
+HEADS = {  # head → the class of transformers that has it, and what it gives
+    "sequence": ("AutoModelForSequenceClassification", "outputs for each text"),
+    "token": ("AutoModelForTokenClassification", "outputs for each token"),
+    "causal": ("AutoModelForCausalLM", "the next token"),
+    "masked": ("AutoModelForMaskedLM", "masked tokens"),
+    "image": ("AutoModelForImageClassification", "outputs for each image"),
+}
+# What a recipe may set of a config: numbers and plain names, but no code, no attention (model.attention) and nothing private.
+CONFIG = Entries(
+    Text(
+        r"(?!auto_map|.*implementation|quantization.*|use_kernels)[a-z]\w*(\.\w+)*",
+        "a number or name of a config that a recipe may set",
+    ),
+    (
+        (
+            Text(r".*(_act|_activation|activation_function|_type|position_embedding\w*)", ""),
+            Text(r"[a-z]\w{0,40}", "a plain name"),
+        ),
+    ),
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Transformers(Model):
+    """Any model of transformers: an architecture made anew, a folder (config.json and safetensors), or a name on the hub.
+
+    The head gives as many outputs as the data has classes or tokens. Inputs are one tensor, tokens or images, or a dict whose
+    keys the model's forward takes. Nothing is read but JSON and safetensors, and no remote code runs.
+    """
+
+    name: (
+        Annotated[str, Text(r"[A-Za-z]\w*([.-]\w+)*(/\w+([.-]\w+)*)?", "an architecture or a model of the hub, no path")] | None
+    ) = None
+    pretrained: bool = False
+    config: Annotated[dict[str, Any], CONFIG] = field(default_factory=dict)
+    attention: Literal["auto", "sdpa", "eager", "flash"] = "auto"
+    head: Literal["auto", "sequence", "token", "causal", "masked", "image"] = "auto"
+
+    _finished: bool = field(default=False, init=False)  # a run that is over has kept its config
+    machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
+    tokens = None
+    may_be_transformer = True
+    takes_trees = True
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if not self.name:
+            yield OperatorGives(
+                "model=transformers needs model.name, such as bert, a folder, or distilbert/distilbert-base-uncased"
+            )
+        if self.pretrained and self.weights is not None:
+            yield f"model.pretrained=true and model.weights={self.weights} are two sets of weights to start from: leave one out"
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        yield from (missing := list(needs_extra("transformers", "transformers", "model=transformers")))
+        if self.attention == "flash" and list(needs_extra("flash_attn", "", "")):
+            yield "model.attention=flash needs the package 'flash_attn', which is not installed: set model.attention=sdpa"
+        if missing or not self.name or self._finished:
+            return
+        _log_quietly()
+        try:
+            head = self._head(run, None)
+            config = self._given_config()
+            if head is not None:
+                self._class(head, config)
+        except UserError as error:
+            yield from error.problems
+
+    @property
+    def given_weights(self) -> bool:
+        return self.pretrained or super().given_weights
+
+    def untrained(self) -> Transformers:
+        finished = replace(self, **NO_START, pretrained=False)
+        finished._finished = True
+        return finished
+
+    def create_for(self, context: BuildContext) -> torch.nn.Module:
+        _log_quietly()
+        data, kept = context.data, context.run_dir / KEPT
+        inputs = data.two_samples(torch.device("meta"))
+        head = self._head(context.run, first(inputs))
+        assert head is not None
+        resumed = context.parallel.broadcast_object(context.resumed)
+        if (resumed or not context.trains) and kept.is_file():
+            config = _config_of(files.read_json(kept), str(kept), {})
+        else:
+            config = self._given_config()
+            self._fit(config, head, context, first(inputs))
+        cls = self._class(head, config)
+        if context.writes_files and context.trains:
+            files.write_text(kept, config.to_json_string(use_diff=False))
+        attention = {"auto": None, "flash": "flash_attention_2"}.get(self.attention, self.attention)
+        with _errors_of(f"model.name={self.name}"):
+            if self.pretrained and not resumed:
+                model = self._loaded(cls, config, attention)
+            else:
+                model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        if head == "sequence" and isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
+            model.register_forward_pre_hook(_with_mask, with_kwargs=True)
+        model.register_forward_hook(_logits)
+        trained: torch.nn.Module = model.train()
+        return trained
+
+    # --- what is made ---
+
+    def _head(self, run: RunSpec, x: torch.Tensor | None) -> str | None:
+        """The head for the run's targets and inputs; None where only the data's samples tell. Raises UserError."""
+        if self.head != "auto":
+            return self.head
+        kind, tokens = kind_of(run), run.data.tokens
+        if kind == "tokens":
+            return "causal"
+        if kind == "mask":
+            raise UserError(f"model=transformers has no outputs for each pixel, which {run.named('data')} wants: set model=unet")
+        if tokens is None and x is not None:
+            tokens = not x.is_floating_point() and x.dtype != torch.uint8
+        if tokens:
+            return "sequence"
+        return None if tokens is None else "image"
+
+    def _class(self, head: str, config: Any) -> Any:
+        """The class of transformers that has the head. Raises UserError where there is none for this architecture."""
+        import transformers
+
+        name, gives = HEADS[head]
+        cls = getattr(transformers, name)
+        if type(config) not in cls._model_mapping:
+            models = {other: getattr(transformers, auto)._model_mapping for other, (auto, _) in HEADS.items()}
+            fitting = [other for other, classes in models.items() if type(config) in classes]
+            raise UserError(
+                f"model.name={self.name} ({config.model_type}) has no head for {gives}, but for "
+                f"{', '.join(fitting) or 'nothing'}: set another model.name, or model.head and the data and task that fit it"
+            )
+        return cls
+
+    def _given_config(self) -> Any:
+        """The config of the architecture, folder or hub, with `model.config`. Raises UserError."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        name, place = str(self.name), Path(self._place())
+        if place.is_dir():
+            if not (place / "config.json").is_file():
+                raise UserError(f"model.name={name} has no config.json: give a folder that save_pretrained wrote")
+            return _config_of(files.read_json(place / "config.json"), f"model.name={name}", self.config)
+        if name in CONFIG_MAPPING_NAMES and not self.pretrained:
+            return _config_of({"model_type": name}, f"model.name={name}", self.config)
+        from huggingface_hub import hf_hub_download
+
+        cached = _reach_hub(name, CONFIG_MAPPING_NAMES)
+        with _errors_of(f"model.name={name}"):
+            file = hf_hub_download(name, "config.json", local_files_only=cached)
+        return _config_of(files.read_json(Path(file)), f"model.name={name}", self.config)
+
+    def _place(self) -> str:
+        return os.path.expanduser(str(self.name))
+
+    def _fit(self, config: Any, head: str, context: BuildContext, x: torch.Tensor) -> None:
+        """Give the config the data's sizes, as far as they are not given. Raises UserError where they cannot be changed."""
+        data, new = context.data, not self.pretrained
+        config.use_cache = False  # else a forward in training keeps the keys and values of all tokens
+        text = head != "image"
+        if head not in ("causal", "masked") and config.num_labels != data.classes:
+            config.num_labels = data.classes
+        if head not in ("causal", "masked") and data.names is not None:
+            config.id2label = dict(enumerate(map(str, data.names)))
+            config.label2id = {name: number for number, name in config.id2label.items()}
+        if text:
+            self._fit_tokens(config, head, context, x)
+            return
+        shape = tuple(x.shape[1:])
+        sizes = (
+            {"num_channels": shape[0], "image_size": shape[1] if shape[1] == shape[2] else list(shape[1:])}
+            if len(shape) == 3
+            else {}
+        )
+        for key, size in sizes.items():
+            if getattr(config, key, size) == size or not hasattr(config, key):
+                continue
+            if not new or key in self.config:
+                raise UserError(
+                    f"model.name={self.name} takes images with {key}={getattr(config, key)}, and {context.run.named('data')} "
+                    f"gives {list(shape)}: set the data's size, or model.pretrained=false"
+                )
+            setattr(config, key, size)
+
+    def _fit_tokens(self, config: Any, head: str, context: BuildContext, x: torch.Tensor) -> None:
+        data, key = context.data, "vocab_size"
+        tokens = data.classes if head == "causal" else data.vocabulary
+        if tokens is not None and not self.pretrained and key not in self.config:
+            config.vocab_size = tokens
+        if tokens is not None and config.vocab_size < tokens:
+            raise UserError(
+                f"{context.run.named('data')} has {tokens:,} tokens, and model.name={self.name} has a vocabulary of "
+                f"{config.vocab_size:,}: set data.tokenizer to the model's own, or model.pretrained=false"
+            )
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # new models have those of no tokenizer
+            if (number := getattr(config, name, None)) is not None and not self.pretrained and number >= config.vocab_size:
+                setattr(config, name, None)
+        if head == "sequence" and data.vocabulary is not None:
+            config.pad_token_id = PADDING
+        most = getattr(config, "max_position_embeddings", None)
+        if most is not None and x.dim() == 2 and x.shape[1] > most:
+            raise UserError(
+                f"model.name={self.name} takes at most {most} tokens, and a sample of {context.run.named('data')} has up to "
+                f"{x.shape[1]}: set data.length={most}"
+                + (f", or model.config.max_position_embeddings={x.shape[1]}" if not self.pretrained else "")
+            )
+
+    def _loaded(self, cls: Any, config: Any, attention: str | None) -> Any:
+        """The model with the weights of its folder or name. Raises UserError where they are not the model's."""
+        model, found = cls.from_pretrained(
+            self._place(), config=config, attn_implementation=attention, dtype=torch.float32, use_safetensors=True,
+            ignore_mismatched_sizes=True, output_loading_info=True, trust_remote_code=False,
+        )  # fmt: skip
+        body = f"{model.base_model_prefix}."
+        mismatched = {entry[0] for entry in found["mismatched_keys"]}
+        wrong = {
+            "not in the file": [n for n in found["missing_keys"] if n.startswith(body) and "pooler" not in n],
+            "of another shape in the file": [name for name in mismatched if name.startswith(body)],
+            "not in the model": [n for n in found["unexpected_keys"] if n.startswith(body) and "pooler" not in n],
+        }
+        if problems := [
+            f"{len(names)} tensors are {what} ({', '.join(sorted(names)[:5])})" for what, names in wrong.items() if names
+        ]:
+            raise UserError(
+                f"model.name={self.name}: {'; '.join(problems)}: leave model.config out, or set model.pretrained=false"
+            )
+        if anew := sorted({*found["missing_keys"], *mismatched}):
+            logger.info("model.name=%s: %s start anew", self.name, ", ".join(anew))
+        return model
+
+
+def _with_mask(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a model of texts its mask: all that is no padding, and a text's first position, so that an empty one has one too."""
+    if len(args) == 1 and "attention_mask" not in kwargs:
+        real = args[0] != PADDING
+        kwargs = {**kwargs, "attention_mask": torch.cat([torch.ones_like(real[:, :1]), real[:, 1:]], 1)}
+    return args, kwargs
+
+
+def _logits(model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor:
+    """What the losses take of an output of transformers."""
+    logits: torch.Tensor = output.logits
+    return logits
+
+
+def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
+    """The config of a file's content, with the values that are given in place of its own. Raises UserError."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+    kind = str(content.get("model_type")) if isinstance(content, dict) else ""
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise UserError(f"{where}: its config.json names no architecture of transformers (model_type is {kind!r})")
+    cls = CONFIG_MAPPING[kind]
+    with _errors_of(where):
+        known = [key for key in (*cls().to_dict(), *cls.attribute_map, "num_labels") if not key.startswith("_")]
+    if unknown := [key for key in given if key not in known]:
+        raise UserError(f"model.config.{unknown[0]} is no value of {cls.__name__}: {did_you_mean(unknown[0], known)}")
+    replaced = {"model_type", "auto_map", *(cls.attribute_map.get(key, key) for key in given)}
+    own = {key: value for key, value in content.items() if key not in replaced and not key.startswith("_")}
+    if "num_labels" in given:
+        own = {key: value for key, value in own.items() if key not in ("id2label", "label2id")}
+    with _errors_of("model.config" if given else where):  # the class checks the types of what it is made of
+        return cls.from_dict({**own, **given})
+
+
+def _reach_hub(name: str, architectures: Any) -> bool:
+    """Whether the hub does not answer, and its model is in the cache. Raises UserError where neither has it."""
+    import threading
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", method="HEAD")
+            with urllib.request.urlopen(request, timeout=PROBE_S):
+                answer.append(200)
+        except urllib.error.HTTPError as error:
+            answer.append(error.code)
+        except (OSError, ValueError):
+            answer.append(None)
+
+    if not constants.HF_HUB_OFFLINE:
+        asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no limit of its own
+        asking.start()
+        asking.join(PROBE_S)
+    if answer and answer[0] is not None and answer[0] != 404:
+        return False
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return True
+    what = "no model of the hub" if answer == [404] else "neither a folder nor reachable"
+    near = f"; {did_you_mean(name, list(architectures))}" if "/" not in name else ""
+    raise UserError(
+        f"model.name={name} is {what}: set model.name=/path/to/folder, which has its config.json and *.safetensors{near}"
+    )
+
+
+@contextmanager
+def _errors_of(setting: str) -> Iterator[None]:
+    """Raise UserError for what transformers refuses in its own words."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # it raises what the classes of its models do, and errors of huggingface_hub
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        raise UserError(f"{setting}: transformers refuses this: {' '.join(lines[:2])}") from None
+
+
+def _log_quietly() -> None:
+    """Keep transformers from telling of new heads in its own words, and from drawing bars."""
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # what torch 2.15 says of torchao's enums
+    from transformers.utils import logging as theirs
+
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()

@@ -1,0 +1,236 @@
+"""model=transformers: its heads, its config, its weights, and the techniques on it. Models are tiny, made from configs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain.core import allowed as rules
+from drivetrain.core.errors import UserError
+from drivetrain.inference.loaded import load
+from drivetrain.model import transformers as option
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = "hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32"
+BERT = ["model=transformers", "model.name=bert", f"model.config={{{SIZES}}}"]
+DISTILBERT = ["model=transformers", "model.name=distilbert", "model.config={dim: 16, n_layers: 2, n_heads: 2, hidden_dim: 32}"]
+LLAMA = ["model=transformers", "model.name=llama", f"model.config={{{SIZES}, num_key_value_heads: 2}}"]
+GPT2 = ["model=transformers", "model.name=gpt2", "model.config={n_embd: 16, n_layer: 2, n_head: 2, n_positions: 16}"]
+VIT = ["model=transformers", "model.name=vit", f"model.config={{{SIZES}, patch_size: 4}}"]
+STDLIB = ["data=stdlib", "data.length=16", "data.test_samples=8"]
+LANGUAGE = [*STDLIB, "data.max_files=10", "loss=next_token"]
+CLASSES = [*STDLIB, "data.kind=class", "data.max_files=300"]
+CASES = {
+    "bert": [*BERT, *CLASSES],
+    "distilbert": [*DISTILBERT, *CLASSES],
+    "gpt2": [*GPT2, *LANGUAGE],
+    "llama": [*LLAMA, *LANGUAGE],
+    "llama classes": [*LLAMA, *CLASSES],
+    "vit": VIT,
+}
+TECHNIQUES = {
+    "ema": ["ema=ema"],
+    "accumulate": ["batch=accumulate", "batch.accumulation_steps=2", "clip=norm"],
+    "bf16": ["precision=bf16"],
+    "bf16_pure": ["precision=bf16_pure"],
+    "blocks": ["checkpointing=blocks"],
+    "lora": ["adapter=lora"],
+    "dora": ["adapter=dora"],
+    "freeze": ["model.freeze=['*.layer*.0.*']"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A BERT with a head for three classes, as transformers saves it."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=300, num_labels=3
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+@pytest.fixture(autouse=True)
+def _run_dir(tmp_path: Path) -> None:
+    """The directory of what `make` builds, which keeps the config."""
+    (tmp_path / "run").mkdir()
+
+
+@pytest.fixture
+def said(caplog):
+    """What was logged."""
+    caplog.set_level(logging.INFO, "drivetrain")
+    return lambda: "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_goes_on_and_predicts(case, tiny):
+    """A finished run needs neither the folder nor the hub."""
+    first = drivetrain.train(tiny(*CASES[case]))
+    assert (first.status, first.updates) == ("completed", 2), first.error
+    again = drivetrain.train([f"resume={first.run_dir}", "updates=3"])
+    assert (again.status, again.updates) == ("completed", 3), again.error
+    loaded = load(first.run_dir)
+    example = loaded.example()
+    output = loaded.model(example)
+    assert isinstance(output, torch.Tensor)
+    assert output.shape[-1] == len(loaded.classes)
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("case", ["bert", "llama", "vit"])
+def test_techniques(case, technique, train):
+    result = train(*CASES[case], *TECHNIQUES[technique])
+    assert result.status == "completed", result.error
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tiny, tmp_path):
+    words = tiny(*CASES["llama"], "saving.every_updates=2")
+    whole = drivetrain.train([*words, "updates=4", "output_dir=whole"])
+    stopped = drivetrain.train([*words, "updates=2", "output_dir=stopped"])
+    drivetrain.train([f"resume={stopped.run_dir}", "updates=4"])
+    files = [run.run_dir / "checkpoints" / "4" / "model.safetensors" for run in (whole, stopped)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_logits_are_those_of_transformers_without_the_padding(folder, make):
+    """A shorter text in a batch has the output that it has alone; an empty one has one too."""
+    trainer = make(*CLASSES, "model=transformers", f"model.name={folder}", "model.pretrained=true")
+    model = trainer.model.eval()
+    tokens = torch.tensor([[5, 6, 7, 0, 0], [9, 8, 7, 6, 5], [0, 0, 0, 0, 0]])
+    with torch.no_grad():
+        together, alone = model(tokens), model(tokens[:1, :3])
+        reference = transformers.BertForSequenceClassification.from_pretrained(folder).bert(tokens[:1, :3]).pooler_output
+        expected = model.classifier(reference)
+    assert torch.allclose(together[:1], alone, atol=1e-6)
+    assert torch.allclose(alone, expected, atol=1e-6)
+    assert torch.isfinite(together).all()
+
+
+def test_a_head_of_another_size_is_made_new_and_said(folder, make, said):
+    trainer = make(*CLASSES, "model=transformers", f"model.name={folder}", "model.pretrained=true")
+    classes = trainer.model.classifier.out_features
+    assert classes != 3
+    assert "classifier.bias, classifier.weight start anew" in said()
+    own = transformers.BertForSequenceClassification.from_pretrained(folder)
+    assert torch.equal(trainer.model.bert.embeddings.word_embeddings.weight, own.bert.embeddings.word_embeddings.weight)
+    assert trainer.model.config.id2label[0] in json.loads((trainer.run_dir / option.KEPT).read_text())["label2id"]
+
+
+def test_without_pretrained_a_folder_gives_sizes_alone(folder, make):
+    trainer = make(*CLASSES, "model=transformers", f"model.name={folder}")
+    own = transformers.BertForSequenceClassification.from_pretrained(folder)
+    weight = trainer.model.bert.encoder.layer[0].output.dense.weight
+    assert weight.shape == own.bert.encoder.layer[0].output.dense.weight.shape
+    assert not torch.equal(weight, own.bert.encoder.layer[0].output.dense.weight)
+
+
+def test_tied_weights_stay_tied_and_are_read_again(tiny, tmp_path, make):
+    result = drivetrain.train(tiny(*CASES["gpt2"]))
+    trainer = make(*CASES["gpt2"], f"model.weights={result.run_dir}")
+    model = trainer.model
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert torch.equal(model.lm_head.weight, load(result.run_dir).model.lm_head.weight)
+
+
+def test_adapters_leave_gpt2s_own_layers_or_correct_them(make):
+    """GPT-2's layers are of a class of transformers' own."""
+    trainer = make(*CASES["gpt2"], "adapter=lora")
+    trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+    assert any("c_attn.lora_a" in name for name in trained), trained
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_is_chosen(attention, make):
+    assert make(*CASES["llama"], f"model.attention={attention}").model.config._attn_implementation == attention
+
+
+def test_a_cache_is_not_kept_in_training(make):
+    assert make(*CASES["llama"]).model.config.use_cache is False
+
+
+def test_what_only_transformers_forward_takes_comes_in_a_dict(make, monkeypatch, tmp_path):
+    (tmp_path / "pairs.py").write_text(
+        "import torch\n"
+        "class Pairs(torch.utils.data.Dataset):\n"
+        "    classes = ('a', 'b')\n"
+        "    def __init__(self, split): pass\n"
+        "    def __len__(self): return 24\n"
+        "    def __getitem__(self, i):\n"
+        "        n = 3 + i % 4\n"
+        "        ids = torch.arange(n) % 7\n"
+        "        return {'input_ids': ids, 'token_type_ids': ids % 2}, i % 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["data=own", "data.target=pairs.Pairs", "trust=[pairs]", "model.config.vocab_size=7"]
+    trainer = make(*BERT, *words)
+    batch = next(iter(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)))
+    assert set(batch.x) == {"input_ids", "token_type_ids", "attention_mask"}
+
+
+REFUSED = {
+    "a config's unknown value": (
+        [*BERT, *CLASSES, "model.config.hidden_sise=3"],
+        "hidden_sise is no value of BertConfig: did you",
+    ),
+    "a value of another type": ([*BERT, *CLASSES, "model.config.num_hidden_layers=two"], "expected int"),
+    "a head that there is not": ([*DISTILBERT, *LANGUAGE], "(distilbert) has no head for the next token"),
+    "a text model for images": (BERT, "(bert) has no head for outputs for each image"),
+    "too long texts": ([*GPT2, *LANGUAGE, "data.length=32"], "takes at most 16 tokens"),
+    "two sets of weights": ([*BERT, "model.pretrained=true", "model.weights=x"], "two sets of weights"),
+    "flash without its package": ([*BERT, "model.attention=flash"], "flash_attn"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_with_the_reason(case, make):
+    words, says = REFUSED[case]
+    with pytest.raises(UserError, match=re.escape(says)):
+        make(*words)
+
+
+def test_a_name_that_cannot_be_reached_is_told_at_once(make, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"neither a folder nor reachable: set model\.name=/path/to/folder") as refused:
+        make("model=transformers", "model.name=distilbert/distilbert-base-uncased")
+    assert len(refused.value.problems) == 1
+
+
+def test_a_folder_without_a_config_is_named(make, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"empty has no config\.json"):
+        make("model=transformers", f"model.name={tmp_path / 'empty'}")
+
+
+def test_weights_that_do_not_fit_the_config_are_refused(folder, make):
+    with pytest.raises(UserError, match="of another shape in the file"):
+        make(*CLASSES, "model=transformers", f"model.name={folder}", "model.pretrained=true", "model.config.intermediate_size=64")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("hidden_size", 16, True),
+        ("hidden_act", "gelu", True),
+        ("auto_map", {"AutoModel": "x--y.z"}, False),
+        ("_attn_implementation", "kernels/x", False),
+        ("attn_implementation", "kernels/x", False),
+        ("hidden_act", "../x", False),
+    ],
+)
+def test_a_recipe_may_set_numbers_and_plain_names_of_a_config(key, value, allowed):
+    hint = get_type_hints(option.Transformers, include_extras=True)["config"]
+    problem = rules.problem(hint, {key: value})
+    assert (problem == "") == allowed, problem
