@@ -1,5 +1,7 @@
 """Samples of a user's Dataset as batches: what is the target, what is stacked, what is padded."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,30 @@ KEYS = {"train": {"split": "train"}, "test": {"split": "test"}}
 @pytest.fixture(autouse=True)
 def _sets(monkeypatch):
     monkeypatch.syspath_prepend(command.HERE)
+
+
+@dataclasses.dataclass
+class Boxes:
+    """A target of one's own."""
+
+    corners: list[float]
+    kind: int
+
+
+@dataclasses.dataclass
+class Shot:
+    """A sample of one's own."""
+
+    image: torch.Tensor
+    target: Boxes
+
+
+def test_samples_and_targets_may_be_dataclasses():
+    x, y = Stack()([Shot(torch.full((3,), float(i)), Boxes([0.0, float(i)], i)) for i in range(2)])
+    assert x.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert isinstance(y, Boxes)
+    assert y.corners.tolist() == [[0, 0], [0, 1]]
+    assert y.kind.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

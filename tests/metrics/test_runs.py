@@ -36,6 +36,28 @@ def worst(output, target):
     """What no mean of batches is."""
     return torch.nn.functional.cross_entropy(output, target, reduction="none").max()
 
+def several(output, target):
+    right = (output.argmax(1) == target).float()
+    return {"right": right.mean(), "rank": right.sum()}
+
+def alike(model, x, target, output):
+    """A mean over samples, which names what else it wants."""
+    assert not model.training
+    return {"same": (model(x) == output).all(1).float().mean(), "loss_of": torch.nn.functional.cross_entropy(output, target)}
+
+def plain_mean(output, target):
+    return torch.nn.functional.cross_entropy(output, target)
+
+def of_a_dict(output, target):
+    return output["logits"].mean()
+
+class Retrieval(torchmetrics.Metric):
+    def update(self, preds, target, indexes):
+        pass
+
+    def compute(self):
+        return 0
+
 def words(output, target):
     return "many"
 
@@ -195,6 +217,46 @@ def test_an_own_class_and_an_own_function(make, own):
     assert not math.isclose(figures["worst"], figures["loss"])
 
 
+def test_a_dict_of_figures_may_rank_by_one_of_them(train, own):
+    words = own("several", "metrics.own.better={right: max}", "select=right")
+    result = train(*words)
+    assert result.status == "completed", result.error
+    assert {"right", "rank"} <= result.judged("final").keys()
+    with pytest.raises(
+        UserError, match=r"metrics.own.better is of wrong, and metrics.own.target=my_metrics.several gives right, rank"
+    ):
+        train(*own("several", "metrics.own.better={wrong: max}"))
+
+
+def test_a_mean_over_samples_is_that_of_each_batch(train, own):
+    """Batches of 12 and of 8: the mean is over samples."""
+    result = train(*own("alike", "metrics.own.mean=true", "data.test_samples=20"))
+    assert result.status == "completed", result.error
+    found = result.judged("final")
+    assert found["same"] == 1
+    assert found["loss_of"] == pytest.approx(found["loss"], rel=1e-6)
+    with pytest.raises(
+        UserError, match=r"names `input`, which a function gets that is called with each batch: set metrics.own.mean=true"
+    ):
+        train(*own("alike"))
+
+
+def test_three_ranks_give_a_mean_as_one_does(train, own):
+    words = own("plain_mean", "metrics.own.mean=true", "data.test_samples=8", "updates=1", "optimizer.lr=1e-30", "saving=none")
+    one, three = (train(*words, *more) for more in ([], ["parallel=ddp", "parallel.nproc=3"]))
+    assert one.status == three.status == "completed", (one.error, three.error)
+    assert three.judged("final")["plain_mean"] == pytest.approx(one.judged("final")["plain_mean"], rel=1e-6)
+
+
+def test_a_metric_that_cannot_take_the_output_is_refused_before_the_first_update(make, own):
+    trainer = make(*own("of_a_dict"))
+    with pytest.raises(
+        UserError, match=r"metrics=\[own\] cannot take what the model returns, a tensor \(n, 4\), and the targets"
+    ):
+        trainer.fit()
+    assert trainer.progress.updates == 0
+
+
 def test_an_own_metric_that_cannot_rank_is_refused(problems, own):
     (problem,) = problems(*own("worst", "select=worst"))
     assert "neither a high nor a low worst is known to be better" in problem
@@ -206,6 +268,7 @@ def test_an_own_metric_that_cannot_rank_is_refused(problems, own):
         ("Other", "is no torchmetrics.Metric: derive from it, or name a function"),
         ("missing", "cannot be imported"),
         ("number", "is int: name a class or a function"),
+        ("Retrieval", r"the method update of metrics.own.target=my_metrics.Retrieval cannot be called as \(output, target\)"),
         ("words", "gives str: it must give a number, or a dict of numbers"),
     ],
 )

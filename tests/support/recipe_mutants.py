@@ -27,7 +27,19 @@ KNOBS = sorted(
     for knob in content
 )
 OPERATORS = ["hydra", "trust", "resume", "recipe", "output_dir", "logger", "callbacks", "hydra.run.dir", "model._target_", "<<"]
-TOP = ["defaults", "description", "sweep", "claim", "epochs", "updates", "evaluate_every", "log_every", "select", "forward_input"]
+TOP = [
+    "defaults",
+    "description",
+    "sweep",
+    "claim",
+    "epochs",
+    "updates",
+    "evaluate_every",
+    "log_every",
+    "select",
+    "forward_input",
+    "forward_output",
+]
 ODD = ["", ".", "a.", "a b", "x" * 300, "\x1b"]
 
 NUMBERS: list[Any] = [

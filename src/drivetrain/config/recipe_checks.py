@@ -20,7 +20,8 @@ OF_OPERATOR = frozenset(OPERATOR_KEYS)
 # The annotations of those texts of a recipe that belong to no group.
 SELECT = allowed.FigureName | None
 TARGET = Annotated[str, allowed.Text(target.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
-OF_NO_GROUP = {"select": SELECT, "target": TARGET}
+OUTPUT = Annotated[str, allowed.Text(r"\w{1,100}(\.\w{1,100}){0,9}", "the name of a part of the output, as logits")] | int | None
+OF_NO_GROUP = {"select": SELECT, "target": TARGET, "forward_output": OUTPUT}
 
 
 def problems(composed: Composed, classes: Classes) -> Iterator[str]:

@@ -35,6 +35,7 @@ Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
+    "forward_output": recipe_checks.OUTPUT,
     "callbacks": list[str], "select": recipe_checks.SELECT, "target": recipe_checks.TARGET,
     "stages": list[dict[str, Any]] | None,
 }  # fmt: skip

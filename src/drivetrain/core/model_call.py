@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import Tree, call, named_leaves
+from drivetrain.core.trees import Tree, call, described, named_leaves, part
 
 ForwardInput = Literal["auto", "keywords", "positions", "one"]  # the top-level value forward_input
 
@@ -19,17 +19,18 @@ class ModelCall:
     """Calls a forward with a dict's values as keywords, with a tuple's items as positions, or with everything as one argument."""
 
     how: Literal["keywords", "positions", "one"]
+    output: str | None = None  # the part of what it returns that is the output; None: all of it
 
     @classmethod
-    def chosen(cls, setting: ForwardInput, x: Tree) -> ModelCall:
+    def chosen(cls, setting: ForwardInput, x: Tree, output: str | None = None) -> ModelCall:
         """Return the call for inputs such as `x`. By default dicts are keywords and tuples are positions. Raises UserError."""
         is_dict, is_row = isinstance(x, dict), isinstance(x, tuple | list)
         if setting == "auto":
-            return cls("keywords" if is_dict else "positions" if is_row else "one")
+            return cls("keywords" if is_dict else "positions" if is_row else "one", output)
         if (setting == "keywords" and not is_dict) or (setting == "positions" and not (is_dict or is_row)):
             given = "one tensor" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise UserError(f"forward_input={setting}, but the inputs of a sample are {given}: set forward_input=auto")
-        return cls(setting)
+        return cls(setting, output)
 
     def arguments(self, x: Tree) -> Tree:
         """Return what `trees.call` calls the model with: a tensor, a tuple of positions or a dict of keywords."""
@@ -42,6 +43,8 @@ class ModelCall:
 
         For one argument it is `forward` itself: it costs nothing.
         """
+        if self.output is not None:
+            forward, whole = (lambda *given, **keywords: part(whole(*given, **keywords), self.output or "")), forward
         if self.how == "one":
             return forward
 
@@ -51,6 +54,17 @@ class ModelCall:
             return call(forward, self.arguments(given[0]))
 
         return called
+
+    def output_of(self, returned: Any) -> Any:
+        """Return the output in what the model returned. Raises UserError."""
+        if self.output is None:
+            return returned
+        try:
+            return part(returned, self.output)
+        except LookupError:
+            raise UserError(
+                f"forward_output={self.output}: the model returns {described(returned)}, without such a part"
+            ) from None
 
     def check(self, model: torch.nn.Module, x: Tree) -> None:
         """Raise UserError if the model's forward does not take these arguments."""

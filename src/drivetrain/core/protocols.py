@@ -38,6 +38,8 @@ class LossStep(Protocol):
 class Loss(LossStep, Protocol):
     """The training loss."""
 
+    takes_trees: bool  # outputs and targets may be trees of tensors
+    compares_samples: bool  # it is computed from the whole batch of all ranks
     runs_model: bool  # it calls the model itself, as often as it likes
 
     def joined(self, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Trees: batches whose inputs and targets are a tensor, or tuples and dicts of tensors, nested as deep as they like.
+"""Trees: inputs, targets and outputs that are a tensor, or tuples, dicts and dataclasses of tensors, as deep as they like.
 
 They are torch's pytrees, so that torch's compiler, its wrappers and its tracing take them apart as this module does.
 A plain tensor, the usual case, costs one type check.
@@ -6,12 +6,28 @@ A plain tensor, the usual case, costs one type check.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from drivetrain.core.lazy import torch
 
 Tree = Any  # a torch.Tensor, or a pytree of them
+
+
+_seen: set[type] = set()
+
+
+def _no_leaf(node: Any) -> bool:
+    """Return False, and make a node of a dataclass of the user's before torch takes it for a leaf."""
+    kind = type(node)
+    if kind not in _seen:
+        from torch.utils import _pytree
+
+        _seen.add(kind)
+        if is_dataclass(kind) and kind not in _pytree.SUPPORTED_NODES:
+            _pytree.register_dataclass(kind)
+    return False
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
@@ -20,7 +36,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
         return function(tree)
     from torch.utils._pytree import tree_map_only
 
-    return tree_map_only(torch.Tensor, function, tree)
+    return tree_map_only(torch.Tensor, function, tree, is_leaf=_no_leaf)
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
@@ -41,7 +57,7 @@ def leaves(tree: Tree) -> list[torch.Tensor]:
         return [tree]
     from torch.utils._pytree import tree_leaves
 
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree, is_leaf=_no_leaf) if isinstance(leaf, torch.Tensor)]
 
 
 def first(tree: Tree) -> torch.Tensor:
@@ -74,13 +90,41 @@ def named_leaves(tree: Tree) -> list[tuple[str, torch.Tensor]]:
     """Return each tensor with its place in the tree as a user would write it, such as "text.ids" or "0"; "" for a plain one."""
     from torch.utils._pytree import tree_flatten_with_path
 
-    found = tree_flatten_with_path(tree)[0]
+    found = tree_flatten_with_path(tree, is_leaf=_no_leaf)[0]
     return [(".".join(map(_written, path)), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def _written(key: Any) -> str:
     """Return one step of a path: a dict's key, a tuple's position, or a field's name."""
     return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
+
+
+def shape_of(tensor: torch.Tensor) -> str:
+    """Return a batch's shape in words, such as (n, 3, 8)."""
+    return "(" + ", ".join(["n", *map(str, tensor.shape[1:])]) + ("" if tensor.dim() > 1 else ",") + ")"
+
+
+def described(tree: Tree) -> str:
+    """Return what a tree is in words, such as "a dict of ids (n, 8), mask (n, 8)"."""
+    if isinstance(tree, torch.Tensor):
+        return f"a tensor {shape_of(tree)}"
+    parts = ", ".join(f"{name} {shape_of(leaf)}" for name, leaf in named_leaves(tree))
+    return f"a {type(tree).__name__} of {parts}" if parts else f"a {type(tree).__name__}, in which no tensors are found"
+
+
+def part(tree: Tree, path: str) -> Any:
+    """Return a part of a tree by its name, as `named_leaves` has it, or of an object by its attribute. Raises LookupError."""
+    for key in path.split("."):
+        try:
+            if isinstance(tree, Mapping):
+                tree = tree[key]
+            elif isinstance(tree, tuple | list) and key.isdigit():
+                tree = tree[int(key)]
+            else:
+                tree = getattr(tree, key)
+        except (LookupError, AttributeError):
+            raise LookupError(path) from None
+    return tree
 
 
 def signature(tree: Tree) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
@@ -20,6 +20,8 @@ def split_sample(sample: Any, target_key: TargetKey, keep_dict: bool = False) ->
     A dict's target is what `target_key` names, a tuple's is its last item. A dict with one input gives that input, unless
     `keep_dict` is set.
     """
+    if is_dataclass(sample):
+        sample = {field.name: getattr(sample, field.name) for field in fields(sample)}
     if isinstance(sample, Mapping):
         keys = _target_keys(sample, target_key)
         x = {key: value for key, value in sample.items() if key not in keys}
@@ -53,7 +55,7 @@ def _target_keys(sample: Mapping[str, Any], target_key: TargetKey) -> list[str]:
 
 def _is_node(value: Any) -> bool:
     """Return whether a value is a part of a sample's structure, not a tensor, an array or (nested) numbers."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or is_dataclass(value):
         return True
     return isinstance(value, tuple | list) and any(getattr(item, "ndim", 0) > 0 or _is_node(item) for item in value)
 
@@ -65,6 +67,9 @@ def as_tensors(value: Any, name: str) -> Tree:
     """
     if isinstance(value, Mapping):
         return {key: as_tensors(item, f"{name}.{key}") for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        of_fields = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **{key: as_tensors(item, f"{name}.{key}") for key, item in of_fields.items()})
     if _is_node(value):
         return tuple(as_tensors(item, f"{name}.{number}") for number, item in enumerate(value))
     try:
@@ -110,6 +115,10 @@ def stacked(values: list[Tree], name: str, together: Callable[[list[torch.Tensor
         return {key: stacked([value[key] for value in values], f"{name}.{key}", together) for key in first}
     if isinstance(first, tuple) and all(isinstance(value, tuple) and len(value) == len(first) for value in values):
         return tuple(stacked(list(items), f"{name}.{n}", together) for n, items in enumerate(zip(*values, strict=True)))
+    if is_dataclass(first) and not isinstance(first, type) and all(type(value) is type(first) for value in values):
+        names = [field.name for field in fields(first)]
+        rows = {key: [getattr(value, key) for value in values] for key in names}
+        return replace(first, **{key: stacked(row, f"{name}.{key}", together) for key, row in rows.items()})
     raise DataError(f"{name} is not of the same structure in all of them: give each sample the same keys")
 
 

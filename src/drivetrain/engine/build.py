@@ -24,7 +24,7 @@ from drivetrain.core.owned import OwnState
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
 from drivetrain.core.step import Step
-from drivetrain.core.trees import Tree
+from drivetrain.core.trees import Tree, described, named_leaves
 from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, facts, flops, input_checks
@@ -45,6 +45,7 @@ from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
 
 FEW_TOKENS = 16
+USUAL_OUTPUTS = ("logits", "output", "out", "prediction")
 MORE_OUTPUTS = (
     "give its last layer more outputs. A class of yours (model=own) is told their number where it takes an argument `classes` or "
     "`num_classes`; one that takes it under another name gets it by model.kwargs"
@@ -249,8 +250,8 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     _log(run.model.freeze_parameters(model, context))
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
-    if model_flops.output and (problem := context.loss.output_problem(model_flops.output, context.data.classes)):
-        raise UserError(f"{run.named('model')} has {problem} of {run.named('data')}: {MORE_OUTPUTS}")
+    if model_flops.output is not None:
+        _check_output(context, context.model_call.output_of(model_flops.output))
     model = context.precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
@@ -260,7 +261,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     context.parallel.shard(model, context.precision.gathered_dtype(), example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
-    return model, model_flops
+    return model, model_flops._replace(output=None)  # which may be large
 
 
 def _edited_model(context: BuildContext) -> torch.nn.Module:
@@ -275,11 +276,28 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
     # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
-    context.model_call = ModelCall.chosen(run.values["forward_input"], inputs)
+    context.model_call = ModelCall.chosen(
+        run.values["forward_input"], inputs, None if (part := run.values["forward_output"]) is None else str(part)
+    )
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)
     _log(surgery.apply_all(run.surgery, model, example))
     return model
+
+
+def _check_output(context: BuildContext, output: Any) -> None:
+    """Raise UserError where the loss cannot take the model's output for two samples."""
+    run, loss = context.run, context.loss
+    if isinstance(output, torch.Tensor):
+        if problem := loss.output_problem(tuple(output.shape), context.data.classes):
+            raise UserError(f"{run.named('model')} has {problem} of {run.named('data')}: {MORE_OUTPUTS}")
+    elif not loss.takes_trees and not (loss.compares_samples and isinstance(output, tuple | list)):
+        parts = [name for name, _ in named_leaves(output)]
+        part = next((name for name in USUAL_OUTPUTS if name in parts), parts[0] if parts else "NAME")
+        raise UserError(
+            f"{run.named('loss')} takes one tensor, and {run.named('model')} returns {described(output)}: set "
+            f"forward_output={part}, or loss=own, with a function that takes it"
+        )
 
 
 def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
@@ -297,13 +315,13 @@ def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
     differ = f"{context.run.named('batch')}: samples of different lengths take different operations"
     if context.data.example is not None and context.train_source.lengths is not None:
-        return flops.ModelFlops(None, differ)
+        return flops.ModelFlops(None, differ, flops.output_of(model, example))
     if context.train_data.pad_to > 1:  # a few tokens are enough to see the output's shape
         output = flops.count(model, example[:, :FEW_TOKENS]).output if isinstance(example, torch.Tensor) else None
         return flops.ModelFlops(None, differ, output)
     counted = flops.count(model, example)
     if context.loss.runs_model:
-        counted = flops.ModelFlops(None, "the loss runs the model itself")
+        counted = counted._replace(per_sample=None, reason="the loss runs the model itself")
     if counted.reason:
         logger.info("no MFU: %s", counted.reason)
     return counted

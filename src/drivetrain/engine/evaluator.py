@@ -18,9 +18,11 @@ from drivetrain.core import rng, streams
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.figure import Figure
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.protocols import Loader
 from drivetrain.core.signals import StopFlag
-from drivetrain.core.trees import Tree
+from drivetrain.core.tensors import send
+from drivetrain.core.trees import Tree, described
 from drivetrain.data.base import SPLITS, Splits
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Pipeline
@@ -101,6 +103,42 @@ class Evaluator:
         """Return a context in which the model holds weights. Until there is an average, it is the weights themselves."""
         return self.ema.swapped() if weights == AVERAGE and self.ema.started else self.eval_weights()
 
+    def check(self) -> None:
+        """Evaluate two samples by code of the user's and by the metrics. Raises UserError where these cannot take the output."""
+        if not self.meters and not self.loss.keeps():
+            return
+        rows = torch.arange(2) % len(self.data.source)
+        x, y = (send(tree, self.device) for tree in self.data(Request(0, rows, 1.0)))
+        batch, training = MicroBatch(x, y, torch.ones((), device=self.device), True, False), self.model.training
+        self.model.eval()
+        with self._held(PLAIN), self.parallel.evaluation_context(), streams.apart():
+            with self.precision.autocast():
+                output = self._checked_loss(batch)
+            for meter in self.meters:
+                try:
+                    meter.check(self.units(output), self.units(batch.y), batch)
+                except UserError:
+                    raise
+                except Exception as error:
+                    said = next(iter(str(error).strip().splitlines()), "")
+                    hint = "" if isinstance(output, torch.Tensor) else ": set forward_output to a part of it"
+                    raise UserError(
+                        f"metrics=[{meter.name or 'own'}] cannot take what the model returns, {described(output)}, and the "
+                        f"targets, {described(batch.y)} ({type(error).__name__}: {said}){hint}"
+                    ) from error
+        self.model.train(training)
+
+    def _checked_loss(self, batch: MicroBatch) -> Any:
+        """Return the output of an example. Raises UserError where the loss needs gradients."""
+        try:
+            return self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))[0]
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise UserError(
+                "the loss differentiates, and an evaluation computes no gradients: let it do so within torch.enable_grad()"
+            ) from error
+
     def evaluate(self, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return the figures by name (`core.figure`), without those that are not finite. Raises Diverged where a loss is not.
 
@@ -155,7 +193,7 @@ class Evaluator:
                         output, of_batch = self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))
                     sums += of_batch * batch.weight
                     for meter in () if batch.filler else self.meters:
-                        meter.update(self.units(output), self.units(batch.y))
+                        meter.update(self.units(output), self.units(batch.y), batch)
             if rounds > 0:  # the other ranks have one batch more
                 _stop_here(stops)
             try:

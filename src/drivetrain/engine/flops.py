@@ -22,7 +22,7 @@ class ModelFlops(NamedTuple):
 
     per_sample: float | None
     reason: str = ""
-    output: tuple[int, ...] | None = None  # the shape of the output for two samples; None where it is not one tensor
+    output: Tree | None = None  # what the model returned for two samples; None where it could not be run
     needs_two: str = ""  # a BatchNorm that gets one value of a sample for each channel, by name: one sample has no deviation
 
 
@@ -38,15 +38,22 @@ def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
     except (Exception, SystemExit) as error:  # a forward that needs more than zeros; what is wrong in it ends the first step
         lines = str(error).strip().splitlines() or [""]
         return ModelFlops(None, f"the model's operations cannot be counted: {type(error).__name__}: {lines[0]}")
-    shape = tuple(output.shape) if isinstance(output, torch.Tensor) else None
     if not total:
-        return ModelFlops(None, "torch counts no operations of this model", shape, needs_two)
-    return ModelFlops(total / length(example), output=shape, needs_two=needs_two)
+        return ModelFlops(None, "torch counts no operations of this model", output, needs_two)
+    return ModelFlops(total / length(example), output=output, needs_two=needs_two)
+
+
+def output_of(model: torch.nn.Module, example: Tree) -> Tree | None:
+    """Return what the model returns for the example; None where it cannot be run. The model and the random numbers stay."""
+    try:
+        with streams.apart(), torch.no_grad():
+            return call(_twin(model), example)
+    except (Exception, SystemExit):
+        return None
 
 
 def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any, str]:
-    # A copy with the same weights has its own buffers (BatchNorm's statistics), and its own counters of the user's.
-    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    twin = _twin(model)
     needs_two = _watch_norms(twin, length(example))
     cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
@@ -54,6 +61,11 @@ def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any, str]:
     with _Counter() as counter, sdpa_kernel(SDPBackend.MATH), no_search:
         output = call(twin, example)
     return counter.total, output, next(iter(needs_two), "")
+
+
+def _twin(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy with the same weights, its own buffers (BatchNorm's statistics), and its own counters of the user's."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 def _watch_norms(model: torch.nn.Module, samples: int) -> list[str]:

@@ -12,6 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
+from drivetrain.core.trees import shape_of
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -41,7 +42,7 @@ class Loss(Option):
     compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
     runs_model = False  # it calls the model itself, as often as it likes
-    takes_trees = False  # its targets may be a tree of tensors
+    takes_trees = False  # outputs and targets may be trees of tensors
     target_key = "loss"  # the key of its settings, for messages
 
     @property
@@ -160,8 +161,3 @@ def same_shape(output: torch.Tensor, target: torch.Tensor, name: str) -> tuple[t
 def too_few(outputs: int, classes: int, of: str = "classes") -> str | None:
     """The problem of a model with fewer outputs than the data has classes; None where it has enough."""
     return f"{outputs} outputs for the {classes} {of}" if outputs < classes else None
-
-
-def shape_of(tensor: torch.Tensor) -> str:
-    """A batch's shape in words, such as (n, 3, 8)."""
-    return "(" + ", ".join(["n", *map(str, tensor.shape[1:])]) + ("" if tensor.dim() > 1 else ",") + ")"

@@ -10,7 +10,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative, RunSpec, Share
 from drivetrain.core.targets import TargetKind
-from drivetrain.loss.base import SMALLEST, Loss, same_shape, shape_of, too_few, wide
+from drivetrain.core.trees import shape_of
+from drivetrain.loss.base import SMALLEST, Loss, same_shape, too_few, wide
 from drivetrain.loss.class_weights import ClassWeights, positive_weights_for, weights_for
 
 if TYPE_CHECKING:

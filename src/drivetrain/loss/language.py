@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, NonNegative, RunSpec
-from drivetrain.loss.base import Loss, shape_of, too_few
+from drivetrain.core.trees import shape_of
+from drivetrain.loss.base import Loss, too_few
 from drivetrain.loss.classification import lowest_and_highest
 
 if TYPE_CHECKING:

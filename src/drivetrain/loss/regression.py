@@ -8,7 +8,8 @@ from typing import Any
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Positive, RunSpec
-from drivetrain.loss.base import Loss, same_shape, shape_of, wide
+from drivetrain.core.trees import shape_of
+from drivetrain.loss.base import Loss, same_shape, wide
 
 
 class Regression(Loss):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Positive
-from drivetrain.loss.base import shape_of, wide
+from drivetrain.core.trees import shape_of
+from drivetrain.loss.base import wide
 from drivetrain.loss.classification import IGNORE, OverClasses, check_pixels
 
 if TYPE_CHECKING:

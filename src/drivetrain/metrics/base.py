@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Effect, Option, RunSpec, needs_extra
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import TargetKind, describe, kind_of
+from drivetrain.core.trees import Tree
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -86,9 +88,15 @@ class Metric(Option):
         """Forget the batches so far."""
         self.state.reset()
 
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Take a batch: what the model returned, and the targets."""
+    def update(self, output: Tree, target: Tree, batch: MicroBatch | None = None) -> None:
+        """Take a batch: what the model returned, and the targets, both in the data's units."""
         self.state.update(*self.prepare(output, target))
+
+    def check(self, output: Tree, target: Tree, batch: MicroBatch) -> None:
+        """Take an example, and forget it. Whatever it raises shows that the metric cannot take what the model returns."""
+        self.reset()
+        self.update(output, target, batch)
+        self.reset()
 
     def result(self) -> tuple[dict[str, float], dict[str, Table]]:
         """Return the figures and the tables by name, over all ranks. Called on all ranks."""

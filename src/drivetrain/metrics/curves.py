@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Bins
+from drivetrain.core.trees import Tree
 from drivetrain.metrics.base import Metric, Table
 from drivetrain.metrics.outputs import count, probabilities, rows
 
@@ -47,7 +49,7 @@ class _Curve(Metric):
         super().reset()
         self._there.reset()
 
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+    def update(self, output: Tree, target: Tree, batch: MicroBatch | None = None) -> None:
         super().update(output, target)
         of_labels = self.kind == "labels"
         there = (target > 0.5).sum(0) if of_labels else count(target, torch.ones_like(target), self.classes)

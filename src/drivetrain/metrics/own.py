@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from drivetrain.core import user_code
-from drivetrain.core.allowed import Arguments, Name
+from drivetrain.core import trees, user_code
+from drivetrain.core.allowed import PLAIN_NAME, Arguments, Entries, Name, Text
+from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import OperatorGives, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import DESCRIPTIONS
+from drivetrain.core.trees import Tree
+from drivetrain.core.user_call import Progress, UserCall
 from drivetrain.metrics.base import DIRECTIONS, EXTRA, Metric
 
 if TYPE_CHECKING:
@@ -19,13 +24,19 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 
+Direction = Literal["min", "max"]
+OF_EACH_BATCH = ("input", "batch", "model", "progress")
+FORGIVEN = (ValueError, ArithmeticError)  # of two samples, of which a metric may be undefined
+
+
 class Own(Metric):
     """The class or function `target` (a dotted name) of a package that is listed in `trust`.
 
     A torchmetrics.Metric class is made with `kwargs` (and `classes` or `num_classes`, if it has parameters of these names) and
-    updated with (output, target) of each batch. A function is called with the outputs and the targets of the whole set,
-    and `kwargs`: so it is exact on any number of ranks, and the outputs of the whole set have to fit on the device. Both give a
-    number, or a dict of numbers by name.
+    updated with (output, target) of each batch. A function is called once, with the outputs and the targets of the whole set, and
+    `kwargs`: so it is exact on any number of ranks, and the outputs of the whole set have to fit on the device. With `mean` it is
+    called with each batch, and gets what its parameters name; its values are averaged over the samples. All give a number, or a
+    dict of numbers by name, of which `better` names those that may rank models.
     """
 
     machine_local_keys = ("target",)
@@ -37,10 +48,13 @@ class Own(Metric):
         target: str | None = None,
         kwargs: Arguments | None = None,
         name: Name | None = None,
-        better: Literal["min", "max"] | None = None,
+        better: Direction
+        | Annotated[dict[str, Direction], Entries(PLAIN_NAME, ((PLAIN_NAME, Text("min|max", "min or max")),))]
+        | None = None,
+        mean: bool = False,
     ) -> None:
         self.target, self.kwargs = target, kwargs or {}
-        self.name, self.better = name, better
+        self.name, self.better, self.mean = name, better, mean  # type: ignore[assignment]
 
     @property
     def figure(self) -> str:
@@ -49,7 +63,10 @@ class Own(Metric):
 
     @property
     def directions(self) -> dict[str, Better | None]:
-        return {self.figure: None if self.better is None else DIRECTIONS[self.better]}
+        given: Any = self.better
+        if isinstance(given, dict):
+            return {name: DIRECTIONS[direction] for name, direction in given.items()}
+        return {self.figure: None if given is None else DIRECTIONS[given]}
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchmetrics", EXTRA, run.named("metrics"))
@@ -63,25 +80,79 @@ class Own(Metric):
     def create(self, context: BuildContext) -> torchmetrics.Metric:
         import torchmetrics
 
-        from drivetrain.metrics.states import Collected, unlike_shapes
+        from drivetrain.metrics.states import Collected, Rows, unlike_shapes
 
         setting = f"metrics.own.target={self.target}"
         target = user_code.load(setting, str(self.target))
-        self._function: Callable[..., Any] | None = None
-        if not isinstance(target, type):
+        self._function = not isinstance(target, type)
+        if self._function:
+            self._call = UserCall(setting, target, self.kwargs, offers=("output", "target", *OF_EACH_BATCH))
+            if more := [name for name in OF_EACH_BATCH if name in self._call.needs and not self.mean]:
+                raise UserError(
+                    f"{setting} names `{more[0]}`, which a function gets that is called with each batch: set "
+                    "metrics.own.mean=true, if its value is a mean over samples"
+                )
             lengths = [each.source.lengths for sets in context.evaluated.values() for each in sets.values()]
-            if context.run.data.targets == "tokens" and any(n is not None and len(n.unique()) > 1 for n in lengths):
+            differ = any(n is not None and len(n.unique()) > 1 for n in lengths)
+            if not self.mean and context.run.data.targets == "tokens" and differ:
                 raise UserError(unlike_shapes(f"texts of {context.run.named('data')} differ in length"))
-            self._function = target
-            return Collected()
+            self._context, self._names = context, list[str]()
+            length = (context.horizon.updates, context.run.values["epochs"])
+            self._progress = Progress(context.progress, *length, training=False)
+            return Rows() if self.mean else Collected()
         if not issubclass(target, torchmetrics.Metric):
             raise UserError(f"{setting} is no torchmetrics.Metric: derive from it, or name a function")
         offered = {"classes": context.data.classes, "num_classes": context.data.classes}
         made: torchmetrics.Metric = user_code.make(setting, target, self.kwargs, offered)
+        self._call = UserCall(f"the method update of {setting}", made.update, offers=("output", "target", "input", "batch"))
         return made
 
+    def update(self, output: Tree, target: Tree, batch: MicroBatch | None = None) -> None:
+        inputs = None if batch is None else batch.x
+        if not self._function:
+            self._call(output=output, target=target, input=inputs, batch=batch)
+        elif not self.mean:
+            self.state.update(output, target)
+        else:
+            model = self._context.model if "model" in self._call.needs else None
+            found = self._named(
+                self._call(output=output, target=target, input=inputs, batch=batch, model=model, progress=self._progress)
+            )
+            self._names = list(found)
+            samples, device = trees.length(target), self._context.device
+            row = [[*(samples * value for value in found.values()), samples]]
+            self.state.update(torch.tensor(row, dtype=sum_dtype(device), device=device))
+
+    def check(self, output: Tree, target: Tree, batch: MicroBatch) -> None:
+        super().check(output, target, batch)
+        if self._function and not self.mean:
+            try:
+                found = self._named(self._call(output=output, target=target))
+            except UserError:
+                raise
+            except FORGIVEN:
+                return
+            self._names = list(found)
+        if self._function and (
+            missing := [name for name, better in self.directions.items() if better and name not in self._names]
+        ):
+            raise UserError(
+                f"metrics.own.better is of {', '.join(missing)}, and metrics.own.target={self.target} gives "
+                f"{', '.join(self._names)}"
+            )
+
     def figures(self, computed: Any) -> dict[str, float]:
-        value = computed if self._function is None else self._function(*computed, **self.kwargs)
+        if not self._function:
+            return self._named(computed)
+        if not self.mean:
+            output, target = computed
+            return self._named(self._call(output=output, target=target))
+        *totals, samples = computed.sum(0).tolist()
+        names = self._context.parallel.broadcast_object(self._names)  # a rank without a batch knows none
+        return {name: total / samples for name, total in zip(names, totals, strict=True)}
+
+    def _named(self, value: Any) -> dict[str, float]:
+        """Return the figures by name. Raises UserError where they are no numbers."""
         found = value if isinstance(value, dict) else {self.figure: value}
         try:
             return {str(name): float(number) for name, number in found.items()}

@@ -43,7 +43,7 @@ def unlike_shapes(why: str) -> str:
     """Return why a function cannot be the metric, and what can."""
     return (
         f"metrics=[own]: a function gets the outputs and targets of all samples as two tensors, and here {why}: name a "
-        "torchmetrics.Metric class, which gets each batch"
+        "torchmetrics.Metric class, which gets each batch, or set metrics.own.mean=true, if its value is a mean over samples"
     )
 
 
@@ -64,6 +64,25 @@ class Sums(torchmetrics.Metric):
     def compute(self) -> torch.Tensor:
         """Return the sums in double precision, on the CPU: whatever is computed from them are a few numbers."""
         return self.sums.cpu().double()
+
+
+class Rows(torchmetrics.Metric):
+    """Keeps rows of numbers (n, numbers)."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[torch.Tensor]
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def update(self, rows: torch.Tensor) -> None:
+        """Keep some."""
+        self.rows.append(rows)
+
+    def compute(self) -> torch.Tensor:
+        """Return all of them."""
+        return torchmetrics.utilities.dim_zero_cat(self.rows)
 
 
 class Collected(torchmetrics.Metric):
