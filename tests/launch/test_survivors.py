@@ -63,6 +63,14 @@ AIMED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _heeds_ctrl_c():
+    """A shell's background job is told to ignore SIGINT, and so would be what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def living(mark: str) -> dict[int, str]:
     """The processes that have this mark in their environment, and what they run: those that have ended are none."""
     found = {}
@@ -91,7 +99,7 @@ def test_nobody_lives_on(tmp_path, verb, words, how, moment):
         if moment == "starting":
             until(lambda: process.pid in living(mark))
         elif verb[0] in ("train", "fork"):
-            until(lambda: any(tmp_path.rglob("metrics.jsonl")))
+            until(lambda: found(tmp_path, "metrics.jsonl"))
         else:
             until(lambda: len(living(mark)) > 1)
         stop(process, how, mark)
@@ -111,8 +119,13 @@ def stop(process: subprocess.Popen[str], how: str, mark: str) -> None:
     until(lambda: not living(mark), lambda: f"they live on: {living(mark)}")
 
 
+def found(folder: Path, name: str) -> list[Path]:
+    """The files of this name, of which folders may go meanwhile."""
+    return [Path(place, name) for place, _, names in os.walk(folder) if name in names]
+
+
 def records(folder: Path) -> int:
-    return sum(file.read_text().count("\n") for file in folder.rglob("metrics.jsonl"))
+    return sum(file.read_text().count("\n") for file in found(folder, "metrics.jsonl"))
 
 
 @pytest.mark.slow
@@ -129,7 +142,7 @@ def test_what_is_stopped_while_it_evaluates_or_saves_goes_on(tmp_path, verb, wor
     env = {MARK: mark, "PYTHONPATH": str(tmp_path)}
     process = command.start(*verb, *RUN, *MARKED, *words, cwd=tmp_path, env=env)
     try:
-        until(lambda: any(tmp_path.rglob("manifest.json")))
+        until(lambda: found(tmp_path, "manifest.json"))
         (moments / moment).unlink(missing_ok=True)
         until((moments / moment).exists, lambda: process.poll())
         stop(process, how, mark)
