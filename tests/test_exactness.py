@@ -14,9 +14,10 @@ from drivetrain.augment import FlipCrop, RandomErasing, RandomResizedCrop
 from drivetrain.batch import Accumulate, Batch, Bucketed
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Images, Normalize
+from drivetrain.data import Normalize
 from drivetrain.data.text import Texts
 from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
+from tests.support.sets import images_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose
 CPU, FILES, EPOCHS = torch.device("cpu"), 23, 2
@@ -40,7 +41,7 @@ def pictures(tmp_path_factory):
     for path, n in files:
         Image.fromarray(noise.integers(0, 255, (20 + n, 30, 3), dtype=np.uint8)).save(path)
     steps = (RandomResizedCrop(), FlipCrop(pad=2), RandomErasing())
-    return Pipeline(Images(files, 16, 10**6), steps, Normalize([120.0] * 3, [60.0] * 3), 5, FILES)
+    return Pipeline(images_of(files, 16, 10**6), steps, Normalize([120.0] * 3, [60.0] * 3), 5, FILES)
 
 
 def updates(loader, batch, pipeline, ranks=1, skip=0, first=0):

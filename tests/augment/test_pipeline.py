@@ -13,8 +13,9 @@ from drivetrain.batch import Accumulate, Batch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Images, Normalize, Tensors, decode
+from drivetrain.data import Normalize, Tensors, decode
 from drivetrain.loader import Loader, Pipeline, Resident, Workers
+from tests.support.sets import images_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU, ONE, ALONE = torch.device("cpu"), 1.0, World()
@@ -309,13 +310,13 @@ def test_boxes_are_of_the_upright_image(tmp_path, shrunk, orientation):
 
 
 @pytest.fixture
-def files(tmp_path) -> Images:
+def files(tmp_path):
     named = []
     for i in range(12):
         path = tmp_path / f"{i}.png"
         picture(path, 40 + 3 * i, 50)
         named.append((path, i % 3))
-    return Images(named, 24, 10**6)
+    return images_of(named, 24, 10**6)
 
 
 def test_files_are_cut_at_decoding_and_not_again(files):

@@ -267,6 +267,22 @@ def test_every_orientation_comes_out_upright(tmp_path, orientation, kind):
     assert bottom == pytest.approx(BOTTOM, abs=6)
 
 
+@pytest.mark.parametrize("where", ["late", "xmp"])
+def test_an_orientation_is_found_wherever_a_jpeg_has_it(tmp_path, where):
+    """Behind 128 KiB of other segments, or in XMP."""
+    image, exif = picture().transpose(Image.Transpose.ROTATE_90), Image.Exif()
+    exif[0x0112] = 6
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/" xmlns:tiff="http://ns.adobe.com/tiff/1.0/"><d tiff:Orientation="6"/></x:xmpmeta>'
+    image.save(tmp_path / "turned.jpg", **({"exif": exif} if where == "late" else {"xmp": xmp}))
+    if where == "late":
+        content = (tmp_path / "turned.jpg").read_bytes()
+        filler = b"\xff\xe2" + (60_000).to_bytes(2, "big") + bytes(59_998)
+        (tmp_path / "turned.jpg").write_bytes(content[:2] + 3 * filler + content[2:])
+    top, bottom = halves(tmp_path / "turned.jpg")
+    assert top == pytest.approx(TOP, abs=6)
+    assert bottom == pytest.approx(BOTTOM, abs=6)
+
+
 def test_an_empty_class_is_refused(images):
     root = images()
     for path in (root / "train/n01443537").iterdir():

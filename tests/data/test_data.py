@@ -11,7 +11,7 @@ from PIL import Image
 
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode, folders
+from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode, folders, listing
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}
@@ -130,7 +130,7 @@ def test_a_folder_per_class_gives_rgb_images_and_sorted_classes(images):
 def test_the_held_out_files_are_chosen_by_name_and_stay_when_others_come(images):
     def held_out(root: Path) -> set[Path]:
         splits = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
-        train, test = ({path for path, _ in s.files} for s in (splits.train, splits.test))
+        train, test = ({Path(s.name(i)) for i in range(len(s))} for s in (splits.train, splits.test))
         assert not train & test
         assert len(train | test) == len(list(root.rglob("*.png")))
         return test
@@ -146,12 +146,12 @@ def test_train_and_val_folders_are_taken_as_they_are(images):
     images("train", 5)
     splits = ImageFolder(root=str(images("val", 2, ("cat", "eel"))), size=8).load(CPU)
     assert (len(splits.train), len(splits.test), splits.classes) == (15, 4, 3)
-    assert sorted(label for _, label in splits.test.files) == [0, 0, 2, 2]  # the training folders' numbers
+    assert sorted(splits.test.labels().tolist()) == [0, 0, 2, 2]  # the training folders' numbers
 
 
 def test_a_class_that_training_has_not_is_refused(images):
     images("train", 3, ("cat", "dog"))
-    with pytest.raises(UserError, match=r"has classes that .*train has not: wolf"):
+    with pytest.raises(UserError, match=r"has classes that train/ has not: wolf"):
         ImageFolder(root=str(images("val", 1, ("cat", "wolf"))), size=8).load(CPU)
 
 
@@ -161,19 +161,42 @@ def layout(root: Path, *names: str, validation: str | None = "auto") -> list[str
         path = root / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = folders.find(root, validation)
-    return [None if folder is None else folder.name for folder in (found.train, found.test, found.validation)] + found.not_read
+    found = folders.find("root", listing.walk(str(root), [".png"]), validation)
+    return [None if folder is None else folder.path for folder in (found.train, found.test, found.validation)] + found.not_read
 
 
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        (["Train/cat/1", "Test/cat/1"], ["Train", "Test", None]),
-        (["train/cat/1", "validation/cat/1"], ["train", "validation", None]),
-        (["TRAINING/cat/1", "Val/cat/1", "testing/cat/1"], ["TRAINING", "testing", "Val"]),
-        (["train/cat/1", "test/cat/1", "notes/cat/1"], ["train", "test", None, "notes"]),
-        (["train/1", "plane/1", "car/1"], ["root", None, None]),  # vehicles
-        (["valid/1", "invalid/1"], ["root", None, None]),  # classes of those names
+        (["Train/cat/1", "Test/cat/1"], ["Train/", "Test/", None]),
+        (["train/cat/1", "validation/cat/1"], ["train/", "validation/", None]),
+        (["TRAINING/cat/1", "Val/cat/1", "testing/cat/1"], ["TRAINING/", "testing/", "Val/"]),
+        (["training_set/cat/1", "test_set/cat/1"], ["training_set/", "test_set/", None]),
+        (
+            ["seg_train/seg_train/cat/1", "seg_test/seg_test/cat/1", "seg_pred/seg_pred/1"],
+            ["seg_train/seg_train/", "seg_test/seg_test/", None, "seg_pred"],
+        ),
+        (["train2017/cat/1", "val2017/cat/1"], ["train2017/", "val2017/", None]),
+        (["trn/cat/1", "tst/cat/1", "dev/cat/1"], ["trn/", "tst/", "dev/"]),
+        (["TrainSet/cat/1", "testset/cat/1", "validationImages/cat/1"], ["TrainSet/", "testset/", "validationImages/"]),
+        (
+            ["asl_alphabet_train/asl_alphabet_train/A/1", "asl_alphabet_test/asl_alphabet_test/A/1"],
+            ["asl_alphabet_train/asl_alphabet_train/", "asl_alphabet_test/asl_alphabet_test/", None],
+        ),
+        (
+            ["training_set/training_set/cat/1", "training_set/training_set/dog/1", "test_set/test_set/cat/1"],
+            ["training_set/training_set/", "test_set/test_set/", None],
+        ),
+        (["archive/photos/train/cat/1", "archive/photos/test/cat/1"], ["archive/photos/train/", "archive/photos/test/", None]),
+        (["photos/cat/1", "photos/dog/1"], ["photos/", None, None]),
+        (["train/cat/1", "train/dog/1"], ["train/", None, None]),
+        (["train/cat/1", "test/cat/1", "notes/cat/1"], ["train/", "test/", None, "notes"]),
+        (["train/1", "plane/1", "car/1"], ["", None, None]),  # vehicles
+        (["train/steam/1", "train/diesel/1", "bus/city/1", "bus/coach/1"], ["", None, None]),
+        (["valid/1", "invalid/1"], ["", None, None]),  # classes of those names
+        (["cat/images/1", "dog/images/1"], ["", None, None]),
+        (["animals/cat/1", "animals/dog/1", "vehicles/car/1", "vehicles/bus/1"], ["", None, None]),
+        (["train_station/1", "bus_station/1"], ["", None, None]),
     ],
 )
 def test_folders_of_the_usual_names_are_sets(tmp_path, names, found):
@@ -182,8 +205,8 @@ def test_folders_of_the_usual_names_are_sets(tmp_path, names, found):
 
 def test_the_named_validation_folder_is_it(tmp_path):
     names = ["train/cat/1", "val/cat/1", "valid/cat/1"]
-    assert layout(tmp_path, *names, validation="valid") == ["train", "val", "valid"]
-    assert layout(tmp_path, "test/cat/1", validation=None) == ["train", "test", None, "val", "valid"]
+    assert layout(tmp_path, *names, validation="valid") == ["train/", "val/", "valid/"]
+    assert layout(tmp_path, "test/cat/1", validation=None) == ["train/", "test/", None, "val", "valid"]
 
 
 @pytest.mark.parametrize(
@@ -192,16 +215,61 @@ def test_the_named_validation_folder_is_it(tmp_path):
         (["train/cat/1", "val/cat/1", "Valid/cat/1"], "has Valid/ and val/, and each could hold the validation images"),
         (["train/cat/1", "Train/cat/1", "val/cat/1"], "each could hold the training images"),
         (["train/cat/1", "test/cat/1", "TEST/cat/1"], "each could hold the test images"),
-        (["train/cat/1", "test/1"], "test holds no class folders"),
+        (["train/cat/1", "test/1"], "test/ holds no class folders, as train/ does"),
         (["test/cat/1", "cat/1", "dog/1"], "has test/ with class folders, but no train/"),
         (["train/1", "test/1"], "no class folders in train/ and test/"),
         (["train/1", "val/cat/1"], "no class folders in train/"),
-        (["photos/cat/1", "photos/dog/1"], "has one folder, photos, which would be the only class"),
+        (["a/cat/1", "a/dog/1", "b/cat/1", "b/dog/1"], "a/ and b/ hold folders of the same names, such as cat"),
+        (["fold1/cat/1", "fold1/dog/1", "fold2/cat/1", "fold2/dog/1"], "hold folders of the same names"),
+        (["cat/train/1", "cat/test/1", "dog/train/1", "dog/test/1"], "move the sets above the classes, as train/cat"),
+        (["train/cat/1", "train/dog/1", "bus/1", "car/1"], "so it could be a class"),
+        (["train2017/cat/1", "train2014/cat/1", "val/cat/1"], "each could hold the training images"),
     ],
 )
 def test_folders_that_could_be_read_in_two_ways_are_refused(tmp_path, names, said):
     with pytest.raises(UserError, match=re.escape(said)):
         layout(tmp_path, *names)
+
+
+def test_what_is_no_data_is_left_out_and_what_is_not_read_is_said(images, caplog):
+    """Hidden and system folders, files of other kinds, images beside the folders, a picture in two kinds; links are followed."""
+    root = images()
+    before = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
+    assert "not read" not in caplog.text
+    picture = (root / "cat" / "0.png").read_bytes()
+    for junk in ("__MACOSX/cat", "@eaDir", ".ipynb_checkpoints", "cat/.ipynb_checkpoints", "cat/@eaDir"):
+        (root / junk).mkdir(parents=True)
+        (root / junk / "x.png").write_bytes(picture)
+    for name in ("cat/._0.png", "cat/.hidden.png", "dog/Thumbs.db"):
+        (root / name).write_bytes(picture)
+    again = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
+    assert [again.train.name(i) for i in range(len(again.train))] == [before.train.name(i) for i in range(len(before.train))]
+    assert "not read" not in caplog.text
+    for n in range(3):
+        (root / "dog" / f"{n}.heic").touch()
+    for name in ("notes.txt", "cat/7.jpg", "beside.png"):
+        (root / name).write_bytes(picture)
+    (root / "eel").rename(root.parent / "elsewhere")
+    (root / "eel").symlink_to(root.parent / "elsewhere")
+    (root / "eel" / "back").symlink_to(root)  # a circle ends
+    linked = ImageFolder(root=str(root), size=8, holdout=0.3).load(CPU)
+    assert linked.names == ["cat", "dog", "eel"]
+    assert len(linked.train) + len(linked.test) == 37
+    assert "not read: 3 .heic (pillow-heif reads them), 1 .txt, 1 .png beside the class folders" in caplog.text
+    assert "has 1 images of one name and two kinds, which may be the same picture twice: the first is cat/7.jpg" in caplog.text
+
+
+def test_class_names_are_compared_in_one_unicode_form(tmp_path):
+    """macOS writes é as two letters: the training set of one system and the test set of another have the same classes."""
+    for name in ("train/caf\u00e9/1", "train/tea/1", "test/cafe\u0301/1", "test/tea/1"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        Image.new("RGB", (4, 4), (9, 99, 9)).save(tmp_path / f"{name}.png")
+    splits = ImageFolder(root=str(tmp_path), size=8, validation=None).load(CPU)
+    assert splits.names == ["caf\u00e9", "tea"]
+    assert splits.test.labels().tolist() == [0, 1]
+    (tmp_path / "train" / "cafe\u0301").mkdir()
+    with pytest.raises(UserError, match="two folders in train/ have the name 'caf\u00e9', written differently"):
+        ImageFolder(root=str(tmp_path), size=8).load(CPU)
 
 
 def test_where_the_sets_come_from_is_said(images):
@@ -219,7 +287,11 @@ def test_an_empty_class_and_a_folder_without_classes_are_refused(images, tmp_pat
     with pytest.raises(UserError, match=r"no image in .*fox"):
         ImageFolder(root=str(root), size=8).load(CPU)
     (tmp_path / "flat").mkdir()
-    with pytest.raises(UserError, match="holds no class folders"):
+    with pytest.raises(UserError, match="has no class folders"):
+        ImageFolder(root=str(tmp_path / "flat"), size=8).load(CPU)
+    (tmp_path / "flat" / "cat").mkdir()
+    Image.new("RGB", (4, 4), COLOURS["cat"]).save(tmp_path / "flat" / "cat" / "1.png")
+    with pytest.raises(UserError, match="has one class folder, cat/"):
         ImageFolder(root=str(tmp_path / "flat"), size=8).load(CPU)
 
 
@@ -231,7 +303,7 @@ def test_a_broken_file_is_named_before_training(images, how):
     with pytest.raises(DataError, match=r"dog.3\.png cannot be read as an image \(it has no format that Pillow knows\)"):
         ImageFolder(root=str(root), size=8).load(CPU)
     splits = ImageFolder(root=str(root), size=8, verify=0).load(CPU)  # found when it is reached
-    source = next(s for s in (splits.train, splits.test) if broken in [path for path, _ in s.files])
+    source = next(s for s in (splits.train, splits.test) if str(broken) in map(s.name, range(len(s))))
     with pytest.raises(DataError, match=r"dog.3\.png"):
         source.fetch(torch.arange(len(source)))
 
@@ -277,9 +349,9 @@ def test_crop_pct_keeps_the_middle_that_timm_keeps(tmp_path):
 
     rows, columns = torch.meshgrid(torch.arange(240), torch.arange(360), indexing="ij")
     slopes = torch.stack([rows * 255 // 240, columns * 255 // 360, (rows + columns) * 255 // 600], -1).to(torch.uint8)
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    for n in range(3):
-        Image.fromarray(slopes.numpy()).save(tmp_path / "images" / "a" / f"{n}.png")
+    for n in range(6):
+        (tmp_path / "images" / "ab"[n % 2]).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(slopes.numpy()).save(tmp_path / "images" / "ab"[n % 2] / f"{n}.png")
     source = ImageFolder(root=str(tmp_path / "images"), size=112, crop_pct=0.7, holdout=0.4, validation=None).load(CPU).train
     found = source.fetch(torch.tensor([0]))[0][0].float() / 255
     timms = create_transform((3, 112, 112), crop_pct=0.7, mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")

@@ -16,9 +16,10 @@ from PIL import Image
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import packed, shards, untrusted
 from drivetrain.data.archive import read_members
-from drivetrain.data.image_files import read_mask
-from drivetrain.data.images import Images
+from drivetrain.data.decoding import Layout
+from drivetrain.data.masks import MaskReading
 from drivetrain.data.untrusted import number_of_classes
+from tests.support.sets import images_of
 
 
 def png(width=4, height=4) -> bytes:
@@ -43,12 +44,12 @@ def odd_files() -> dict[str, Path]:
 def test_image_files_that_never_end(tmp_path):
     for path in odd_files().values():
         with pytest.raises(DataError, match=path.name):
-            Images([(path, 0)], 4, 10_000).fetch(torch.tensor([0]))
+            images_of([(path, 0)], 4, 10_000).fetch(torch.tensor([0]))
         with pytest.raises(DataError, match=path.name):
-            read_mask(path, 4, 10_000)
+            MaskReading((0, 1), None, 10_000, None).read(str(path), "a.png", Layout((4, 4), (0, 0, 4, 4), 1, False), 4)
     Path("a.png").write_bytes(png())
     Path("link.png").symlink_to("a.png")  # as data sets have
-    source = Images([(Path("fifo.png"), 0), (Path("link.png"), 1)], 4, 10_000, "skip", 1)
+    source = images_of([(Path("fifo.png"), 0), (Path("link.png"), 1)], 4, 10_000, 1.0, "skip", 1)
     assert source.fetch(torch.tensor([0]))[1].tolist() == [1]
 
 
@@ -93,7 +94,7 @@ def test_no_file_of_a_data_set_is_opened_in_another_way():
 def test_a_bomb_names_its_file_and_the_setting(tmp_path):
     Path("bomb.png").write_bytes(png(1000, 1000))  # 3 KB
     with pytest.raises(DataError, match=r"bomb\.png has 1000×1000 pixels, over data\.max_pixels=50000"):
-        Images([(Path("bomb.png"), 0)], 4, 50_000).fetch(torch.tensor([0]))
+        images_of([(Path("bomb.png"), 0)], 4, 50_000).fetch(torch.tensor([0]))
 
 
 @pytest.mark.parametrize("highest", [10**9, 2**31 - 1, 5000])

@@ -189,7 +189,7 @@ def test_masks_of_a_class_that_the_run_does_not_know_are_refused(trained, tmp_pa
     run_dir, _ = trained("masks")
     root = masks(tmp_path / "other", 2, 0)
     Image.fromarray(np.full((8, 8), 7, dtype=np.uint8)).save(root / "masks" / "0.png")
-    with pytest.raises(UserError, match="has masks with the class 7, and the run knows 0 to 2"):
+    with pytest.raises(UserError, match=r"masks have the values 7, and the run knows 0, 1, 2: set data.values"):
         judged(run_dir, "masks", root)
 
 

@@ -13,8 +13,8 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Images
 from drivetrain.loader import Dali, Loader, Pipeline
+from tests.support.sets import images_of
 
 pytest.importorskip("nvidia.dali")
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def batches(loader, source, steps=(), epochs=2, size=6, drop_last=False):
 
 @pytest.mark.parametrize("steps", [(), (RandomResizedCrop(), FlipCrop(pad=0)), (RandomResizedCrop(interpolation="bicubic"),)])
 def test_samples_order_and_crops_are_those_of_the_other_loaders(files, steps):
-    source = Images(files, 48, 10**6)
+    source = images_of(files, 48, 10**6)
     ours, theirs = (batches(loader, source, steps) for loader in (Loader(), Dali(num_threads=2)))
     assert len(ours) == len(theirs) == 8  # the short one at an epoch's end included
     for (x, y), (x2, y2) in zip(ours, theirs, strict=True):
@@ -64,14 +64,14 @@ def test_other_kinds_of_files_are_read_as_elsewhere(tmp_path, files):
     smooth(tmp_path / "turned.jpg", 80, 60, 0, quality=95, exif=exif)
     Image.new("CMYK", (64, 64), (0, 255, 255, 0)).save(tmp_path / "ink.jpg")
     smooth(tmp_path / "plain.png", 70, 50, 1)
-    source = Images([*files, *((tmp_path / n, 1) for n in ("turned.jpg", "ink.jpg", "plain.png"))], 48, 10**6)
+    source = images_of([*files, *((tmp_path / n, 1) for n in ("turned.jpg", "ink.jpg", "plain.png"))], 48, 10**6)
     for (x, y), (x2, y2) in zip(*(batches(loader, source) for loader in (Loader(), Dali())), strict=True):
         assert torch.equal(y, y2)
         assert (x.float() - x2.float()).abs().mean() < 2
 
 
 def test_a_batch_larger_than_the_first_is_read(files):
-    source = Images(files, 32, 10**6)
+    source = images_of(files, 32, 10**6)
     requests = [Request(0, torch.arange(n), 1.0) for n in (3, 3, 9, 2, 12)]
     got = [len(x) for x, _, _ in Dali().batches(Pipeline(source, (), None, 0, 3), requests, CPU)]
     assert got == [3, 3, 9, 2, 12]
@@ -82,13 +82,13 @@ def test_damaged_files_are_treated_as_the_other_loaders_treat_them(files, damage
     path = files[7][0]
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DataError, match=path.name):
-        batches(Dali(), Images(files, 32, 10**6))
-    ours, theirs = (batches(loader, Images(files, 32, 10**6, "skip", 3)) for loader in (Loader(), Dali()))
+        batches(Dali(), images_of(files, 32, 10**6))
+    ours, theirs = (batches(loader, images_of(files, 32, 10**6, 1.0, "skip", 3)) for loader in (Loader(), Dali()))
     assert [y.tolist() for _, y in ours] == [y.tolist() for _, y in theirs]
 
 
 def test_a_vanished_file_is_named_after_the_batches_before_it(files):
-    source = Images(files, 32, 10**6)
+    source = images_of(files, 32, 10**6)
     files[5][0].unlink()
     requests = [Request(0, torch.arange(n, n + 2), 1.0) for n in (0, 2, 4)]
     stream = Dali().batches(Pipeline(source, (), None, 0, 3), requests, CPU)
@@ -125,5 +125,5 @@ def test_dali_takes_the_stream_by_position(files):
 
     _, stream, *_ = inspect.signature(Graph.run).parameters.values()
     assert (stream.name, stream.kind) == ("cuda_stream", inspect.Parameter.POSITIONAL_ONLY)
-    pipeline = Pipeline(Images(files, 32, 10**6), (), None, 0, 3)
+    pipeline = Pipeline(images_of(files, 32, 10**6), (), None, 0, 3)
     assert _build_graph(FileBatches(pipeline, iter([]), 3), 1, 2, None).exec_dynamic

@@ -18,11 +18,12 @@ from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Images, Normalize, Tensors, Texts
+from drivetrain.data import Normalize, Tensors, Texts
 from drivetrain.launch import launcher
 from drivetrain.loader import Dali, Device, Loader, Pipeline, Resident, Threads, Workers, dali, side_stream
 from drivetrain.precision import Bf16
 from tests.support import sets
+from tests.support.sets import images_of
 from tests.support.streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.test_contract import NET, words_of
 
@@ -329,7 +330,9 @@ def test_dali_mixes_images_and_labels_where_they_are(device, tmp_path, monkeypat
     else:
         pytest.importorskip("nvidia.dali")
     loader = Dali(num_threads=1, decoder="mixed" if mixed else "cpu")
-    train(device, loader, pipeline(Images(named, 16, 10**6), [RandomResizedCrop(), RandomErasing(prob=1.0), CutMix(), Mixup()]))
+    train(
+        device, loader, pipeline(images_of(named, 16, 10**6), [RandomResizedCrop(), RandomErasing(prob=1.0), CutMix(), Mixup()])
+    )
 
 
 # --- what travels to workers ---

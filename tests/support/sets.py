@@ -5,11 +5,23 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
+
+
+def images_of(files: Sequence[tuple[Path | str, int]], *how: Any) -> Any:
+    """Image files, each with its class, as a source; `how` begins with the size."""
+    import torch
+
+    from drivetrain.data import Images
+    from drivetrain.data.decoding import Decoding
+
+    return Images("", [str(path) for path, _ in files], torch.tensor([label for _, label in files]), Decoding(*how))
 
 
 def write(folder: Path, size: int = 8, samples: int = 50, with_hub: bool = True) -> None:

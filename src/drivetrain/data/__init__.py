@@ -6,9 +6,10 @@ from drivetrain.data.decoding import decode
 from drivetrain.data.digit_scenes import DigitScenes
 from drivetrain.data.digits import Digits
 from drivetrain.data.huggingface import HuggingFace
-from drivetrain.data.image_files import LabelsCsv, Masks
+from drivetrain.data.image_files import LabelsCsv
 from drivetrain.data.images import ImageFolder, Images
 from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.masks import Masks
 from drivetrain.data.own import Own
 from drivetrain.data.packed import Packed
 from drivetrain.data.synthetic import Synthetic

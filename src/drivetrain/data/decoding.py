@@ -7,19 +7,31 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, Self
 
 from annotated_types import Gt, Le
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import CropBox, Source
-from drivetrain.data.bad_samples import BadSamplePolicy
+from drivetrain.data.bad_samples import OnError, bad_sample_policy
 
 CropShare = Annotated[float, Gt(0), Le(1)]
 ORIENTATION = 0x0112  # the EXIF tag
-EXIF_WITHIN = 2**16  # bytes: a JPEG's EXIF stands before its pixels
+# What brings an orientation upright: whether rows become columns, and then the direction of both.
+TURNS = {1: (0, 1, 1), 2: (0, 1, -1), 3: (0, -1, -1), 4: (0, -1, 1), 5: (1, 1, 1), 6: (1, 1, -1), 7: (1, -1, -1), 8: (1, -1, 1)}
+METADATA, PIXELS = b"\xe1", b"\xda"  # segments of a JPEG
 DAMAGED = "cannot be read as an image ({}): mend or remove it"
+
+
+class Decoding(NamedTuple):
+    """How the image files of a set become samples."""
+
+    size: int  # they become RGB, upright, this size square
+    max_pixels: int = 50_000_000
+    crop_pct: float = 1.0  # share of the side of the middle square, where a sample has no crop box
+    on_error: OnError = "raise"
+    max_skipped: float = 0.0
 
 
 class ImageFileSource(Source):
@@ -28,63 +40,72 @@ class ImageFileSource(Source):
     parallel_read = True  # decoding is work that threads share
     crops = True  # fetch takes crop boxes
     decodes_files = True  # a loader may decode the files itself (image_file_and_layout)
-    policy: BadSamplePolicy
-    size: int
-    max_pixels: int
-    crop_pct: float = 1.0  # share of the side of the middle square, where a sample has no crop box
 
-    def content(self, index: int) -> tuple[bytes, int]:
-        """Return a sample's image file and its label. Raises DataError naming the sample."""
+    def __init__(self, how: Decoding, targets: torch.Tensor) -> None:
+        self.how, self.targets = how, targets  # (n, …)
+        self.policy = bad_sample_policy(how.on_error, how.max_skipped, len(targets), self.name)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def content(self, index: int) -> bytes:
+        """Return a sample's image file. Raises DataError naming the sample."""
         raise NotImplementedError
 
     def name(self, index: int) -> str:
         """Return what messages call a sample."""
         raise NotImplementedError
 
+    def labels(self) -> torch.Tensor | None:
+        """Return the classes (n,), where there is one for each image."""
+        return None if self.targets.ndim > 1 or self.targets.is_floating_point() else self.targets
+
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the images, cropped to `boxes` where they are given, and their labels."""
+        """Return the images, cropped to `boxes` where they are given, and their targets."""
         crops = [None] * len(indices) if boxes is None else boxes
-        x = torch.empty(len(indices), 3, self.size, self.size, dtype=torch.uint8)
-        y = torch.empty(len(indices), dtype=torch.int64)
-        for row, (image, label) in enumerate(self.samples(indices.tolist(), crops)):
-            x[row], y[row] = image, label
-        return x, y
+        x = torch.empty(len(indices), 3, self.how.size, self.how.size, dtype=torch.uint8)
+        read = []
+        for row, (image, index) in enumerate(self.samples(indices.tolist(), crops)):
+            x[row] = image
+            read.append(index)
+        return x, self.targets[read]
 
     def samples(self, indices: list[int], boxes: Sequence[CropBox | None]) -> Iterable[tuple[torch.Tensor, int]]:
-        """Return the samples in the order of `indices`."""
+        """Return the samples in the order of `indices`, each with the index that was read."""
         return map(self.sample, indices, boxes)
 
     def sample(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
-        """Return one sample, or the one that replaces it: uint8 (3, size, size) and its label."""
-        return self.policy.read(index, lambda candidate: self.decoded(candidate, box))
+        """Return a sample's image, or that of the one that replaces it, uint8 (3, size, size), and the index that was read."""
+        return self.policy.read(index, lambda candidate: (self.decoded(candidate, box), candidate))
 
-    def decoded(self, index: int, box: CropBox | None = None) -> tuple[torch.Tensor, int]:
-        """Return one sample itself: uint8 (3, size, size) and its label. Raises DataError naming it."""
-        content, label = self.content(index)
-        return decode(content, self.name(index), self.size, self.max_pixels, box, self.crop_pct), label
+    def decoded(self, index: int, box: CropBox | None = None) -> torch.Tensor:
+        """Return the image of a sample itself, uint8 (3, size, size). Raises DataError naming it."""
+        size, max_pixels, crop_pct, *_ = self.how
+        return decode(self.content(index), self.name(index), size, max_pixels, box, crop_pct)
 
     def image_file(self, index: int) -> tuple[bytes, int]:
-        """Return a sample's file, unchanged, and its label; those of its replacement if the file cannot be decoded."""
+        """Return a sample's file, unchanged, and its index; those of its replacement if the file cannot be decoded."""
 
         def decodable(candidate: int) -> int:
             self.decoded(candidate)
             return candidate
 
-        return self.content(self.policy.read(index, decodable))
+        found = self.policy.read(index, decodable)
+        return self.content(found), found
 
-    def image_file_and_layout(self, index: int, box: CropBox | None = None) -> tuple[bytes, int, Layout, int]:
-        """Return a sample's file, label, layout and index for a loader that decodes files itself.
+    def image_file_and_layout(self, index: int, box: CropBox | None = None) -> tuple[bytes, Layout, int]:
+        """Return a sample's file, layout and index for a loader that decodes files itself.
 
         A file whose header cannot be read is replaced; the index is then the replacement's.
         """
 
-        def read(candidate: int) -> tuple[bytes, int, Layout, int]:
-            content, label = self.content(candidate)
-            return content, label, read_layout(content, self.name(candidate), self.max_pixels, box, self.crop_pct), candidate
+        def read(candidate: int) -> tuple[bytes, Layout, int]:
+            content = self.content(candidate)
+            return content, read_layout(content, self.name(candidate), self.how.max_pixels, box, self.how.crop_pct), candidate
 
         return self.policy.read(index, read)
 
-    def subset(self, indices: torch.Tensor) -> ImageFileSource:
+    def subset(self, indices: torch.Tensor) -> Self:
         """Return a source of some of the samples. One that cannot be read is replaced by another one of them."""
         made = copy(self)
         made.select(indices)
@@ -93,7 +114,7 @@ class ImageFileSource(Source):
 
     def select(self, indices: torch.Tensor) -> None:
         """Keep only these samples (n,), in this order."""
-        raise NotImplementedError
+        self.targets = self.targets[indices]
 
     def skipped(self) -> list[str]:
         """Return the names of the samples that were replaced."""
@@ -113,22 +134,40 @@ def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None 
     """Read an image file's layout; without `box` the crop is a square in the middle. DataError if the image is too large."""
     if (size := _plain_jpeg_size(content)) is not None:
         orientation, plain = 1, True
+        check_pixels(size, name, max_pixels)
     else:
         with open_image(content, name) as image:
-            size = image.size
-            orientation = 1 if image.width * image.height > max_pixels else image.getexif().get(ORIENTATION, 1)
+            size, orientation = image.size, orientation_of(image, name, max_pixels)
             plain = image.format == "JPEG" and image.mode in ("RGB", "L") and orientation == 1
-    if size[0] * size[1] > max_pixels:
-        raise DataError(f"{name} has {size[0]}×{size[1]} pixels, over data.max_pixels={max_pixels}")
     upright = size[::-1] if orientation >= 5 else size
     return Layout(upright, center_square(upright[0], upright[1], crop_pct) if box is None else box(*upright), orientation, plain)
+
+
+def check_pixels(size: tuple[int, int], name: str, max_pixels: int) -> None:
+    """Raise DataError for an image of too many pixels."""
+    if size[0] * size[1] > max_pixels:
+        raise DataError(f"{name} has {size[0]}×{size[1]} pixels, over data.max_pixels={max_pixels}")
+
+
+def orientation_of(image: Any, name: str, max_pixels: int) -> int:
+    """Return the orientation that an opened image's EXIF or XMP says, 1 (upright) to 8. Raises DataError for too many pixels."""
+    check_pixels(image.size, name, max_pixels)  # before: a PNG's EXIF may stand behind its pixels
+    found = image.getexif().get(ORIENTATION, 1)
+    return found if found in TURNS else 1
+
+
+def upright(pixels: Any, orientation: int) -> Any:
+    """Return pixels (h, w, …) turned upright: a view."""
+    swapped, rows, columns = TURNS[orientation]
+    turned = pixels.swapaxes(0, 1) if swapped else pixels
+    return turned[::rows, ::columns]
 
 
 def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
     """Return width and height of a JPEG in colour or grey without EXIF; None for other files, which Pillow reads (10× slower)."""
     import simplejpeg
 
-    if content[:2] != b"\xff\xd8" or b"Exif" in content[:EXIF_WITHIN]:
+    if content[:2] != b"\xff\xd8" or _has_metadata(content):
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
@@ -137,13 +176,23 @@ def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
     return (width, height) if colours in ("YCbCr", "RGB", "Gray", "GRAY") else None
 
 
+def _has_metadata(content: bytes) -> bool:
+    """Whether EXIF or XMP stands before the pixels of a JPEG, wherever among its segments; true where they are odd."""
+    at = 2
+    while content[at : at + 1] == b"\xff" and (kind := content[at + 1 : at + 2]) not in (METADATA, b""):
+        if kind == PIXELS:
+            return False
+        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    return True
+
+
 @contextmanager
-def open_image(content: bytes, name: str) -> Iterator[Any]:
+def open_image(content: bytes | BinaryIO, name: str) -> Iterator[Any]:
     """Open an image file with Pillow. Whatever fails while it is open becomes a DataError with the file's name."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             yield image
     except DataError:
         raise
@@ -160,14 +209,20 @@ def decode(
 
     Memory is channels last. Raises DataError with the file's name.
     """
-    upright, crop, orientation, plain = read_layout(content, name, max_pixels, box, crop_pct)
+    layout = read_layout(content, name, max_pixels, box, crop_pct)
+    return decode_crop(content, name, layout, size, "bilinear" if box is None else box.interpolation)
+
+
+def decode_crop(content: bytes, name: str, layout: Layout, size: int, interpolation: str) -> torch.Tensor:
+    """Decode the crop of an image file whose layout is known: uint8 (3, size, size). Raises DataError with the file's name."""
+    whole, crop, orientation, plain = layout
     # The smallest width and height to decode at that still gives the crop `size` pixels a side.
-    needed = [math.ceil(size * whole / part) for whole, part in zip(upright, crop[2:], strict=True)]
+    needed = [math.ceil(size * side / part) for side, part in zip(whole, crop[2:], strict=True)]
     pixels = _decode_jpeg(content, needed) if plain else None
     if pixels is None:
         with open_image(content, name) as image:
-            pixels = _decode_with_pillow(image, needed[::-1] if orientation >= 5 else needed)
-    return crop_and_resize(pixels, upright, crop, (size, size), "bilinear" if box is None else box.interpolation)
+            pixels = _decode_with_pillow(image, needed[::-1] if orientation >= 5 else needed, orientation)
+    return crop_and_resize(pixels, whole, crop, (size, size), interpolation)
 
 
 def center_square(width: int, height: int, share: float = 1.0) -> tuple[int, int, int, int]:
@@ -191,13 +246,12 @@ def _decode_jpeg(content: bytes, needed: Sequence[int]) -> Any:
         return None
 
 
-def _decode_with_pillow(image: Any, needed: Sequence[int]) -> Any:
+def _decode_with_pillow(image: Any, needed: Sequence[int], orientation: int) -> Any:
     """Decode an opened image (h, w, 3) and turn it upright; `needed` is width and height before turning."""
     import numpy as np
-    from PIL import ImageOps
 
     image.draft("RGB", tuple(needed))  # JPEG: half, a quarter or an eighth of the size
-    return np.asarray(to_rgb(ImageOps.exif_transpose(image)))
+    return upright(np.asarray(to_rgb(image)), orientation)
 
 
 def crop_and_resize(

@@ -48,7 +48,7 @@ def _add(digest: Any, source: Source) -> str:
         _add_tensors(digest, labels.long())
     if isinstance(source, ImageFileSource):
         for index in spread.tolist():
-            digest.update(source.content(index)[0])
+            digest.update(source.content(index))
         return f"names and {count} files" if names is not None else f"{count} files"
     if names is not None:
         return "content"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
-from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
-from drivetrain.data.base import Data, FileSets, Fraction, Splits, Validation
+from drivetrain.data.bad_samples import MaxSkipped, OnError
+from drivetrain.data.base import FileSets, Fraction, Splits, Validation
 from drivetrain.data.decoding import CropShare, ImageFileSource
-from drivetrain.data.images import Normalization, image_normalization
+from drivetrain.data.images import ImageData, Normalization, image_normalization
 from drivetrain.data.untrusted import read_image_file
 
 VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
 
 
-class HuggingFace(Data):
+class HuggingFace(ImageData):
     """A data set that Hugging Face's `datasets` saved to disk: images or texts, each with a label.
 
     A text becomes int64 (length,): its bytes plus one, and zeros after its end.
@@ -71,22 +70,40 @@ class HuggingFace(Data):
         yield from needs_extra("datasets", "datasets", "data=huggingface")
 
     def shape(self) -> tuple[int, ...]:
-        return (3, self.size, self.size) if self.image else (self.length,)
+        return super().shape() if self.image else (self.length,)
 
     def decodes_images(self) -> bool:
         return self.image is not None
 
     def load(self, device: torch.device) -> Splits:
         splits = self._splits()
-        train, sources = splits[0], [self._source(split) for split in splits]
-        names = getattr(train.features[self.label], "names", None)
-        classes = len(names) if names else 1 + max(int(source.labels().max()) for source in sources)
-        lowest = min(int(source.labels().min()) for source in sources)
-        if lowest < 0:
-            raise DataError(f"{self.root}: column '{self.label}' has labels from {lowest}: leave samples without a label out")
+        for rows in splits:
+            self._check(rows)
+        names = getattr(splits[0].features[self.label], "names", None)
+        labels = [self._labels(rows, names) for rows in splits]
+        classes = len(names) if names else 1 + max(int(each.max()) for each in labels)
+        sources = [self._source(rows, each) for rows, each in zip(splits, labels, strict=True)]
         normalize = image_normalization(self.normalize, sources[0]) if self.image else None
         validation = sources[2] if len(sources) > 2 else None
         return Splits(sources[0], sources[1], self.shape(), classes, normalize, names, validation=validation)
+
+    def _labels(self, rows: Any, names: list[str] | None) -> torch.Tensor:
+        """Return the classes of a split (n,) by the numbers that their names have in training. Raises DataError."""
+        where, own = f"{self.root}: column '{self.label}'", getattr(rows.features[self.label], "names", None)
+        found = rows.select_columns([self.label])[:][self.label]
+        if None in found:
+            raise DataError(f"{where} has no label in row {found.index(None)}: leave it out or mend it")
+        if (lowest := min(found)) < 0:
+            raise DataError(f"{where} has labels from {lowest}: leave samples without a label out")
+        if own == names:
+            return torch.tensor(found)
+        if own is None or names is None:
+            raise DataError(
+                f"{where} has names of classes in one split and none in another: save all splits with the same column"
+            )
+        if unknown := sorted({own[label] for label in found} - set(names)):
+            raise DataError(f"{where} has classes that data.train={self.train} has not: {', '.join(unknown[:5])}")
+        return torch.tensor([names.index(name) if name in names else -1 for name in own])[found]
 
     def _splits(self) -> list[Any]:
         """Open the data set; return the rows of the training, the test and, if there is one, the validation split.
@@ -119,8 +136,8 @@ class HuggingFace(Data):
         parts = [train.select(rows.sort().values.tolist()) for rows in (order[count:], order[:count])]
         return [*parts, *validation]
 
-    def _source(self, rows: Any) -> Images | Texts:
-        """Return the rows of a split as a source. Raises UserError where a column is missing or of the wrong kind."""
+    def _check(self, rows: Any) -> None:
+        """Raise UserError where a split is empty, or a column is missing or of the wrong kind."""
         import datasets
 
         column = str(self.image or self.text)
@@ -134,76 +151,62 @@ class HuggingFace(Data):
         kind = getattr(rows.features[self.label], "dtype", "")
         if not str(kind).startswith(("int", "uint")):
             raise UserError(f"data.label={self.label} is a column of {kind or 'nested values'}, not of whole numbers")
-        rows = rows.with_format(None).select_columns([column, self.label])
-        if self.text is not None:
-            return Texts(rows, column, self.label, self.length)
-        if not isinstance(rows.features[column], datasets.Image):
+        if self.image and not isinstance(rows.features[column], datasets.Image):
             raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
-        return Images(self, rows.cast_column(column, datasets.Image(decode=False)))
+
+    def _source(self, rows: Any, labels: torch.Tensor) -> Images | Texts:
+        """Return the rows of a split as a source."""
+        import datasets
+
+        column = str(self.image or self.text)
+        rows = rows.with_format(None).select_columns([column])
+        if self.text is not None:
+            return Texts(rows, column, labels, self.length)
+        return Images(self, rows.cast_column(column, datasets.Image(decode=False)), column, labels)
 
 
-class Rows(Source):
-    """The rows of a data set with a column of labels."""
-
-    def __init__(self, rows: Any, column: str, label: str) -> None:
-        self.rows, self.column, self.label = rows, column, label
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def subset(self, indices: torch.Tensor) -> Any:
-        """Return a source of some of the rows."""
-        made = copy(self)
-        made.select(indices)
-        return made
-
-    def select(self, indices: torch.Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.rows = self.rows.select(indices.tolist())
-
-    def labels(self) -> torch.Tensor:
-        """Return all labels. Raises DataError where one is missing."""
-        labels = self.rows.select_columns([self.label])[:][self.label]
-        if None in labels:
-            raise DataError(f"column '{self.label}' has no label in row {labels.index(None)}: leave it out or mend it")
-        return torch.tensor(labels)
-
-
-class Texts(Rows):
+class Texts(Source):
     """Texts as a source: int64 (n, length), each byte plus one, zeros after the end."""
 
-    def __init__(self, rows: Any, column: str, label: str, length: int) -> None:
-        super().__init__(rows, column, label)
-        self.length = length
+    def __init__(self, rows: Any, column: str, labels: torch.Tensor, length: int) -> None:
+        self.rows, self.column, self.targets, self.length = rows, column, labels, length
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def subset(self, indices: torch.Tensor) -> Texts:
+        return Texts(self.rows.select(indices.tolist()), self.column, self.targets[indices], self.length)
+
+    def labels(self) -> torch.Tensor:
+        return self.targets
 
     def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.rows[indices.tolist()]
         x = torch.zeros(len(indices), self.length, dtype=torch.int64)
-        for row, text in zip(x, found[self.column], strict=True):
+        for row, text in zip(x, self.rows[indices.tolist()][self.column], strict=True):
             content = (text or "").encode()[: self.length]
             if content:
                 row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).long() + 1
-        return x, torch.tensor(found[self.label])
+        return x, self.targets[indices]
 
 
-class Images(ImageFileSource, Rows):
+class Images(ImageFileSource):
     """Images as a source: uint8 (n, 3, size, size)."""
 
-    select = Rows.select
+    def __init__(self, data: HuggingFace, rows: Any, column: str, labels: torch.Tensor) -> None:
+        self.root, self.rows, self.column = data.root, rows, column
+        super().__init__(data.how(), labels)
 
-    def __init__(self, data: HuggingFace, rows: Any) -> None:
-        super().__init__(rows, str(data.image), data.label)
-        self.root, self.size, self.max_pixels, self.crop_pct = data.root, data.size, data.max_pixels, data.crop_pct
-        self.policy = bad_sample_policy(data.on_error, data.max_skipped, len(rows), self.name)
+    def select(self, indices: torch.Tensor) -> None:
+        super().select(indices)
+        self.rows = self.rows.select(indices.tolist())
 
-    def content(self, index: int) -> tuple[bytes, int]:
-        row = self.rows[index]
-        image = row[self.column] or {}
+    def content(self, index: int) -> bytes:
+        image = self.rows[index][self.column] or {}
         if image.get("bytes") is not None:
-            return image["bytes"], row[self.label]
+            return bytes(image["bytes"])
         if image.get("path") is None:
             raise DataError(f"{self.name(index)} has no image")
-        return read_image_file(Path(image["path"]), self.max_pixels), row[self.label]
+        return read_image_file(image["path"], self.how.max_pixels)
 
     def name(self, index: int) -> str:
         return f"{self.root}: row {index}"

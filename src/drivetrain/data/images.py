@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -13,16 +14,16 @@ from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.order import Sampling
-from drivetrain.data import folders
-from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
+from drivetrain.data import folders, listing
+from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
-from drivetrain.data.decoding import CropShare, ImageFileSource
-from drivetrain.data.folders import IMAGES as IMAGES
+from drivetrain.data.decoding import CropShare, Decoding, ImageFileSource
+from drivetrain.data.listing import IMAGES as IMAGES
+from drivetrain.data.listing import Folder, one_form
 from drivetrain.data.untrusted import ordinary, read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
 Normalization = Literal["imagenet", "measured"]
-File = tuple[Path, int]  # and its class
 LOOKED_AT, ENLARGED, STEP = 20, 1.5, 16  # files; times the shorter side; sizes that are advised are multiples of it
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def image_normalization(kind: Normalization, source: Source) -> Normalize:
     return measure_on_some(source) if kind == "measured" else Normalize(*IMAGENET)
 
 
-def enlarged(root: str | None, size: int, files: Sequence[Path]) -> Iterator[str]:
+def enlarged(root: str | None, size: int, files: Sequence[str]) -> Iterator[str]:
     """Yield what to set where most images are much smaller than the size that they are resized to; some files are looked at."""
     from PIL import Image
 
@@ -56,11 +57,31 @@ def enlarged(root: str | None, size: int, files: Sequence[Path]) -> Iterator[str
         )
 
 
-class ImageFolder(Data):
+class ImageData(Data):
+    """The base of options whose samples are image files."""
+
+    size: int
+    crop_pct: float = 1.0
+    max_pixels: int
+    on_error: OnError = "raise"
+    max_skipped: float = 0.0
+
+    def shape(self) -> tuple[int, ...]:
+        return (3, self.size, self.size)
+
+    def decodes_images(self) -> bool:
+        return True
+
+    def how(self) -> Decoding:
+        """Return how the image files become samples."""
+        return Decoding(self.size, self.max_pixels, self.crop_pct, self.on_error, self.max_skipped)
+
+
+class ImageFolder(ImageData):
     """A folder per class, or train/, val/ and test/ folders of them. Images come out as RGB, upright, `size` square.
 
     The test set is test/, or val/ where there is no other. Without either the share `holdout` of the files is held out,
-    chosen by the hash of their names. `folders.NAMES` has the names that these folders may have, in any case.
+    chosen by the hash of their names. `folders.WORDS` has the words that name a set.
     Up to `verify` files are decoded before training starts, so that a broken one is found at once.
     With on_error=skip the next readable file replaces a broken one, up to `max_skipped` times (below 1: a share of the files).
     """
@@ -95,40 +116,69 @@ class ImageFolder(Data):
         elif isinstance(self.validation, str) and self.validation != "auto" and not (Path(self.root) / self.validation).is_dir():
             yield f"data.validation={self.validation}: {self.root} has no such folder: name one, or give a share such as 0.1"
 
-    def shape(self) -> tuple[int, ...]:
-        return (3, self.size, self.size)
-
-    def decodes_images(self) -> bool:
-        return True
-
     def load_whole(self, own: Splits) -> Splits | None:
         layout = self._layout()
         folder = layout.test or layout.train
-        found = folders.class_folders(folder)
-        classes = found if own.names is None or not found else list(own.names)
+        found = sorted(folder.folders)
+        classes = found if own.names is None or not found else [one_form(name) for name in own.names]
         if unknown := sorted(set(found) - set(classes)):
-            raise UserError(f"{folder} has classes that the run does not know: {', '.join(unknown[:5])}")
-        if layout.test is not None and folders.class_folders(layout.train) == classes:
+            raise UserError(f"{self.root}/{folder.path} has classes that the run does not know: {', '.join(unknown[:5])}")
+        if layout.test is not None and sorted(layout.train.folders) == classes:
             return None
-        every = Images(self._list(folder, classes), self.size, self.max_pixels, self.on_error, self.max_skipped, self.crop_pct)
+        every = self._source(*self._files(folder, classes))
         origins = {"test": "the whole folder"} if layout.test is None else layout.origins("")
         return Splits(every, every, self.shape(), len(classes), own.normalize, classes, origins=origins)
 
     def _layout(self) -> folders.Layout:
-        return folders.find(Path(str(self.root)), self.validation if isinstance(self.validation, str) else None)
+        root = str(self.root)
+        listed = listing.walk(root, IMAGES)
+        layout = folders.find(root, listed, self.validation if isinstance(self.validation, str) else None)
+        self._log_not_read(listed, layout)
+        return layout
+
+    def _log_not_read(self, listed: Folder, layout: folders.Layout) -> None:
+        """Log the folders and files that are not read."""
+        beside = Counter(f"{os.path.splitext(name)[1]} beside the class folders" for name in folders.strays(listed, layout.train))
+        said = [", ".join(f"{name}/" for name in layout.not_read), listing.said(listed.passed_over), listing.said(beside)]
+        if any(said):
+            logger.warning("%s has folders and files that are not read: %s", self.root, ", ".join(filter(None, said)))
+        if listed.twins:
+            logger.warning(
+                "%s has %d images of one name and two kinds, which may be the same picture twice: the first is %s", self.root,
+                len(listed.twins), listed.twins[0],
+            )  # fmt: skip
+
+    def _source(self, paths: Sequence[str], targets: Sequence[int]) -> Images:
+        return Images(str(self.root), paths, torch.tensor(targets), self.how())
 
     def load(self, device: torch.device) -> Splits:
         layout = self._layout()
-        if layout.not_read:
-            logger.warning("%s has folders that are not read: %s", self.root, ", ".join(layout.not_read))
-        sets, classes = self._files(layout)
-        sources = [Images(f, self.size, self.max_pixels, self.on_error, self.max_skipped, self.crop_pct) for f in sets]
+        classes, folder = sorted(layout.train.folders), len(layout.train.path)
+        if len(classes) < 2 and self.targets == "class":
+            raise UserError(
+                f"{self.root}/{layout.train.path} has {f'one class folder, {classes[0]}/' if classes else 'no class folders'}: "
+                "data.root must hold one folder of images for each of two or more classes"
+            )
+        train, labels = self._files(layout.train, classes)
+        every = self._source(train, labels)
+        if layout.test is None:
+            apart = torch.tensor([hash_fraction(path[folder:]) < self.holdout for path in train], dtype=torch.bool)
+            sources = [every.subset((apart == held).nonzero().flatten()) for held in (False, True)]
+        else:
+            sources = [every, self._source(*self._files(layout.test, classes, layout.train))]
+        if not len(sources[0]) or not len(sources[1]):
+            raise UserError(
+                f"{self.root} gives {len(sources[0])} training and {len(sources[1])} test images: "
+                "add images, a test/ folder, or raise data.holdout"
+            )
+        if layout.validation is not None:
+            sources.append(self._source(*self._files(layout.validation, classes, layout.train)))
         left = self.verify_files
         for source in sources:
             for index in range(min(left, len(source))):
                 source.sample(index)
             left -= min(left, len(source))
-        for line in enlarged(self.root, self.size, [path for path, _ in sets[0]]):
+        for line in enlarged(self.root, self.size, list(map(sources[0].name, range(len(sources[0]))))):
             logger.info("%s", line)
         normalize = image_normalization(self.normalize, sources[0])
         validation = sources[2] if len(sources) > 2 else None
@@ -137,75 +187,42 @@ class ImageFolder(Data):
             origins=layout.origins(f"{self.holdout:g} of the files"),
         )  # fmt: skip
 
-    def _files(self, layout: folders.Layout) -> tuple[list[list[File]], list[str]]:
-        """Return the files of training, test and, where it has a folder, validation; and the classes' names. Raises UserError."""
-        classes = folders.class_folders(layout.train)
-        train, test = self._list(layout.train, classes), []
-        if layout.test is not None:
-            test = self._list(layout.test, classes, layout.train)
-        else:
-            held_out = {path for path, _ in train if hash_fraction(path.relative_to(layout.train).as_posix()) < self.holdout}
-            test = [file for file in train if file[0] in held_out]
-            train = [file for file in train if file[0] not in held_out]
-        if not train or not test:
-            raise UserError(
-                f"{self.root} gives {len(train)} training and {len(test)} test images: "
-                "add images, a test/ folder, or raise data.holdout"
-            )
-        own = [self._list(layout.validation, classes, layout.train)] if layout.validation is not None else []
-        return [train, test, *own], classes
-
-    def _list(self, folder: Path, classes: list[str], train: Path | None = None) -> list[File]:
-        """Return the files of each class. A folder beside that of the training may have no other classes. Raises UserError."""
-        if train is not None and (unknown := set(folders.class_folders(folder)) - set(classes)):
-            raise UserError(f"{folder} has classes that {train} has not: {', '.join(sorted(unknown))}")
-        if not classes:
-            raise UserError(f"{folder} holds no class folders: data.root must hold one folder of images per class")
-        files, empty = [], []
+    def _files(self, folder: Folder, classes: list[str], train: Folder | None = None) -> tuple[list[str], list[int]]:
+        """Return the files of each class, and their classes. A folder beside that of training may have no others: UserError."""
+        if train is not None and (unknown := set(folder.folders) - set(classes)):
+            raise UserError(f"{self.root}/{folder.path} has classes that {train.path} has not: {', '.join(sorted(unknown))}")
+        if empty := [inside.path for inside in folder.folders.values() if not inside.holds_files()]:
+            where = ", ".join(f"{self.root}/{path}" for path in empty)
+            raise UserError(f"no image in {where}: remove the empty class or add images ({' '.join(IMAGES)})")
+        paths: list[str] = []
+        labels: list[int] = []
         for label, name in enumerate(classes):
-            paths = sorted(p for p in (folder / name).rglob("*") if p.suffix.lower() in IMAGES)
-            files += [(p, label) for p in paths]
-            if not paths and (folder / name).is_dir():
-                empty.append(str(folder / name))
-        if empty:
-            raise UserError(f"no image in {', '.join(empty)}: remove the empty class or add images ({' '.join(IMAGES)})")
-        return files
+            if name in folder.folders:
+                paths += folder.folders[name].every()
+                labels += [label] * (len(paths) - len(labels))
+        return paths, labels
 
 
 class Images(ImageFileSource):
-    """Image files as a source."""
+    """Image files as a source: `paths` from the folder `root`."""
 
-    def __init__(
-        self,
-        files: list[File],
-        size: int,
-        max_pixels: int,
-        on_error: OnError = "raise",
-        max_skipped: MaxSkipped = 0.0,
-        crop_pct: float = 1.0,
-    ) -> None:
-        self.files, self.size, self.max_pixels, self.crop_pct = files, size, max_pixels, crop_pct
-        self.policy = bad_sample_policy(on_error, max_skipped, len(files), self.name)
+    def __init__(self, root: str, paths: Sequence[str], targets: torch.Tensor, how: Decoding) -> None:
+        self.root, self.paths = root, paths
+        super().__init__(how, targets)
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def content(self, index: int) -> tuple[bytes, int]:
-        path, label = self.files[index]
-        return read_image_file(path, self.max_pixels), label
+    def content(self, index: int) -> bytes:
+        return read_image_file(self.name(index), self.how.max_pixels)
 
     def name(self, index: int) -> str:
-        return str(self.files[index][0])
+        return os.path.join(self.root, self.paths[index])
 
     def select(self, indices: torch.Tensor) -> None:
-        self.files = [self.files[i] for i in indices.tolist()]
-
-    def labels(self) -> torch.Tensor | None:
-        """Return the classes (n,), where there is one for each image."""
-        return torch.tensor([label for _, label in self.files])
+        super().select(indices)
+        self.paths = [self.paths[i] for i in indices.tolist()]
 
     def identities(self) -> list[str]:
         """Return the files' paths below the folder that all are in, which are the same on every machine."""
-        paths = [str(path) for path, _ in self.files]
-        folder = os.path.commonpath([min(paths), max(paths)])
-        return [path[len(folder) :] for path in paths]
+        if not self.paths:
+            return []
+        folder = len(os.path.commonpath([min(self.paths), max(self.paths)]))
+        return [path[folder:] for path in self.paths]

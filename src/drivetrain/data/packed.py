@@ -19,9 +19,8 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.source import CropBox, Source
 from drivetrain.core.typed import fits
-from drivetrain.data.bad_samples import BadSamplePolicy
 from drivetrain.data.base import Data, Normalize, Splits, Validation
-from drivetrain.data.decoding import ImageFileSource, crop_and_resize
+from drivetrain.data.decoding import Decoding, ImageFileSource, crop_and_resize
 from drivetrain.data.untrusted import ordinary, read_whole
 
 FORMAT, VERSION = "drivetrain-packed", 3
@@ -230,7 +229,7 @@ class RawImages(Source):
         self.table, self.begins = self.table[indices], self.begins[indices]
         self._expect_all()
 
-    def labels(self) -> torch.Tensor:
+    def labels(self) -> torch.Tensor | None:
         """Return the classes (n,)."""
         return self.table[:, LABEL]
 
@@ -288,18 +287,19 @@ class RawImages(Source):
 class JpegImages(ImageFileSource, RawImages):
     """Images stored as JPEGs and decoded when read: uint8 (n, 3, size, size)."""
 
-    select = RawImages.select
-
     def __init__(self, path: Path, table: torch.Tensor, shape: tuple[int, ...], verify: bool, max_pixels: int) -> None:
-        super().__init__(path, table, shape, verify)
-        self.size, self.max_pixels = shape[-1], max_pixels
-        self.policy = BadSamplePolicy(self.name)
+        RawImages.__init__(self, path, table, shape, verify)
+        ImageFileSource.__init__(self, Decoding(shape[-1], max_pixels), table[:, LABEL])
 
-    def content(self, index: int) -> tuple[bytes, int]:
+    def select(self, indices: torch.Tensor) -> None:
+        ImageFileSource.select(self, indices)
+        RawImages.select(self, indices)
+
+    def content(self, index: int) -> bytes:
         content = bytes(self.stored(index))
         if self.unverified is not None and self.unverified[index]:
             self.verify(index, content)
-        return content, int(self.table[index, LABEL])
+        return content
 
     def name(self, index: int) -> str:
         return f"{self.path}: sample {index}"

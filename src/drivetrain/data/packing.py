@@ -63,7 +63,7 @@ class Jpeg:
     def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
         if not isinstance(source, ImageFileSource):
             raise UserError("drivetrain pack --jpeg keeps image files, and this data has none: leave --jpeg out")
-        return [(self.encode(content), label) for content, label in map(source.image_file, indices)]
+        return [(self.encode(content), int(source.targets[found])) for content, found in map(source.image_file, indices)]
 
     def encode(self, content: bytes) -> bytes:
         """Return an image file as a JPEG whose shorter side is at most `size`."""

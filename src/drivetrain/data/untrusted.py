@@ -31,7 +31,7 @@ def as_kept(name: str) -> Iterator[None]:
         raise UserError(f"the run's {name} is not what drivetrain wrote there: {error}") from None
 
 
-def read_image_file(path: Path, max_pixels: int) -> bytes:
+def read_image_file(path: str | Path, max_pixels: int) -> bytes:
     """Read an image file. Raises DataError for one that cannot be read or is too large for `max_pixels`, a FIFO and a device.
 
     A FIFO would be waited for, and a device has no end.
@@ -66,7 +66,9 @@ def lines_of(path: Path, newline: str | None = None, encoding: str = "utf-8") ->
 
 
 @contextlib.contextmanager
-def _opened(path: Path, damaged: str = "cannot be read ({}): mend it, or set the path of the data") -> Iterator[BufferedReader]:
+def _opened(
+    path: str | Path, damaged: str = "cannot be read ({}): mend it, or set the path of the data"
+) -> Iterator[BufferedReader]:
     """Open an ordinary file. Raises DataError."""
     try:
         with open(path, "rb", opener=ordinary) as file:

@@ -17,10 +17,10 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.paths import user_cache
 from drivetrain.core.source import CropBox
 from drivetrain.data import shards
-from drivetrain.data.bad_samples import MaxSkipped, OnError, bad_sample_policy
-from drivetrain.data.base import Data, Fraction, Sets, Splits, hash_fraction
+from drivetrain.data.bad_samples import MaxSkipped, OnError
+from drivetrain.data.base import Fraction, Sets, Splits, hash_fraction
 from drivetrain.data.decoding import CropShare, ImageFileSource
-from drivetrain.data.images import Normalization, image_normalization
+from drivetrain.data.images import ImageData, Normalization, image_normalization
 from drivetrain.data.untrusted import number_of_classes
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
@@ -28,7 +28,7 @@ MIN_SHARDS = 10  # of which whole ones are held out for the validation
 SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 
 
-class WebDataset(Data):
+class WebDataset(ImageData):
     """Tar shards in WebDataset's layout (Aizman et al. 2019): files that share a name up to its first dot are a sample.
 
     Each shard is indexed once, and samples are read by their offsets. So the order is a function of seed and epoch alone,
@@ -73,12 +73,6 @@ class WebDataset(Data):
             missing = [name for name in names if not shards.is_remote(name) and not os.path.isfile(name)]
             if missing:
                 yield f"data.{knob}={pattern}: {missing[0]} is no file ({len(missing)} of {len(names)} shards are not there)"
-
-    def shape(self) -> tuple[int, ...]:
-        return (3, self.size, self.size)
-
-    def decodes_images(self) -> bool:
-        return True
 
     def load(self, device: torch.device) -> Splits:
         cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
@@ -138,13 +132,9 @@ class ShardImages(ImageFileSource):
     """Images in tar shards as a source."""
 
     def __init__(self, table: SampleTable, data: WebDataset) -> None:
-        self.table, self.size, self.buffer = table, data.size, data.buffer
-        self.max_pixels, self.crop_pct = data.max_pixels, data.crop_pct
-        self.policy = bad_sample_policy(data.on_error, data.max_skipped, len(self), self.name)
+        self.table, self.buffer = table, data.buffer
         self.remote = any(map(shards.is_remote, table.files))
-
-    def __len__(self) -> int:
-        return len(self.table.labels)
+        super().__init__(data.how(), table.labels)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:
         """Return the epoch's order (n,): shards shuffled, then samples within windows of `buffer`, which shift every epoch."""
@@ -163,11 +153,8 @@ class ShardImages(ImageFileSource):
             return list(pool.map(self.sample, indices, boxes))
 
     def select(self, indices: torch.Tensor) -> None:
+        super().select(indices)
         self.table = self.table.select(indices)
-
-    def labels(self) -> torch.Tensor:
-        """Return the classes (n,)."""
-        return self.table.labels
 
     def identities(self) -> list[str]:
         """Return the shard of each sample, so that whole shards are held out; its own name where there are too few shards."""
@@ -176,9 +163,9 @@ class ShardImages(ImageFileSource):
             return [files[shard] for shard in self.table.shard.tolist()]
         return [str(name) for name in self.table.names]
 
-    def content(self, index: int) -> tuple[bytes, int]:
+    def content(self, index: int) -> bytes:
         start, size = self.table.spans[index].tolist()
-        return shards.read_range(self._file(index), start, size), int(self.table.labels[index])
+        return shards.read_range(self._file(index), start, size)
 
     def name(self, index: int) -> str:
         return f"{self._file(index)}: {self.table.names[index]}"

@@ -134,18 +134,18 @@ class FileBatches:
         source: Any = self.pipeline.source
         indices = request.indices_to_read()
         boxes: Sequence[CropBox | None] = self.pipeline.crop_boxes(indices, request) or [None] * len(indices)
-        files, crops, labels, replacements = [], [], [], []
+        files, crops, read, replacements = [], [], [], []
         for row, (index, box) in enumerate(zip(index_of(indices).tolist(), boxes, strict=True)):
-            content, label, layout, found = source.image_file_and_layout(index, box)
+            content, layout, found = source.image_file_and_layout(index, box)
             crop = layout.crop
             if not layout.plain_jpeg:  # DALI gets a small JPEG in its place
                 replacements.append((row, source.sample(found, box)[0]))
                 content, crop = _small_jpeg(), (0, 0, 8, 8)
             files.append(np.frombuffer(content, np.uint8))
             crops.append(crop)
-            labels.append(label)
+            read.append(found)
         corners = np.array(crops, np.int32)
-        self.at_dali.append(FileBatch(request, torch.tensor(labels), replacements))
+        self.at_dali.append(FileBatch(request, source.targets[read], replacements))
         return files, list(corners[:, :2]), list(corners[:, 2:])
 
 
@@ -169,7 +169,7 @@ def _build_graph(batches: FileBatches, threads: int, ahead: int, device: int | N
             files, corner, extent, axis_names="WH", output_type=types.RGB, device="cpu" if device is None else "mixed"
         )
         interpolation = types.INTERP_CUBIC if cubic else types.INTERP_LINEAR
-        graph.set_outputs(fn.resize(images, size=(source.size, source.size), interp_type=interpolation, antialias=True))
+        graph.set_outputs(fn.resize(images, size=(source.how.size, source.how.size), interp_type=interpolation, antialias=True))
     graph.build()
     return graph
 

@@ -1,0 +1,414 @@
+"""Images with masks beside them: a class for each pixel."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from drivetrain.core.allowed import FileName
+from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, CountOrZero, RunSpec
+from drivetrain.core.order import Sampling
+from drivetrain.core.source import CropBox
+from drivetrain.data import listing
+from drivetrain.data.base import IGNORE_INDEX, Fraction, Splits, hash_fraction
+from drivetrain.data.decoding import (
+    Decoding,
+    ImageFileSource,
+    Layout,
+    decode_crop,
+    open_image,
+    orientation_of,
+    read_layout,
+    upright,
+)
+from drivetrain.data.images import ImageData, Normalization, image_normalization
+from drivetrain.data.listing import IMAGES
+from drivetrain.data.untrusted import ordinary, read_image_file
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # without loss: a JPEG's pixels are no classes
+MOST_VALUES, MOST_COLOURS = 150, 256  # of all masks: of more numbers, most are soft edges; so many colours are named
+SPARSE = 4  # times as large as their number: values that are no class numbers
+LOOKED_AT = 64  # masks, where the user says what their values are
+THREADS = 4
+COLOUR = 1 << 24  # added to a colour's number, red × 65536 + green × 256 + blue, so that it is no plain value
+
+Pair = tuple[str, str]  # the paths of an image and of its mask
+Size = tuple[int, int]  # width and height
+logger = logging.getLogger(__name__)
+
+
+class Masks(ImageData):
+    """Images and their masks: `root` holds the folders `images` and `masks`, whose files have the same names.
+
+    What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of
+    the value `ignore` do not count, where it stands beside class numbers. Image and mask have one geometry: both are turned
+    upright, cropped to the largest square in their middle and resized to `size`, the mask by the nearest pixel. The share
+    `holdout` of the images is held out, chosen by the hash of their names.
+    """
+
+    machine_local_keys = ("root",)
+    targets = "mask"
+
+    def __init__(
+        self,
+        root: str | None = None,
+        images: FileName = "images",
+        masks: FileName = "masks",
+        classes: Count | None = None,
+        values: Sequence[CountOrZero | Sequence[CountOrZero]] | None = None,
+        ignore: CountOrZero | None = 255,
+        size: Count = 128,
+        holdout: Fraction = 0.1,
+        validation: Fraction | None = 0.1,
+        normalize: Normalization = "imagenet",
+        max_pixels: Count = 50_000_000,
+        drop_last: bool = True,
+        order: Sampling = "shuffled",
+    ) -> None:
+        self.root = os.path.expanduser(root) if root else None
+        self.images, self.masks, self.classes, self.values, self.ignore = images, masks, classes, values, ignore
+        self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
+        self.max_pixels, self.drop_last, self.order = max_pixels, drop_last, order
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if not self.root:
+            yield OperatorGives(f"data=masks needs data.root, the folder that holds {self.images}/ and {self.masks}/")
+            return
+        for knob, name in (("images", self.images), ("masks", self.masks)):
+            if not (Path(self.root) / name).is_dir():
+                yield f"data.root={self.root} has no folder {name} (data.{knob}): it must hold images and masks of the same names"
+        if self.values is not None:
+            given = [list(v) if isinstance(v, Sequence) else v for v in self.values]
+            if any(isinstance(v, list) and (len(v) != 3 or max(v) > 255) for v in given):
+                yield f"data.values={given}: a colour is [red,green,blue], each from 0 to 255"
+            if len({isinstance(v, list) for v in given}) != 1 or any(given.count(v) > 1 for v in given):
+                yield f"data.values={given}: list the numbers or the colours of the classes, each once"
+            if self.classes not in (None, len(given)):
+                yield f"data.classes={self.classes}, but data.values lists {len(given)}: leave data.classes out"
+
+    def decodes_images(self) -> bool:
+        return False  # a loader that decodes files itself does not read masks
+
+    def load(self, device: torch.device) -> Splits:
+        pairs = self._pairs()
+        reading = self._reading(list(pairs.values()))
+        apart = {name for name in pairs if hash_fraction(name) < self.holdout}
+        train, test = ([pairs[name] for name in pairs if (name in apart) is held] for held in (False, True))
+        if not train or not test:
+            raise UserError(
+                f"{self.root} gives {len(train)} training and {len(test)} test images: add images, or set data.holdout"
+            )
+        sources = [MaskedImages(str(self.root), files, self.how(), reading) for files in (train, test)]
+        names = [_named(value) for value in reading.values]
+        return Splits(sources[0], sources[1], self.shape(), len(names), image_normalization(self.normalize, sources[0]), names)
+
+    def load_whole(self, own: Splits) -> Splits:
+        pairs, known = list(self._pairs().values()), [_number(name) for name in own.names or ()]
+        reading = self._reading(pairs, known)
+        every = MaskedImages(str(self.root), pairs, self.how(), reading)
+        return Splits(
+            every, every, self.shape(), own.classes, own.normalize, own.names, origins={"test": "the whole folder"}
+        )  # fmt: skip
+
+    def _pairs(self) -> dict[str, Pair]:
+        """Return each image and its mask by their common name, in the order of names. Raises UserError."""
+        images, masks = self._files(self.images, IMAGES), self._files(self.masks, MASKS)
+        if alone := sorted(set(images) ^ set(masks)):
+            raise UserError(
+                f"{self.root}: {len(alone)} files have no partner of the same name in {self.images}/ and {self.masks}/, the "
+                f"first is {alone[0]} (a mask is a {', '.join(MASKS)} file)"
+            )
+        if not images:
+            raise UserError(f"no image in {self.root}/{self.images}")
+        return {name: (images[name], masks[name]) for name in sorted(images)}
+
+    def _files(self, folder: str, endings: Sequence[str]) -> dict[str, str]:
+        """Return the files of a folder by what an image and its mask have in common. Raises UserError."""
+        found: dict[str, str] = {}
+        listed = listing.walk(os.path.join(str(self.root), folder), endings)
+        if listed.passed_over:
+            logger.warning("%s has files that are not read: %s", f"{self.root}/{folder}", listing.said(listed.passed_over))
+        for path in listed.every():
+            name = listing.one_form(path.rpartition(".")[0])
+            if name in found:
+                raise UserError(f"{self.root}/{folder}: {found[name]} and {path} have one name, and a pair has one: remove one")
+            found[name] = path
+        return {name: f"{folder}/{path}" for name, path in found.items()}
+
+    def _reading(self, pairs: Sequence[Pair], known: Sequence[int] = ()) -> MaskReading:
+        """Return how these masks are read: what their values mean, and whether they turn with their images. Raises UserError."""
+        given = known or [_number(value) for value in self.values or ()]
+        numbered = not known and self.classes is not None
+        coloured = any(value >= COLOUR for value in given)
+        looked = pairs[:: max(1, len(pairs) // LOOKED_AT)] if given or numbered else pairs
+
+        def look(pair: Pair) -> Look:
+            image, mask = (os.path.join(str(self.root), path) for path in pair)
+            return _look(image, mask, self.max_pixels, coloured)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            looks = list(pool.map(look, looked))
+        shares: Counter[int] = sum((each.pixels for each in looks), Counter())
+        if not given:
+            palettes = all(each.palette for each in looks)
+            given = classes_of(sorted(shares), self.ignore, palettes, self.classes, f"{self.root}/{self.masks}")
+        ignore = None if self.ignore in given else self.ignore
+        if unknown := sorted(set(shares) - {*given, ignore}):
+            raise UserError(
+                f"{self.root}/{self.masks}: masks have the values {', '.join(map(_named, unknown[:10]))}, and the "
+                f"{'run knows' if known else 'classes are'} {', '.join(map(_named, given[:10]))}: set data.values or data.ignore"
+            )
+        _log_values(shares, given, ignore)
+        return MaskReading(tuple(given), ignore, self.max_pixels, _turning(looks))
+
+
+def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes: int | None, where: str) -> list[int]:
+    """Return the value of each class of masks that hold these values, in order. Raises DataError where they do not tell.
+
+    Two values, 0 and another, are two classes. Small numbers are class numbers, and `ignore` beside them does not count.
+    """
+    kept = [value for value in found if value != ignore]
+    some = ", ".join(_named(value) for value in found[:10]) + (", …" if len(found) > 10 else "")
+    given = "" if classes is None else f", and data.classes={classes}"
+    if found[-1] >= COLOUR:
+        colours = sorted({_colour(value) for value in found})
+        listed = str(list(map(list, colours))).replace(" ", "") if len(colours) <= 20 else "[[red,green,blue],…]"
+        what = (
+            f"set data.values={listed}, in the order of the classes" if len(colours) <= MOST_COLOURS else "which are no classes"
+        )
+        raise DataError(f"{where}: masks have {len(colours):,} colours, {what}")
+    if found[0] < 0:
+        raise DataError(f"{where}: masks have values below 0 ({some}): set data.values to those that are classes, in their order")
+    if len(found) == 2 and found[0] == 0 and classes in (None, 2) and (not palettes or found[1] == 255):
+        return list(found)
+    if classes is not None and (not kept or kept[-1] >= classes or len(kept) < len(found) == 2):
+        raise DataError(f"{where}: masks have the values {some}{given}: set data.classes, data.values or data.ignore")
+    if classes is not None:
+        return list(range(classes))
+    if len(kept) < 2:
+        raise DataError(
+            f"{where}: the masks have nothing but {some}, so there is nothing to learn: mend them, or set data.values"
+        )
+    if len(found) > MOST_VALUES:
+        raise DataError(
+            f"{where}: masks have {len(found)} values ({some}), as soft edges have: save them without smoothing, or set "
+            "data.classes, if they are class numbers"
+        )
+    if not palettes and kept[-1] >= SPARSE * len(kept):
+        raise DataError(f"{where}: masks have the values {some}, which are no class numbers: set data.values=[…] in their order")
+    return list(range(kept[-1] + 1))
+
+
+def _log_values(pixels: Counter[int], values: Sequence[int], ignore: int | None) -> None:
+    """Log which values were found, and what each became."""
+    total, numbers = pixels.total(), {value: number for number, value in enumerate(values)}
+    parts = [
+        f"{_named(value)} is {'ignored' if value == ignore else f'class {numbers[value]}'} ({100 * count / total:.3g} %)"
+        for value, count in sorted(pixels.items())
+        if value in numbers or value == ignore
+    ]
+    absent = [_named(value) for value in values if value not in pixels]
+    logger.info(
+        "the pixels of the masks: %s%s%s", ", ".join(parts[:12]), ", …" if len(parts) > 12 else "",
+        f"; none is {', '.join(absent[:10])}" if absent else "",
+    )  # fmt: skip
+
+
+class Look(NamedTuple):
+    """What was seen of a mask and its image."""
+
+    pixels: Counter[int]  # value → number of pixels
+    palette: bool
+    name: str  # of the image
+    turns: bool | None  # whether the mask is stored as the image is, and turns with it; None: their sizes do not tell
+    turned: bool  # whether the image is turned at all
+
+
+def _look(image: str, mask: str, max_pixels: int, coloured: bool) -> Look:
+    """Look at a pair. Raises DataError, also where their shapes differ."""
+    import numpy as np
+
+    values, palette = _values(read_image_file(mask, max_pixels), mask, max_pixels, coloured)
+    low, high = int(values.min()), int(values.max())
+    counts = np.bincount((values - low).ravel()) if high - low < 1 << 16 else None
+    found = np.unique(values, return_counts=True) if counts is None else (counts.nonzero()[0] + low, counts[counts > 0])
+    with open(image, "rb", opener=ordinary) as file, open_image(file, image) as opened:
+        size, orientation = opened.size, orientation_of(opened, image, max_pixels)
+    whole = size[::-1] if orientation >= 5 else size
+    pixels = Counter(dict(zip(found[0].tolist(), found[1].tolist(), strict=True)))
+    return Look(pixels, palette, image, _turns(values.shape[::-1], whole, orientation, image), orientation > 1)
+
+
+def _turning(looks: Iterable[Look]) -> bool | None:
+    """Return whether masks turn with their images where sizes do not tell, as in the other pairs; None if none has to be told."""
+    told = {look.turns for look in looks if look.turned} - {None}
+    untold = [look.name for look in looks if look.turned and look.turns is None]
+    if untold and len(told) != 1:
+        raise DataError(
+            f"{len(untold)} images are turned by their EXIF, and nothing tells whether their masks are, the first is "
+            f"{untold[0]}: save the images upright, or without that tag"
+        )
+    return told.pop() if len(told) == 1 else None
+
+
+def _turns(mask: Size, whole: Size, orientation: int, name: str) -> bool | None:
+    """Return whether a mask is stored as its image, whose upright size is `whole`. Raises DataError where it fits neither way."""
+    upright_fits = _alike(mask, whole)
+    stored_fits = _alike(mask, whole[::-1]) if orientation >= 5 else upright_fits
+    if not (upright_fits or stored_fits):
+        raise DataError(
+            f"{name} is {whole[0]}×{whole[1]} and its mask {mask[0]}×{mask[1]}, which is another shape: they must show the same"
+        )
+    return None if orientation == 1 or upright_fits == stored_fits else stored_fits
+
+
+def _alike(one: Size, other: Size) -> bool:
+    """Whether two sizes have one shape, but for the rounding of a resized copy."""
+    return 2 * abs(one[0] * other[1] - one[1] * other[0]) < max(sum(one), sum(other))
+
+
+@dataclass(frozen=True)
+class MaskReading:
+    """How the masks of a set are read."""
+
+    values: tuple[int, ...]  # of the classes
+    ignore: int | None  # a value that does not count
+    max_pixels: int
+    turns: bool | None  # where its size does not tell: whether a mask is stored as its image is
+
+    def read(self, path: str, image: str, layout: Layout, size: int) -> torch.Tensor:
+        """Return a mask, int64 (size, size), of the part of its image that the layout says. Raises DataError."""
+        import numpy as np
+
+        values, _ = _values(read_image_file(path, self.max_pixels), path, self.max_pixels, self.values[0] >= COLOUR)
+        whole, (left, top, width, height), orientation, _ = layout
+        turns = _turns(values.shape[::-1], whole, orientation, image)
+        if turns is None and orientation > 1 and self.turns is None:
+            raise DataError(f"{image} is turned by its EXIF, and nothing tells whether {path} is: save the image upright")
+        if self.turns if turns is None else turns:
+            values = upright(values, orientation)
+        nearest = (np.arange(size) + 0.5) / size
+        rows = (top + nearest * height) * values.shape[0] / whole[1]
+        columns = (left + nearest * width) * values.shape[1] / whole[0]
+        return self._classes(values[rows.astype(np.int64)][:, columns.astype(np.int64)], path)
+
+    def _classes(self, values: np.ndarray, path: str) -> torch.Tensor:
+        """Return the classes of values (h, w)."""
+        import numpy as np
+
+        known = [*self.values, *([] if self.ignore is None else [self.ignore])]
+        classes = np.array([*range(len(self.values)), IGNORE_INDEX][: len(known)])
+        order = np.argsort(known)
+        place = np.searchsorted(np.array(known)[order], values).clip(max=len(known) - 1)
+        if (wrong := values[np.array(known)[order][place] != values]).size:
+            raise DataError(
+                f"{path} has the value {_named(int(wrong[0]))}, which is no class of the other masks: mend it, or set "
+                "data.values, data.classes or data.ignore"
+            )
+        return torch.from_numpy(classes[order][place])
+
+
+class MaskedImages(ImageFileSource):
+    """Images and their masks as a source: uint8 (n, 3, size, size) and int64 (n, size, size)."""
+
+    crops = False  # random crops are not tried with masks
+    decodes_files = False
+
+    def __init__(self, root: str, pairs: Sequence[Pair], how: Decoding, reading: MaskReading) -> None:
+        self.root, self.pairs, self.reading = root, pairs, reading
+        super().__init__(how, torch.arange(len(pairs)))
+
+    def labels(self) -> None:
+        return None  # there is one for each pixel
+
+    def select(self, indices: torch.Tensor) -> None:
+        super().select(indices)
+        self.pairs = [self.pairs[i] for i in indices.tolist()]
+
+    def identities(self) -> list[str]:
+        """Return the images' paths in the folder."""
+        return [image for image, _ in self.pairs]
+
+    def name(self, index: int) -> str:
+        return os.path.join(self.root, self.pairs[index][0])
+
+    def content(self, index: int) -> bytes:
+        return read_image_file(self.name(index), self.how.max_pixels)
+
+    def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = [self._pair(index, None if boxes is None else boxes[row]) for row, index in enumerate(indices.tolist())]
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    def _pair(self, index: int, box: CropBox | None) -> tuple[torch.Tensor, torch.Tensor]:
+        content, name, size = self.content(index), self.name(index), self.how.size
+        layout = read_layout(content, name, self.how.max_pixels, box)
+        mask = self.reading.read(os.path.join(self.root, self.pairs[index][1]), name, layout, size)
+        return decode_crop(content, name, layout, size, "bilinear" if box is None else box.interpolation), mask
+
+
+def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple[np.ndarray, bool]:
+    """Return a mask's values, int64 (h, w), and whether they are indices of a palette. Raises DataError.
+
+    Colours become whole numbers from COLOUR on, but for greys where masks are not `coloured`.
+    """
+    import numpy as np
+
+    with open_image(content, name) as image:
+        turned = orientation_of(image, name, max_pixels)
+        palette = image.mode in ("P", "PA") and not coloured
+        if "A" in image.getbands() and len(set(image.getchannel("A").getextrema())) > 1:
+            raise DataError(
+                f"{name} is transparent in parts: a mask has one number or colour for each pixel, and no transparency"
+            )
+        if image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+            raise DataError(f"{name} is a {image.mode} image: a mask has one number or colour for each pixel")
+        colours = coloured or image.mode in ("RGB", "RGBA")
+        pixels = np.asarray(image.convert("RGB") if colours else image)
+    if colours:
+        values = _numbers_of(pixels, coloured)
+    else:
+        values = (pixels[..., 0] if pixels.ndim > 2 else pixels).astype(np.int64)
+        if pixels.dtype.kind == "f" and not (values == pixels).all():
+            raise DataError(f"{name} has fractions: a mask has one whole number or colour for each pixel")
+    return upright(values, turned), palette
+
+
+def _numbers_of(pixels: np.ndarray, coloured: bool) -> np.ndarray:
+    """Return the numbers of colours (h, w, 3); those of greys where all are grey and masks are not `coloured`."""
+    import numpy as np
+
+    red, green, blue = (pixels[..., channel].astype(np.int64) for channel in range(3))
+    if not coloured and (red == green).all() and (green == blue).all():
+        return red
+    return COLOUR + (red << 16) + (green << 8) + blue
+
+
+def _number(value: Any) -> int:
+    """Return the number of a value that the user gave, or that a run has as the name of a class. Raises UserError."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        red, green, blue = value
+        return COLOUR + (int(red) << 16) + (int(green) << 8) + int(blue)
+    try:
+        return COLOUR + int(value[1:], 16) if str(value).startswith("#") else int(value)
+    except ValueError:
+        raise UserError(f"the run's classes are not the values of masks, such as {value!r}") from None
+
+
+def _named(value: int) -> str:
+    """Return a mask's value as text: a number, or a colour as #rrggbb."""
+    return f"#{value - COLOUR:06x}" if value >= COLOUR else str(value)
+
+
+def _colour(value: int) -> tuple[int, int, int]:
+    return ((value >> 16) & 255, (value >> 8) & 255, value & 255) if value >= COLOUR else (value, value, value)
