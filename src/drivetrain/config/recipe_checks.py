@@ -13,6 +13,7 @@ from drivetrain.core import allowed, target
 from drivetrain.core.errors import OperatorGives
 from drivetrain.core.option import Option
 from drivetrain.core.patterns import flatten
+from drivetrain.core.phases import Phases
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code, printable
 
 Classes = Mapping[str, type[Option]]  # the key of an option's settings → its class
@@ -21,7 +22,8 @@ OF_OPERATOR = frozenset(OPERATOR_KEYS)
 SELECT = allowed.FigureName | None
 TARGET = Annotated[str, allowed.Text(target.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
 OUTPUT = Annotated[str, allowed.Text(r"\w{1,100}(\.\w{1,100}){0,9}", "the name of a part of the output, as logits")] | int | None
-OF_NO_GROUP = {"select": SELECT, "target": TARGET, "forward_output": OUTPUT}
+PHASES = Phases | None
+OF_NO_GROUP = {"select": SELECT, "target": TARGET, "forward_output": OUTPUT, "phases": PHASES}
 
 
 def problems(composed: Composed, classes: Classes) -> Iterator[str]:
@@ -90,8 +92,9 @@ def local_knobs(cls: type[Option]) -> tuple[str, ...]:
 
 def _value_problem(key: str, value: Any, classes: Classes) -> str:
     """Why no recipe may have this value; "" where it may, or where there is no such key."""
-    if key in OF_NO_GROUP:
-        return allowed.problem(OF_NO_GROUP[key], value)
+    group, _, of_group = key.partition(".")
+    if group in OF_NO_GROUP:
+        return allowed.problem(OF_NO_GROUP[group], value, of_group)
     for prefix, cls in classes.items():
         knob, _, entry = key.removeprefix(f"{prefix}.").partition(".")
         if key.startswith(f"{prefix}.") and knob in hints(cls):

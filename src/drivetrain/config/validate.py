@@ -23,7 +23,7 @@ from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.recipe_checks import hints
 from drivetrain.config.stages import Planned
 from drivetrain.config.values import Where, nowhere, type_problems
-from drivetrain.core import paths, selection, target, user_code
+from drivetrain.core import paths, phases, selection, target, user_code
 from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.files import read_yaml
@@ -37,7 +37,7 @@ _KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     "forward_output": recipe_checks.OUTPUT,
     "callbacks": list[str], "select": recipe_checks.SELECT, "target": recipe_checks.TARGET,
-    "stages": list[dict[str, Any]] | None,
+    "stages": list[dict[str, Any]] | None, "phases": recipe_checks.PHASES,
 }  # fmt: skip
 
 
@@ -131,6 +131,8 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
             parts[group] = made if group in LISTS else made[0]
         rightly_made += [] if group in composed.doubtful else [option for option in made if option is not None]
     given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (_KINDS.get(key, Any), value)}))}
+    if any(_phase_problems(given.get("phases"))):
+        given.wrong.add("phases")
     for key in given.wrong:
         del given[key]
     return _Made(composed, run, classes, rightly_made, stage)
@@ -149,6 +151,7 @@ def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str]
     if used is None:
         rules.append(lambda: selection.problems(run, "select", run.values["select"]))
         rules.append(lambda: target.problems(run))
+        rules.append(lambda: phases.problems(run))
     for rule in rules:
         with suppress(NotGiven):
             problems.extend(rule())
@@ -290,7 +293,17 @@ def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = 
 def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
     """What is wrong with the keys of conf/config.yaml that are not groups."""
     wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
+    wrong += _phase_problems(values.get("phases"), where)
     yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
+
+
+def _phase_problems(given: Any, where: Where = nowhere) -> Iterator[str]:
+    """What is wrong with the settings of the phases of an update."""
+    for name, settings in given.items() if isinstance(given, dict) else ():
+        if isinstance(settings, dict) and "parameters" in settings:
+            yield from knob_problems(f"phases.{name}", phases.Phase, settings, where)
+        else:
+            yield f"{where('phases')}phases.{name}={settings}: give the parameters that it trains, as {{parameters: [{name}]}}"
 
 
 def machine_local_keys(run: RunSpec) -> set[str]:

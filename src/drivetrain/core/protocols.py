@@ -42,6 +42,9 @@ class Loss(LossStep, Protocol):
     compares_samples: bool  # it is computed from the whole batch of all ranks
     runs_model: bool  # it calls the model itself, as often as it likes
 
+    def of_phase(self, name: str) -> Loss:
+        """Return the loss of a phase of the updates."""
+
     def joined(self, x: Any) -> Any:
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
 

@@ -14,7 +14,7 @@ from drivetrain.core.lazy import torch
 
 NAMES = {  # a parameter's name → what it gets
     "output": "output", "y_pred": "output", "target": "target", "y": "target", "y_true": "target", "input": "input", "x": "input",
-    "batch": "batch", "model": "model", "progress": "progress",
+    "batch": "batch", "model": "model", "progress": "progress", "phase": "phase",
 }  # fmt: skip
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -12,6 +12,7 @@ import torch
 from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
+from drivetrain.compile import Compile
 from drivetrain.core import files, owned, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.clock import clock_for
@@ -27,7 +28,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree, described, named_leaves
 from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
-from drivetrain.engine import dry_run, facts, flops, input_checks
+from drivetrain.engine import dry_run, facts, flops, input_checks, phased_step
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.description import describe
@@ -100,7 +101,10 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     forward = takes_batches(parallel.wrap_model(compiled, context))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
-        optimizer = context.optimizer = precision.build_optimizer(run.optimizer, context)
+        phases = phased_step.build(context)
+        optimizer = context.optimizer = (
+            phased_step.chained(phases) if phases else precision.build_optimizer(run.optimizer, context)
+        )
         ema = run.ema.build(context)
     scheduler = run.scheduler.build(context)
     # All ranks have initialised the same model; from here on each draws its own dropout, except where ranks share activations.
@@ -110,19 +114,14 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
     loader.check((context.train_data, *(each for sets in context.evaluated.values() for each in sets.values())))
 
-    # From the inside out: the step of one process, gradient synchronisation, one graph of both, a whole update for losses that
-    # need it (each of its micro-batches passes through all of those), unfreezing before an update, then debugging hooks.
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    of_ranks = parallel.wrap_loss(loss, model, context)
-    plain = PlainStep(forward, of_ranks, precision, optimizer, run.clip.build(context), lambda: run.runtime.zero(parameters))
-    graph = compiler.wrap_step(parallel.wrap_step(plain, context), context)
-    noise, graph = _with_noise_scale(graph, batch, parameters, context)
-    step = debug.wrap_step(run.model.wrap_step(_step_for_loss(graph, loss, forward, context), context))
+    noise, step = _step(context, batch, compiler, forward, phases)
+    # Unfreezing comes before an update, and debugging hooks see all of it.
+    step = debug.wrap_step(run.model.wrap_step(step, context))
     eval_weights = precision.eval_weights(run.optimizer, optimizer)
     meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
-    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise, phases)
     context.log_image = log.image
     evaluator = Evaluator(
         model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
@@ -154,7 +153,36 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     return trainer
 
 
-def _step_for_loss(step: Step, loss: Loss, forward: Callable[..., Any], context: BuildContext) -> Step:
+def _step(
+    context: BuildContext, batch: Batch, compiler: Compile, forward: Callable[..., Any], phases: Sequence[phased_step.Phase]
+) -> tuple[NoiseScale | None, Step]:
+    """Compose the step, from the inside out, and what measures the noise scale.
+
+    The step of one process, gradient synchronisation, one graph of both, and a whole update for losses that need it: each of
+    its micro-batches passes through all of those. An update with phases has such a step for each of them.
+    """
+    run, parallel, model, loss = context.run, context.parallel, context.model, context.loss
+    parameters = [p for p in model.parameters() if p.requires_grad]
+
+    def graph(loss: Any, clip: Callable[[], None]) -> Step:
+        of_ranks = parallel.wrap_loss(loss, model, context)
+        given = forward, of_ranks, context.precision, context.optimizer, clip
+        wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: run.runtime.zero(parameters)), context)
+        return compiler.wrap_step(wrapped, context)
+
+    if not phases:
+        noise, step = _with_noise_scale(graph(loss, run.clip.build(context)), batch, parameters, context)
+        return noise, _step_for_loss(step, loss, forward, context)
+    of_run = context.optimizer, context.precision
+    for phase in phases:
+        context.optimizer, context.precision, of_phase = phase.optimizer, phase.precision, loss.of_phase(phase.name)
+        with phase.alone(parameters):
+            phase.step = _step_for_loss(graph(of_phase, phase.clip), of_phase, forward, context)
+    context.optimizer, context.precision = of_run
+    return None, phased_step.PhasedStep(phases, parameters, context.progress)
+
+
+def _step_for_loss(step: Step, loss: Any, forward: Callable[..., Any], context: BuildContext) -> Step:
     """Wrap the step for a loss that has to see all micro-batches of an update."""
     if isinstance(loss, ComparingLoss):
         return GlobalStep(step, loss, forward, context.model, context.precision)

@@ -18,6 +18,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.engine.mfu import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
+from drivetrain.engine.phased_step import Phase
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
 
@@ -36,6 +37,7 @@ class TrainingLog:
     mfu: Mfu
     parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums of the parts of the loss, by the names of their figures
     noise: NoiseScale | None = None  # where updates have several micro-batches
+    phases: Sequence[Phase] = ()  # of the updates
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:
@@ -45,8 +47,10 @@ class TrainingLog:
 
     def restart(self) -> None:
         """Start a new record here and drop the losses summed so far."""
-        for total in (self.loss_sum, *self.parts().values(), *self._noise_sums()):
+        for total in (self.loss_sum, *self._parts().values(), *self._noise_sums()):
             total.zero_()
+        for phase in self.phases:
+            phase.runs = 0
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
 
@@ -65,7 +69,7 @@ class TrainingLog:
         count = progress.steps - steps
         if not count:
             return
-        parts = self.parts()
+        parts, runs = self._parts(), self._runs(count)
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
         self.restart()
@@ -80,12 +84,21 @@ class TrainingLog:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates}){self._how_it_diverged(lr)}")
         self._seen.append((progress.updates, loss))
         rate = (progress.samples - samples) / seconds if seconds else None
-        of_parts = {name: _finite(value) for name, value in zip(parts, values, strict=False)}
+        of_parts = {name: _finite(value * runs(name)) for name, value in zip(parts, values, strict=False)}
         self.write(
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
             samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None,
             memory_bytes=memory_now() if self.writers else None, **of_parts, **figures, **of_noise,
         )  # fmt: skip
+
+    def _parts(self) -> dict[str, torch.Tensor]:
+        """The running sums of the loss's parts, and of the phases."""
+        return {**{f"loss_{phase.name}": phase.loss_sum for phase in self.phases}, **self.parts()}
+
+    def _runs(self, count: int) -> Callable[[str], float]:
+        """Return what the mean of a figure over `count` updates is multiplied by: a phase's is over those that it ran in."""
+        factors = {phase.name: count / phase.runs if phase.runs else math.nan for phase in self.phases}
+        return lambda name: next((f for phase, f in factors.items() if f"{name}_".startswith(f"loss_{phase}_")), 1.0)
 
     def _noise_sums(self) -> Sequence[torch.Tensor]:
         return self.noise.sums.unbind() if self.noise is not None else ()

@@ -74,6 +74,10 @@ class Loss(Option):
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape
 
+    def of_phase(self, name: str) -> Loss:
+        """Return the loss of a phase of the updates."""
+        return self
+
     def joined(self, x: Any) -> Any:
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
         return x

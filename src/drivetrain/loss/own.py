@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import user_code
@@ -20,14 +21,14 @@ from drivetrain.loss.parted import PartedLoss
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
-OFFERS = ("output", "target", "input", "batch", "model", "progress")
+OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")
 
 
 class Own(PartedLoss):
     """The function or class `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
 
-    It gets what its parameters name: output, target (or y), input (or x), batch, model, progress; without output and model among
-    them (output, target) by position. It returns the mean over the samples, or a mapping of parts: `loss` is then what is
+    It gets what its parameters name: output, target (or y), input (or x), batch, model, progress, phase; without output and model
+    among them (output, target) by position. It returns the mean over the samples, or a mapping of parts: `loss` is then what is
     trained, or their sum where there is none. To average over something else, give it a method `count(y)`, the number of items
     that its mean is over: the mean is then exact over micro-batches and ranks.
     """
@@ -35,10 +36,22 @@ class Own(PartedLoss):
     machine_local_keys = ("target",)
     takes = tuple(DESCRIPTIONS)
     takes_trees = True
+    _phase: str | None = None  # of the updates
+    _phases: tuple[str, ...] = ()
 
     def __init__(self, target: str | None = None, kwargs: Arguments | None = None) -> None:
         super().__init__()
         self.target, self.kwargs = target, kwargs or {}
+
+    def see(self, run: RunSpec) -> None:
+        if self.target_key == Loss.target_key:
+            self._phases = tuple(run.values["phases"] or ())
+            self.metrics = ("loss", *(f"loss_{name}" for name in self._phases))
+
+    def of_phase(self, name: str) -> Own:
+        made = copy(self)
+        made._phase = name
+        return made
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         key = f"{self.target_key}.target"
@@ -122,16 +135,19 @@ class Own(PartedLoss):
         parts = self._parts(forward, forward(batch.x) if needed else None, batch, training=True)
         for name, value in parts.items():
             if name != "loss" and self._logs_parts:
-                self.log(name, value * batch.weight)
+                self.log(name if self._phase is None else f"{self._phase}_{name}", value * batch.weight)
         return parts["loss"]
 
     def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
-        """The output, and the loss times its items and their number (2,)."""
+        """The output, and the loss, and that of each phase, times its items, and their number (metrics + 1,)."""
         output = forward(batch.x) if need_output or "output" in self._call.needs else None
         count = self.items(batch)
         with _evaluating(self.function):
-            loss = self._parts(forward, output, batch, training=False)["loss"]
-        return output, torch.stack([loss.to(count.dtype) * count, count])
+            losses = [
+                loss._parts(forward, output, batch, training=False)["loss"].to(count.dtype) * count
+                for loss in (map(self.of_phase, self._phases) if self._phases else [self])
+            ]
+        return output, torch.stack([torch.stack(losses).sum(), *(losses if self._phases else ()), count])
 
     def _parts(self, forward: Callable[[Any], Any], output: Any, batch: MicroBatch, training: bool) -> dict[str, torch.Tensor]:
         """The named parts, with `loss`. Raises UserError if the function returns anything else."""
@@ -140,7 +156,9 @@ class Own(PartedLoss):
         else:
             model = self._model(forward) if self.runs_model else None
             progress = self._progress[training]
-            returned = self._call(output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=progress)
+            returned = self._call(
+                output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=progress, phase=self._phase
+            )
             if training and model is not None and not model.was_called and output is None:
                 self._check_parts()
         parts = dict(returned) if isinstance(returned, dict) else {"loss": returned}

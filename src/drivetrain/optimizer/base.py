@@ -162,7 +162,7 @@ class Optimizer(Hyperparameters):
         common = {f.name for f in fields(Hyperparameters)} - {"lr", "weight_decay"}
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
         if "beta2" in values:
-            values["betas"] = (values.pop("beta1"), values.pop("beta2"))
+            values["betas"] = (float(values.pop("beta1")), float(values.pop("beta2")))  # torch refuses the 0 of beta1=0
         return values
 
     def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:

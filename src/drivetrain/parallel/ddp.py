@@ -50,6 +50,8 @@ class Ddp(ProcessGroupStrategy):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
+        if self.compress == "powersgd" and run.values["phases"]:
+            yield "parallel.compress=powersgd and phases exclude each other (it is a hook of DDP): set parallel.compress=bf16"
         if self.compress == "powersgd" and run.precision.scales_loss:
             yield (
                 f"parallel.compress=powersgd and {run.named('precision')} exclude each other (an overflow would stay in what it "
@@ -98,10 +100,10 @@ class Ddp(ProcessGroupStrategy):
     def wrap_model(self, model: Any, context: BuildContext) -> Any:
         self._work.time_forward(model)
         # A loss that runs the model may call parts of it, and does so several times: it is wrapped as a whole instead.
-        return model if context.run.compile.captures_step or context.loss.runs_model else self._distributed(model)
+        return model if _reduces_in_step(context) or context.loss.runs_model else self._distributed(model)
 
     def wrap_loss(self, loss: Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
-        if context.run.compile.captures_step or not loss.runs_model:
+        if _reduces_in_step(context) or not loss.runs_model:
             return loss
         return LossOfRanks(self._distributed(_step_module(loss, model)))
 
@@ -139,6 +141,11 @@ class Ddp(ProcessGroupStrategy):
         sent_as = None if self.compress == "none" else {"fp16": torch.float16, "bf16": torch.bfloat16}[self.compress]
         trained = [p for p in context.model.parameters() if p.requires_grad]
         return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as)
+
+
+def _reduces_in_step(context: BuildContext) -> bool:
+    """Whether gradients are reduced after the backward: a graph calls no hooks, and a phase has those of some weights only."""
+    return context.run.compile.captures_step or bool(context.run.values["phases"])
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,6 +83,10 @@ class Precision(Option):
         clip()
         optimizer.step()
         return True
+
+    def of_phase(self, name: str) -> Precision:
+        """Return the precision for a phase of the updates, whose state is saved with this one's."""
+        return self
 
     def autocast_dtype(self) -> str | None:
         """Return what autocast computes products in, None without autocast. Call it after `convert`, which may switch it off."""
@@ -212,6 +217,7 @@ class Amp(Bf16):
     changes = "rounds products and activations to float16; an overflow skips the update"
     dtype = "float16"
     scales_loss = True
+    _phases: dict[str, Amp]  # of the updates, by name
     step_waits = "an overflow, which the host reads after each backward, skips the update"
 
     def __init__(self, init_scale: Positive = 65536.0, growth_interval: Count = 2000) -> None:
@@ -222,7 +228,15 @@ class Amp(Bf16):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        self.scaler = torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+        self.scaler, self._phases = self._new_scaler(), {}
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self._device.type, init_scale=self.init_scale, growth_interval=self.growth_interval)
+
+    def of_phase(self, name: str) -> Amp:
+        made = copy.copy(self)  # with a scale of its own, which the overflows of other phases do not move
+        made.scaler, made._phases, self._phases[name] = self._new_scaler(), {}, made
+        return made
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         backpropagate(self.scaler.scale(loss), weight)
@@ -234,22 +248,16 @@ class Amp(Bf16):
         """Update unless there was an overflow. Reading that waits for the backward only; clipping is queued by then.
 
         Without that read, the schedule, the EMA and the counters would have to live on the device and advance by `1 - overflow`.
-        Several optimizers that are separate skip each by itself, and the scale moves once. It is an update if one has stepped.
         """
         if torch.compiler.is_compiling():
             return self._recorded_step(optimizer, clip)  # type: ignore[return-value]
-        separate = getattr(optimizer, "members", ()) if getattr(optimizer, "separate", False) else (optimizer,)
-        with self._unscaled(*separate):
+        with self._unscaled(optimizer):
             clip()
-            made = [self._step_without_overflow(one) for one in separate]
+            found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
+            overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
+            if not overflow:
+                optimizer.step()
             self.scaler.update()
-        return any(made)
-
-    def _step_without_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
-        found = self.scaler._found_inf_per_device(optimizer)  # `scaler.step` would read it too, but does not return it
-        overflow = any(float(self._parallel.all_reduce_max(inf)) for inf in found.values())
-        if not overflow:
-            optimizer.step()
         return not overflow
 
     def _recorded_step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> torch.Tensor:
@@ -262,11 +270,10 @@ class Amp(Bf16):
         return torch.logical_not(overflow)
 
     @contextmanager
-    def _unscaled(self, *optimizers: torch.optim.Optimizer) -> Iterator[None]:
+    def _unscaled(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Unscale the gradients of one update. If it fails (out of memory), the next one has gradients to unscale again."""
         try:
-            for optimizer in optimizers:
-                self.scaler.unscale_(optimizer)
+            self.scaler.unscale_(optimizer)
             yield
         finally:
             self.scaler._per_optimizer_states.clear()
@@ -276,12 +283,15 @@ class Amp(Bf16):
         return [] if scale is None or growth is None else [scale, growth]
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), **self.scaler.state_dict()}
+        phases = {name: phase.scaler.state_dict() for name, phase in self._phases.items()}
+        return {**super().state_dict(), **self.scaler.state_dict(), **({"phases": phases} if phases else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if "scale" in state:  # it is not in a checkpoint of another precision: the scale then starts at init_scale
             self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a setting of the config, not state
+        for name, saved in state.get("phases", {}).items():
+            self._phases[name].load_state_dict(saved)
 
 
 def _run_in_float32(module: torch.nn.Module) -> None:

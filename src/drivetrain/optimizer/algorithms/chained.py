@@ -10,13 +10,10 @@ from drivetrain.saving.sharded_checkpoint import join_optimizer_states
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one. Each updates its own parameter groups; `param_groups` has the groups of all.
+    """Several optimizers as one. Each updates its own parameter groups; `param_groups` has the groups of all."""
 
-    `separate` members train networks with losses of their own: an overflow in one's gradients skips that one alone.
-    """
-
-    def __init__(self, *members: torch.optim.Optimizer, separate: bool = False) -> None:
-        self.members, self.separate = members, separate
+    def __init__(self, *members: torch.optim.Optimizer) -> None:
+        self.members = members
         super().__init__([group for member in members for group in member.param_groups], {})
         self.defaults = {key: value for member in members for key, value in member.defaults.items()}
         self._share_groups()

@@ -1,0 +1,122 @@
+"""A step whose updates have phases: several parts of a model, each with an optimizer and a loss of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from drivetrain.clip.base import Norm
+from drivetrain.core import phases as settings
+from drivetrain.core.context import BuildContext
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.progress import Progress
+from drivetrain.core.step import Step
+from drivetrain.optimizer.algorithms.chained import ChainedOptimizer
+
+
+@dataclass(eq=False)
+class Phase:
+    """A phase of an update, as it was built."""
+
+    name: str
+    every: int
+    parameters: Sequence[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    precision: Any
+    clip: Callable[[], None]
+    loss_sum: torch.Tensor  # 0-d: of its runs since the last record
+    runs: int = 0  # since the last record
+    step: Step = field(init=False)  # set where the run's step is composed
+
+    def alone(self, others: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """Return a context in which no other part of the model gets gradients: none is computed for it."""
+        return _alone(self.parameters, others)
+
+
+@contextmanager
+def _alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    own = set(map(id, parameters))
+    frozen = [p for p in others if p.requires_grad and id(p) not in own]
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)
+
+
+def build(context: BuildContext) -> list[Phase]:
+    """Build the phases of a run, in their order; [] where it has none. Raises UserError where they divide no parameters."""
+    found, run, precision = settings.of(context.run), context.run, context.precision
+    trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
+    built = []
+    for name, names in settings.divided(found, trained).items() if found else ():
+        given, own = found[name], [trained[n] for n in names]
+        option = run.optimizer if given.lr is None else replace(run.optimizer, lr=given.lr)
+        clip = run.clip if given.max_norm is None else Norm(given.max_norm)
+        with _alone(own, trained.values()):
+            of_phase = precision.of_phase(name)
+            optimizer = context.optimizer = of_phase.build_optimizer(option, context)
+            total = torch.zeros((), device=context.device)
+            built.append(Phase(name, given.every, own, optimizer, of_phase, clip.build(context), total))
+    return built
+
+
+def chained(phases: Sequence[Phase]) -> torch.optim.Optimizer:
+    """Return the optimizers of the phases as one, of which schedules and checkpoints know."""
+    return ChainedOptimizer(*(phase.optimizer for phase in phases))
+
+
+@dataclass(eq=False)
+class PhasedStep:
+    """Runs the phases of an update one after the other, on the same micro-batches, which wait on the device until the last one.
+
+    In each phase only its own parameters get gradients, which are cleared after it. An update counts once, however many phases
+    have run in it, and is skipped where all of these were.
+    """
+
+    phases: Sequence[Phase]
+    parameters: Sequence[torch.nn.Parameter]  # of all phases
+    progress: Progress
+    waiting: list[MicroBatch] = field(default_factory=list, init=False)
+    _done: dict[str, bool] = field(default_factory=dict, init=False)  # phases of this update, and whether each was made
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.waiting.append(batch)
+        self._loss_sum = loss_sum
+
+    def update(self) -> bool:
+        for phase in self.phases:
+            if (self.progress.updates + 1) % phase.every == 0 and phase.name not in self._done:
+                with phase.alone(self.parameters):
+                    self._done[phase.name] = self._run(phase)
+        made, self._done = any(self._done.values()), {}
+        return made
+
+    def _run(self, phase: Phase) -> bool:
+        total = torch.zeros_like(self._loss_sum)
+        try:
+            for batch in self.waiting:
+                phase.step.micro_batch(batch, total)
+            made = phase.step.update()
+        finally:
+            phase.step.zero_grad()
+        self._loss_sum += total
+        phase.loss_sum += total
+        phase.runs += 1
+        return made
+
+    def zero_grad(self) -> None:
+        """Forget what waits. Phases that were done are not done again where the update ran out of memory and is repeated."""
+        self.waiting = []
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        phases = [replace(phase) for phase in self.phases]
+        for phase, own in zip(phases, self.phases, strict=True):
+            phase.step = own.step.with_forward(forward)
+        return PhasedStep(phases, self.parameters, self.progress)
