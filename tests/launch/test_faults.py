@@ -11,7 +11,7 @@ import pytest
 
 from drivetrain.cli import main
 from tests.support import command
-from tests.support.command import TORCHRUN, Done, checkpoints, losses, only_run, result, train, weights
+from tests.support.command import TORCHRUN, Done, losses, only_run, result, train, weights
 
 WORDS = (
     "data=digits", "model=own", "model.target=faulty_nets.Faulty", "trust=[faulty_nets]", "optimizer=adamw", "log_every=1",
@@ -62,20 +62,6 @@ def test_a_killed_rank_and_all_start_again(whole: Path, tmp_path: Path, rank: in
         assert weights(run_dir) == weights(whole)
 
 
-@pytest.mark.slow
-def test_a_killed_rank_without_restarts_ends_the_run_resumable(whole: Path, tmp_path: Path) -> None:
-    outputs, done = faulted(tmp_path, "killed", 1)
-    run_dir = only_run(outputs)
-    assert done.code == 1, done
-    (line,) = done.errors
-    assert "rank 1 ended without a result (killed, or out of memory)" in line
-    assert line.endswith(f"go on with resume={run_dir.relative_to(tmp_path)}")
-    again = train(f"resume={run_dir}", cwd=tmp_path)
-    assert again.code == 0, again
-    assert losses(run_dir) == losses(whole)
-    assert weights(run_dir) == weights(whole)
-
-
 def test_a_stopped_rank_is_found_named_and_shown(tmp_path: Path) -> None:
     outputs, done = faulted(tmp_path, "stopped", 1, "parallel.heartbeat_timeout_s=3")
     run_dir = only_run(outputs)
@@ -108,16 +94,6 @@ def test_one_ranks_nan_is_all_ranks(tmp_path: Path, strategy: str) -> None:
     assert found["status"] == "diverged"
     assert found["error"].startswith("the loss is nan")
     assert "start again" not in done.err, "it would diverge again"
-
-
-@pytest.mark.slow
-def test_one_rank_out_of_memory_ends_all_and_is_named(tmp_path: Path) -> None:
-    outputs, done = faulted(tmp_path, "out_of_memory", 1)
-    assert done.code == 1, done
-    errors = [e for e in done.errors if "rank 1" in e]
-    assert len(errors) == 1, "once, not once for each rank"
-    assert "can't allocate memory" in errors[0]
-    assert checkpoints(only_run(outputs))
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """`drivetrain compare`: the arms, their rounds, their notes, and the verdict on quality."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -37,16 +36,6 @@ def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
     assert 'src="http' not in page
     left = [p for p in Path("outputs").rglob("*") if p.is_file() and p.name != ".lock"]
     assert {p.name for p in left} == {"compare.json", "compare.html"}  # of the arms nothing is left
-
-
-@pytest.mark.slow
-def test_an_arm_may_be_there_twice(command, tiny):
-    """A against A: two arms, each with processes of its own."""
-    done, found = command("compare", *tiny("optimizer.lr=0.05,0.05", "rounds=2", "block_s=0.02"))
-    assert done.returncode == 0, done.stderr
-    one, other = (row["rates"] for row in found["rows"])
-    assert len(one) == len(other) == 2
-    assert one != other
 
 
 @pytest.mark.slow
@@ -91,16 +80,6 @@ def text_of(file: Path) -> str:
         return ""
 
 
-@pytest.mark.slow
-def test_what_is_slow_is_seen(command, tiny, slow_set):
-    words = ["data=own", "data.target=slow_set.Slow", "trust=[slow_set]", "data.kwargs.pause=0,0.01"]
-    done, found = command("compare", *tiny(*words, "rounds=8", "block_s=0.05"))
-    assert done.returncode == 0, done.stderr
-    middle, _, high = found["rows"][1]["ratio"]
-    assert middle <= high < 1
-    assert found["rows"][1]["data_wait"] > 0.5
-
-
 def test_an_arm_that_fails_is_a_row(command, tiny):
     done, found = command("compare", *tiny("optimizer.lr=0.05,1e30", "rounds=1", "block_s=0.02", "log_every=1"))
     assert done.returncode == 1
@@ -126,16 +105,6 @@ def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, t
     done, _ = command("compare", *tiny("compile=cudagraph,none", "runtime.device=cpu"))
     assert done.returncode == 2
     assert "the first arm (compile=cudagraph)" in done.stderr
-
-
-@pytest.mark.slow
-def test_unequal_work_is_said(command, tiny):
-    done, found = command("compare", *tiny("batch.global_batch=12,24", "rounds=1", "block_s=0.02"))
-    assert "do not do the same work. Samples in an update: 12 (" in done.stdout
-    assert "too few rounds" in done.stdout
-    assert found["rows"][1]["ratio"][1:] == [None, None]
-    page = next(Path("outputs/compare").rglob("compare.html")).read_text()
-    assert not re.search(r'="[^"]*(inf|nan)', page)
 
 
 @pytest.mark.parametrize(
