@@ -15,15 +15,17 @@ from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark import arms
+from drivetrain.measure.report import report
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.claim import Claim
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import reader
 from drivetrain.run.reader import Points, RunFiles, compared, differing
-from drivetrain.ui import sheet
 from drivetrain.ui.output import echo
-from drivetrain.ui.sheet import Table
+from drivetrain.ui.sheet import EMPTY, Table
+
+NOT_SHOWN = ("run", "folder", "updates made", "error")  # of the report's table
 
 
 @dataclass
@@ -90,40 +92,22 @@ def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]
 
 
 def _show(sides: Sequence[Side]) -> None:
-    """Print where the configs differ, and the results of those sides that are runs."""
+    """Print where the configs differ, and the results of those sides that are runs: the report's table, a row a column."""
     both = [side.run for side in sides]
-    keys = differing(both)
-    groups = [key.split(".")[0] for key in keys]
-    keys.sort(key=lambda key: (groups.index(key.split(".")[0]), "." in key))  # a group's option before its keys
-    rows = [(key, *(printable(sheet.setting(run.config.get(key))) for run in both)) for key in keys]
-    header = ("", *(side.name for side in sides))
-    if rows:
-        Table(header, rows).show()
-    else:
-        echo("the configs are the same")
-    if any(run.result is not None for run in both):
-        echo()
-        Table(header, _results(both)).show()
-
-
-def _results(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
-    """The runs' results: a row for each figure that one of them has, and for each version in which they differ."""
-    found = [run.result for run in both]
-    metric = next((run.metric[0] for run in both if run.metric), "metric")
-    gib = [r and r.peak_memory_bytes and r.peak_memory_bytes / 2**30 for r in found]
-    figures: list[tuple[str, str, Sequence[Any]]] = [
-        ("status", "{}", [run.status or None for run in both]),
-        (metric, "{:.4f}", [run.final() for run in both]),
-        (f"best {metric}", "{:.4f}", [run.best() for run in both]),
-        ("samples/s", "{:,.0f}", [r and r.samples_per_second for r in found]),
-        ("step p50", "{:.2f} ms", [r and r.step_ms_p50 for r in found]),
-        ("memory", "{:.2f} GiB", gib),
-        ("wall", "{:.1f} s", [r and r.wall_s for r in found]),
-        ("device", "{}", [r and (r.device_name or r.device) for r in found]),
-    ]
-    rows = [(name, *(sheet.figure(value, form) for value in values)) for name, form, values in figures]
+    found = report.table(both, None)
+    columns = dict(zip(found.header, zip(*found.texts(), strict=True), strict=True))
+    results = [run.result for run in both]
+    columns["device"] = tuple(str(r.device_name or r.device) if r else "–" for r in results)
     versions = [{**run.environment.get("versions", {}), "commit": run.environment.get("git_commit")} for run in both]
     for name in dict.fromkeys(name for each in versions for name in each):
         if len({each.get(name) for each in versions if len(each) > 1}) > 1:
-            rows.append((name, *(str(each.get(name) or "–") for each in versions)))
-    return [tuple(map(printable, texts)) for texts in rows if set(texts[1:]) != {"–"}]
+            columns[name] = tuple(str(each.get(name) or "–") for each in versions)
+    rows = [
+        (name, *map(printable, texts))
+        for name, texts in columns.items()
+        if name not in NOT_SHOWN and not set(texts) <= set(EMPTY)
+    ]
+    if not differing(both):
+        echo("the configs are the same")
+    if any(results) or differing(both):
+        Table(("", *(side.name for side in sides)), rows).show()
