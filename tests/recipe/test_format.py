@@ -17,7 +17,7 @@ from drivetrain.config.compose import Composed, compose
 from drivetrain.core import paths, process
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.recipe import header, reader, write
+from drivetrain.recipe import reader, write
 from drivetrain.run import drift
 from drivetrain.run.recipe_file import to_recipe
 
@@ -66,7 +66,7 @@ def test_what_was_chosen_comes_first_and_every_other_knob_after_it():
     file = exported("precision=bf16", "optimizer.lr=0.02", "epochs=3")
     tree = yaml.safe_load(file.read_text())
     assert list(tree) == ["schema", "drivetrain", "hash", "defaults", "optimizer", "epochs", "unchanged"]
-    assert (tree["schema"], tree["drivetrain"]) == (header.SCHEMA, process.__version__)
+    assert (tree["schema"], tree["drivetrain"]) == (write.SCHEMA, process.__version__)
     assert (tree["defaults"], tree["optimizer"], tree["epochs"]) == ([{"override /precision": "bf16"}], {"lr": 0.02}, 3)
     recipe = reader.read(file)
     assert {k for k in (*recipe.choices, *recipe.values) if recipe.values.get(k) != {}} == set(settings(compose([])))

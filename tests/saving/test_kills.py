@@ -20,7 +20,7 @@ from drivetrain.core import forking
 from drivetrain.core.microbatch import Request
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine.evaluator import Evaluator
-from drivetrain.launch import agent_signals, heartbeat
+from drivetrain.launch import elastic, heartbeat
 from drivetrain.loader import Pipeline, Workers, workers
 from drivetrain.logger.files import Files
 from drivetrain.saving import checkpoint_io
@@ -260,7 +260,7 @@ def test_a_signal_at_a_bad_moment_is_raised_later(capsys: pytest.CaptureFixture[
     log = logging.Logger("stops")
     log.addHandler(Stops())
     for bad_moment in (lambda: log.error("a line"), StopsAtItsEnd):
-        with agent_signals.raised_as_torch_does():
+        with elastic.raised_as_torch_does():
             bad_moment()
             with pytest.raises(SignalException):
                 time.sleep(LIMIT_S)

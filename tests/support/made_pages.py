@@ -15,7 +15,7 @@ from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.bisect import report as bisect
+from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.certify import explain, judge
 from drivetrain.measure.certify.trace import Entry, Trace

@@ -23,8 +23,8 @@ from drivetrain.core import process
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name, trust_problems
 from drivetrain.recipe.claim import Claim
-from drivetrain.recipe.header import FORMS, SCHEMA
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
+from drivetrain.recipe.write import FORMS, SCHEMA
 
 Schema = dict[str, Any]
 

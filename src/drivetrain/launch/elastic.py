@@ -18,7 +18,7 @@ from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPT
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.forking import disown_garbage, end_openmp_threads
 from drivetrain.core.signals import StopFlag
-from drivetrain.launch import agent_signals, network
+from drivetrain.launch import network
 from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
 from drivetrain.launch.job import Job
 from drivetrain.launch.rank_folder import rank_folder
@@ -34,6 +34,34 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
     from drivetrain.parallel.process_group import ProcessGroupStrategy
+
+
+import signal
+from contextlib import contextmanager
+from types import FrameType
+
+from drivetrain.core.signals import comes_again, handled_by
+
+LEFT_TO_TORCH = "SIGQUIT"  # torch sets handlers for at least one signal: for one that no scheduler sends
+
+
+@contextmanager
+def raised_as_torch_does() -> Iterator[None]:
+    """Within the context a stop signal raises torch's SignalException, which ends the ranks, where it is not dropped.
+
+    A rank that was forked just now has this handler too. There the signal waits until the rank has its own.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    here = os.getpid()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not comes_again(number, frame, here):
+            raise SignalException(f"stopped by {signal.Signals(number).name}", sigval=signal.Signals(number))
+
+    with handled_by(handle):
+        yield
+
 
 FINAL_CODES = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # a rank that ended so would do it again: no restart
 PEERS_GONE = "the ranks of another machine are gone, or cannot be reached"
@@ -77,7 +105,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
             monitor.abandoned = abandon
         with monitor, failures, _rendezvous_errors(parallel):
             try:
-                with agent_signals.raised_as_torch_does():
+                with raised_as_torch_does():
                     _launch_ranks(parallel, folder, job, run_dir, failures, quiet)
             except ChildFailedError as error:  # most ranks have written why to their files
                 failed = {rank: failure.exitcode for rank, failure in error.failures.items()}
@@ -108,7 +136,7 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
-    signals = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = agent_signals.LEFT_TO_TORCH
+    signals = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = LEFT_TO_TORCH
     newer: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S, "numa_options": False}
     # Those that this torch knows. With no `numa_options` it would ask for devices, and CUDA that is started does not survive
     # the fork; what it would choose is None.

@@ -16,10 +16,9 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import redact
 from drivetrain.recipe import claim as claims
-from drivetrain.recipe import header as headers
 from drivetrain.recipe import safe_yaml
-from drivetrain.recipe.header import Header
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
+from drivetrain.recipe.write import FORMS, Header, read_header
 
 MAX_JOBS = 1000
 _OVERRIDE = re.compile(r"(?:optional\s+)?(?:override\s+)?/?([a-z_]+)$")
@@ -111,13 +110,13 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     recipe = Recipe(name, path)
     problems: list[str] = []
     problems += [_twice(path, key_node) for key_node in safe_yaml.duplicate_keys(root)]
-    recipe.header = headers.read(path, root, problems)
+    recipe.header = read_header(path, root, problems)
     below = Recipe(name, path)
     for key_node, node in root.value if root is not None else []:
         key = str(key_node.value)  # a key may be a list
         if key == "unchanged":
             _unchanged(below, key_node, node, problems)
-        elif key not in headers.FORMS:
+        elif key not in FORMS:
             _section(recipe, key, key_node, node, problems)
     _take_unchanged(recipe, below)
     if recipe.claim is not None and recipe.sweep:
@@ -166,7 +165,7 @@ def _unchanged(below: Recipe, key_node: Any, node: Any, problems: list[str]) -> 
         return
     for inner, value in node.value:
         key = str(inner.value)
-        if key in (*headers.FORMS, "description", "claim", "sweep", "unchanged"):
+        if key in (*FORMS, "description", "claim", "sweep", "unchanged"):
             problems.append(f"{below.path}:{inner.start_mark.line + 1}: '{key}' cannot be in unchanged:, but beside it")
         else:
             _section(below, key, inner, value, problems)

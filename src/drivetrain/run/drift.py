@@ -13,9 +13,9 @@ from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import process, user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value
-from drivetrain.recipe.header import HASH_DIGITS
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
+from drivetrain.recipe.write import HASH_DIGITS
 from drivetrain.run.identity import flatten, is_machine_local
 
 

@@ -12,8 +12,8 @@ from drivetrain.config.compose import Composed
 from drivetrain.core import process
 from drivetrain.core.overrides import format_value
 from drivetrain.recipe import write
-from drivetrain.recipe.header import SCHEMA, Header
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
+from drivetrain.recipe.write import SCHEMA, Header
 from drivetrain.run import drift
 from drivetrain.run.identity import flatten, is_machine_local, reads_environment
 

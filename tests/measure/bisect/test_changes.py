@@ -8,7 +8,7 @@ import pytest
 
 from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.bisect import bisect, report
+from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.measurers import UNKNOWN, Settings, Speed, numbers
 from drivetrain.measure.bisect.search import NAMED, UNRESOLVED, Answer, Measured
 from drivetrain.measure.changes import Change, in_order
@@ -160,7 +160,7 @@ def test_help_and_completion(capsys):
 def test_a_share_of_nothing_has_no_sign():
     whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
     search = SimpleNamespace(tried={frozenset({0, 1}): whole, frozenset({0}): none})
-    found = report.Report("a", "b", None, search, Answer(NAMED, whole), Speed(None, Settings(), 0.0), [], 1.0)
+    found = bisect.Report("a", "b", None, search, Answer(NAMED, whole), Speed(None, Settings(), 0.0), [], 1.0)
     assert [row[3] for row in found.table().rows] == ["100 %", "0 %"]
 
 
@@ -174,7 +174,7 @@ def test_a_share_of_nothing_has_no_sign():
 def test_a_budget_that_was_too_small_is_told_in_a_sentence(whole, said):
     search = SimpleNamespace(tried={frozenset({0}): whole}, comparisons=1)
     answer = Answer(UNRESOLVED, whole, reason="whether they differ is not certain")
-    found = report.Report("a", "b", None, search, answer, Speed(None, Settings(budget_s=40), 0.0), [], 1.0)
+    found = bisect.Report("a", "b", None, search, answer, Speed(None, Settings(budget_s=40), 0.0), [], 1.0)
     assert found.conclusion()[-1].endswith(said)
     assert "inf" not in str(found.table().rows)
 

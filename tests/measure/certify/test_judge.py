@@ -8,7 +8,7 @@ import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.measure.certify import judge
 from drivetrain.measure.certify.judge import Floors
-from drivetrain.measure.certify.plan import plan_of
+from drivetrain.measure.certify.record import plan_of
 from drivetrain.measure.certify.trace import Entry, Trace
 
 W1, W2, INSIDE = (1, "weights", "w"), (2, "weights", "w"), (1, "forward", "layer")

@@ -2,22 +2,135 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from drivetrain.core import trees
+from drivetrain.core import streams, trees
 from drivetrain.core.figure import Figure
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
-from drivetrain.measure.certify import hooks, shadow
+from drivetrain.core.step import WrappingStep
+from drivetrain.measure.certify import shadow
 from drivetrain.measure.certify.judge import MARGIN
-from drivetrain.measure.certify.plan import plan_of
-from drivetrain.measure.certify.trace import FLOAT32, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
+from drivetrain.measure.certify.trace import FLOAT32, Array, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
+
+
+@dataclass(eq=False)
+class WatchedStep(WrappingStep):
+    """The run's own step, with a look at what stands before and after its update."""
+
+    recorder: Recorder
+    made: bool = False
+    before: float | None = None  # the running sum of losses before this update, once that has begun
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if self.before is None:
+            self.before = float(loss_sum)
+        self.loss_sum, state = loss_sum, streams.state()
+        self.recorder.rounding(self.inner.micro_batch)(batch, loss_sum)
+        if any(not torch.equal(now, state[kind]) for kind, now in streams.state().items()):
+            self.recorder.trace.random = ["the forward"]
+
+    def update(self) -> bool:
+        self.loss, self.before = float(self.loss_sum) - (self.before or 0.0), None
+        self.recorder.before_update()
+        self.made = self.inner.update()
+        return self.made
+
+    def zero_grad(self) -> None:
+        self.recorder.after_update(self.loss, self.made)
+        self.inner.zero_grad()
+
+
+def hidden(trainer: Any) -> str:
+    """Why the modules of a run cannot be looked into; "" if they can."""
+    if not trainer.parallel.own_forward:
+        return "layers: each rank runs a part of the model"
+    return "layers: the model is compiled" if trainer.compile_seconds() is not None else ""
+
+
+@contextmanager
+def watched_modules(recorder: Recorder) -> Iterator[None]:
+    """Within the context the inputs and outputs of the model's modules are recorded, a row for each sample."""
+    model, watch = recorder.trainer.model, _Modules(recorder)
+    with ExitStack() as hooks:
+        hooks.callback(model.register_forward_pre_hook(watch.begin, prepend=True).remove)
+        for name, module in model.named_modules():
+            recorder.trace.kinds[name] = type(module).__name__
+            if not any(True for _ in module.children()):
+                hooks.callback(module.register_forward_pre_hook(partial(watch.keep, f"input of {name}")).remove)
+            hooks.callback(module.register_forward_hook(partial(watch.keep, name)).remove)
+        yield
+
+
+class _Modules:
+    """Counts the calls of the modules, and keeps what they are given and give."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._forwards = 0  # of the model in this update
+        self._attempt = 0  # the update that they belong to
+        self._calls: Counter[str] = Counter()
+
+    def begin(self, model: torch.nn.Module, args: Any) -> None:
+        """The model's forward begins."""
+        if not model.training:
+            return
+        if self._attempt != self._recorder.attempt:
+            self._attempt, self._forwards = self._recorder.attempt, 0
+        self._forwards += 1
+        self._calls.clear()
+
+    def keep(self, name: str, module: torch.nn.Module, *trees_of_call: Any) -> None:
+        """Keep the last of what a hook gets: the output of a module, or else its input."""
+        recorder = self._recorder
+        self._calls[name] += 1
+        if not recorder.trainer.model.training or not 1 <= self._forwards <= len(recorder.batches):
+            return  # an evaluation, or the second pass of a loss that takes two
+        with recorder.looking():
+            for number, leaf in enumerate(trees.leaves(trees_of_call[-1])):
+                if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.is_floating_point() and not hasattr(leaf, "full_tensor"):
+                    marks = (f" #{self._calls[name]}" if self._calls[name] > 1 else "") + (f" ({number})" if number else "")
+                    recorder.add_rows("forward", name + marks, self._forwards - 1, leaf)
+
+
+EPOCHS = 2
+PRIME = 2_654_435_761  # Knuth's multiplicative hash
+MOST = 1 << 40  # hashes of samples are below it, so that sums of 8192 of them are exact in float64
+
+
+def plan_of(requests: Iterable[Request], ranks: int) -> dict[str, Array]:
+    """Return for each update of the first epochs: how many samples, their hash, and the sum of the weights / ranks.
+
+    All three add up over the ranks.
+    """
+    counts, hashes, weights, epochs = [0.0], [0.0], [0.0], []
+    for request in requests:
+        if request.epoch >= EPOCHS:
+            break
+        if request.weight:
+            indices = request.indices.numpy().astype(np.uint64)
+            counts[-1] += len(indices)
+            hashes[-1] += float(((indices + np.uint64(1)) * np.uint64(PRIME) % np.uint64(MOST)).sum())
+            weights[-1] += request.weight / ranks
+        if request.last:
+            epochs.append(float(request.epoch))
+            for sums in (counts, hashes, weights):
+                sums.append(0.0)
+    return {
+        "number of updates": np.array([epochs.count(float(e)) / ranks for e in range(EPOCHS)]),
+        "number of samples": np.array(counts[:-1]),
+        "which samples": np.array(hashes[:-1]),
+        "weights of the micro-batches": np.round(np.array(weights[:-1]), 9),
+    }
+
 
 EVALUATED_BATCHES = 8  # global batches of the evaluation set
 
@@ -70,9 +183,9 @@ class Recorder:
         self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
         for name, entry in self.first.items():
             self._add("start", name, entry, 0)
-        gradients, layers = "" if look.gradients else "gradients: the whole step is one graph", hooks.hidden(trainer)
+        gradients, layers = "" if look.gradients else "gradients: the whole step is one graph", hidden(trainer)
         self.trace.unseen += filter(None, (gradients, layers))
-        with nullcontext() if layers else hooks.watched_modules(self):
+        with nullcontext() if layers else watched_modules(self):
             trainer.fit()
         self._evaluation()
         if self.trace.random:
@@ -92,7 +205,7 @@ class Recorder:
         )
         return replace(
             trainer,
-            step=hooks.WatchedStep(trainer.step, self),
+            step=WatchedStep(trainer.step, self),
             evaluator=evaluator,
             max_updates=min(self.look.updates, trainer.max_updates),
             stream_watchers=[*trainer.stream_watchers, self._watch],

@@ -14,7 +14,7 @@ from drivetrain.core.option import CountOrZero
 from drivetrain.core.paths import expanded
 from drivetrain.core.target import Reach
 from drivetrain.measure import arguments
-from drivetrain.measure.report.over_seeds import Target, seconds_to, summarize_seeds
+from drivetrain.measure.report.page import Target, seconds_to, summarize_seeds
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
 from drivetrain.ui.output import echo
