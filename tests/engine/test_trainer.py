@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import drivetrain
 from drivetrain.core import process
 from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
+from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io
 
 TAIL = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # five updates an epoch, the last of 5
@@ -297,3 +299,19 @@ def test_a_loss_that_is_not_finite_is_null_where_the_update_was_skipped_and_ends
 class Written(list):
     def log(self, record):
         self.append(record)
+
+
+@pytest.mark.parametrize("log_every", [1, 3, 50])
+def test_a_run_whose_loss_has_exploded_says_so(train, log_every):
+    words = ["optimizer.lr=2", "updates=8", f"log_every={log_every}", "data.validation=0.2"]
+    run = train(*words)
+    assert (run.status, run.error) == ("completed", None)
+    assert run.judged("final")["loss"] > 1e6
+    assert run.warning.startswith(f"the loss has exploded: loss is {run.judged('final')['loss']:.4g} at the end")
+    assert "the loss of the first update was 1.391" in run.warning
+    assert run.warning in (run.run_dir / "log.txt").read_text()
+    assert Result.read(run.run_dir).warning == run.warning
+    half = train(*words[:1], "updates=4", *words[2:])
+    rest = drivetrain.train([f"resume={half.run_dir}", "updates=8"])
+    assert rest.warning == run.warning
+    assert train(*words[1:]).warning is None

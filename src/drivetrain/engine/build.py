@@ -149,7 +149,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         dry_run.preallocate(trainer)
     # Stream watchers come last, so that they do not see the dry run.
     checks = input_checks.watchers(run, loss, context.data.classes, timer, loader.advice(context.train_data))
-    trainer.stream_watchers = [*checks, *debug.stream_watchers()]
+    trainer.stream_watchers = [*checks, log.watch, *debug.stream_watchers()]
     return trainer
 
 

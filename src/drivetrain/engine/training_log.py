@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 from drivetrain.core import process
 from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
+from drivetrain.core.figure import Figure
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.engine.mfu import Mfu
@@ -22,7 +24,9 @@ from drivetrain.engine.phased_step import Phase
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
 
+EXPLODED = 100  # times the loss of the first update, or 1 where that is less
 REMEMBERED = 200  # records, to say from when on a loss grew
+REMEDY = "lower optimizer.lr{}, lengthen scheduler.warmup, or set clip=norm"
 
 
 @dataclass
@@ -43,6 +47,7 @@ class TrainingLog:
     def __post_init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # update and loss of the last records
         self.loss_sum = torch.zeros((), device=self.device)
+        self.first: float | torch.Tensor | None = None  # the loss of the run's first update
         self.restart()
 
     def restart(self) -> None:
@@ -56,12 +61,35 @@ class TrainingLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next records need of those before."""
-        return {"noise": self.noise.state_dict() if self.noise is not None else {}}
+        first = None if self.first is None else float(self.first)
+        return {"first": first, "noise": self.noise.state_dict() if self.noise is not None else {}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict()`."""
+        self.first = state.get("first")
         if self.noise is not None:
             self.noise.load_state_dict(state.get("noise", {}))
+
+    def watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Keep the loss of the run's first update. Nothing waits for the device."""
+        for batch in stream:
+            yield batch
+            if batch.last:
+                break
+        if self.first is None and self.progress.steps == 1:  # no record has taken it yet
+            self.first = self.loss_sum.clone()
+        yield from stream
+
+    def exploded(self, metrics: Mapping[str, Any]) -> str | None:
+        """What to know of the last evaluation where a loss in it is far beyond that of the run's first update."""
+        losses = [(value, name) for name, value in metrics.items() if Figure.parse(name).metric == "loss"]
+        if self.first is None or not losses:
+            return None
+        (loss, name), first = max(losses), float(self.first)
+        if loss <= EXPLODED * max(abs(first), 1.0):
+            return None
+        grew = f"{name} is {loss:.4g} at the end, and the loss of the first update was {first:.4g}"
+        return f"the loss has exploded: {grew}: {REMEDY.format('')}"
 
     def train(self, lr: float) -> None:
         """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""
@@ -83,6 +111,7 @@ class TrainingLog:
         if not math.isfinite(loss) and not skipped:
             raise Diverged(f"the loss is {loss} (updates {updates + 1} to {progress.updates}){self._how_it_diverged(lr)}")
         self._seen.append((progress.updates, loss))
+        self.first = loss if self.first is None and steps == 0 and count == 1 else self.first
         rate = (progress.samples - samples) / seconds if seconds else None
         of_parts = {name: _finite(value * runs(name)) for name, value in zip(parts, values, strict=False)}
         self.write(
@@ -106,7 +135,7 @@ class TrainingLog:
     def _how_it_diverged(self, lr: float) -> str:
         """Where the loss began to grow, and what to set."""
         seen = [(update, loss) for update, loss in self._seen if math.isfinite(loss)]
-        remedy = f"lower optimizer.lr (the rate was {lr:.3g}), lengthen scheduler.warmup, or set clip=norm"
+        remedy = REMEDY.format(f" (the rate was {lr:.3g})")
         if not seen:
             return f": {remedy}"
         lowest, last = min(seen, key=lambda at: at[1]), seen[-1]

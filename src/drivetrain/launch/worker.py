@@ -108,6 +108,9 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
     _record_measurements(result, trainer)
     if tested is not None:
         record(result, "test", "final", tested)
+    result.warning = trainer.log.exploded(trainer.progress.final)
+    if result.warning is not None:
+        logger.warning("%s", result.warning)
     evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
         from drivetrain.data.fingerprint import fingerprint

@@ -18,6 +18,7 @@ class Result:
 
     status: str = "failed"  # completed, failed, diverged, interrupted
     error: str | None = None
+    warning: str | None = None  # what its figures say: that its loss has exploded
     # By set (validation, which selects; test, at the end) and weights: final, best, and averaged where checkpoints were averaged.
     metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"test": {}})
     selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
@@ -122,6 +123,7 @@ class Result:
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),
+            ("warning", self.warning),
             ("updates", f"{self.updates:,} in {self.passes}"),
         ]
         for figures in self.metrics:
