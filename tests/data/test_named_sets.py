@@ -10,10 +10,14 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.core.selection import Selection
 from drivetrain.data import Own, Tabular
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
-from drivetrain.run import reader
+from drivetrain.inference.loaded import load
+from drivetrain.measure.benchmark import noninferiority
+from drivetrain.run import curves, reader
+from drivetrain.ui.pages import run as pages
 from tests.data.test_packed import CPU
 
 OWN = '''
@@ -155,7 +159,22 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     assert found.samples == 48
     again = evaluate(run.run_dir, choice=Choice(update="last", split="validation"))
     assert again.metrics == run.metrics["validation"]["final"]
-    assert reader.find([run.run_dir])[0].metric == ("noisy/ema_accuracy", True)
+    files = reader.find([run.run_dir])[0]
+    assert files.metric == ("noisy/ema_accuracy", True)
+    said = pages.verdict(files)
+    assert "ema_accuracy" in said
+    assert "on the test set clean" in said
+    assert "on the test set noisy" in said
+    page = pages.sheet_of(files).page()
+    assert all(f"validation set {name}" in page for name in ("clean", "noisy"))
+    panels = curves._panels(records, run.selection["metric"])
+    assert {"training", "validation clean", "validation noisy", "test noisy"} <= set(panels["loss"])
+    assert {"validation clean", "validation noisy"} <= set(panels["noisy/ema_accuracy"])
+    assert run.loss == run.judged()["noisy/loss"]
+    assert noninferiority.figures_for("changes", Selection("noisy/ema_accuracy", max))[1].name == "noisy/loss"
+    items, count = load(run.run_dir).items_of("test")
+    assert [item.name for item in items][22:26] == ["test/clean[22]", "test/clean[23]", "test/noisy[0]", "test/noisy[1]"]
+    assert count == 48
 
 
 def test_a_set_alone_has_the_figures_that_it_has_beside_others(train, their_marks):

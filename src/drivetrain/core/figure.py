@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 AVERAGED = "ema_"
@@ -22,6 +23,10 @@ class Figure(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.set}/{self.of_weights}" if self.set else self.of_weights
+
+    def on_all_sets(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of some figures that are the same on any set, by the name of the set."""
+        return {figure.set: name for name in names if (figure := Figure.parse(name))[:2] == self[:2]}
 
     @property
     def of_weights(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,16 @@ class LoadedRun:
             )
 
     def items_of(self, split: str) -> tuple[Iterator[Item], int]:
-        """The samples of the run's own training, validation or test set, and how many. Raises UserError."""
+        """The samples of the run's own training, validation or test set, and how many; of several sets one after another.
+
+        Raises UserError.
+        """
         data = self._run.data.load_sets(torch.device("cpu"))
-        source = {"train": data.train, "validation": data.validation, "test": data.test}[split]
-        if source is None:
+        sets = {"": data.train} if split == "train" else data.sets(split)
+        if not sets:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
-        return of_source(source, split)
+        found = [of_source(source, f"{split}/{name}" if name else split) for name, source in sets.items()]
+        return chain.from_iterable(items for items, _ in found), sum(count for _, count in found)
 
     def text_of(self, x: torch.Tensor) -> str | None:
         """The text of an input's tokens; None where the run's data option cannot tell."""

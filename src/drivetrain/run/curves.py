@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.figure import Figure
 from drivetrain.run import records
 
 COLORS = {"training": "C0", "validation": "C1", "test": "C2"}  # the same in every panel
@@ -58,7 +59,7 @@ def plot(run_dir: Path | None, metric: str) -> Any:
             axes.plot(
                 *zip(*points, strict=True),
                 label=label,
-                color=COLORS.get(label, "C0"),
+                color=COLORS.get(label),
                 marker="." if len(points) < 30 else "",
                 linewidth=1.6,
             )
@@ -80,7 +81,8 @@ def _panels(found: list[records.Record], metric: str) -> dict[str, dict[str, lis
                 _add(panels[title], "training" if key == "loss" else title, record, record.get(key))
         elif record.get("event") == "evaluate":
             for key in dict.fromkeys(("loss", metric)):
-                _add(panels[key], str(record.get("set", "evaluation")), record, record.get(key))
+                for of, name in Figure.parse(key).on_all_sets(record).items():
+                    _add(panels[key], f"{record.get('set', 'evaluation')} {of}".rstrip(), record, record[name])
     return panels
 
 

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from drivetrain.core.figure import Figure
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.typed import fits, is_table
 
@@ -65,6 +66,12 @@ class Result:
     def judged(self, evaluation: str = "final") -> dict[str, Any]:
         """Return the figures that this run is judged by: final, best or averaged; {} where there are none."""
         return self.metrics.get(self.judged_by, {}).get(evaluation, {})
+
+    @property
+    def loss(self) -> float | None:
+        """The loss at the end on the set that models are selected by, of several the one that has the metric."""
+        of_set = Figure.parse((self.selection or {}).get("metric", "")).set
+        return self.judged().get(str(Figure("loss", set=of_set)))
 
     def tested(self, evaluation: str = "final") -> dict[str, Any]:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""

@@ -156,7 +156,7 @@ def row(entry: Entry, runs: bool) -> list[str]:
     """A job's cells in the live table."""
     if entry.result is not None:
         r = entry.result
-        figures = r.status, f"{r.updates:,}", r.judged("final").get("loss"), r.judged_by, r.samples_per_second, r.wall_s
+        figures = r.status, f"{r.updates:,}", r.loss, r.judged_by, r.samples_per_second, r.wall_s
     elif runs:
         record, length = progress(entry)
         updates = f"{record.get('update', 0):,}/{length:,}" if length else ""

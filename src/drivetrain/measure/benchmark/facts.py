@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from drivetrain.core.figure import Figure
 from drivetrain.core.target import Reach
 from drivetrain.recipe.claim import SETS
 from drivetrain.recipe.safe_yaml import printable
@@ -65,7 +66,8 @@ def final_figures(of_set: Any) -> dict[str, float]:
     """The figures that a run ends with on a set. A run that averages its weights (ema) is judged by the average."""
     final = of_set.get("final") if isinstance(of_set, dict) else None
     found = final if isinstance(final, dict) else {}
-    values = {str(name): number(found.get(f"ema_{name}", value)) for name, value in found.items()}
+    averaged = {name: str(Figure.parse(name)._replace(averaged=True)) for name in map(str, found)}
+    values = {name: number(found.get(averaged[name], found[name])) for name in averaged}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from drivetrain.core.figure import Figure as EvaluatedFigure
 from drivetrain.core.option import Effect
 from drivetrain.core.selection import Selection
 from drivetrain.measure.benchmark.facts import Facts
@@ -33,7 +34,7 @@ ALPHA = 0.05  # level of PASS, and of FAIL, over all arms and looks
 NONE = 1e-9  # a mean difference below this share of its interval is what rounding leaves
 
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
-LOSS, TRAINING_LOSS = "loss", "training loss"
+TRAINING_LOSS = "training loss"
 
 
 class Figure(NamedTuple):
@@ -76,7 +77,8 @@ class Verdict:
 def figures_for(effect: Effect, selection: Selection, judge: Sequence[Selection] = (), target: str | None = None) -> list[Figure]:
     """The figures of an arm whose difference has this effect: those that `judge` names, or else the metric and the loss."""
     same = effect != "changes"
-    named = {s.name: s for s in judge or [selection, Selection(LOSS, min)]}
+    loss = str(EvaluatedFigure("loss", set=EvaluatedFigure.parse(selection.name).set))
+    named = {s.name: s for s in judge or [selection, Selection(loss, min)]}
     alone = {name for name in named if same or judge or name == selection.name}
     found = [Figure(name, -1.0 if s.maximize else 1.0, alone=name in alone) for name, s in named.items()]
     return [*found, *([Figure(target)] if target else []), Figure(TRAINING_LOSS, needed=same, alone=same)]

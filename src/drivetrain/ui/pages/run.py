@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import files, tables
+from drivetrain.core.figure import Figure
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.typed import is_number
@@ -99,13 +100,15 @@ def _figures(run: RunFiles) -> str:
     if run.result is None:
         value = run.best()
         return f"{name} {number(value)} at best on the {run.evaluated.set} set" if value is not None else ""
-    found = []
+    found, figure = [], Figure.parse(name)
     for of_set, evaluations in sorted(run.result.metrics.items(), key=lambda item: item[0] != "test"):
-        when = next((when for when in ("best", "final") if is_number(evaluations.get(when, {}).get(name))), None)
-        if when is not None:
-            found.append((f"{number(evaluations[when][name])} on the {of_set} set", when))
+        known = {of: each for when in ("final", "best") for of, each in figure.on_all_sets(evaluations.get(when, ())).items()}
+        for of, each in known.items():
+            when = next((when for when in ("best", "final") if is_number(evaluations.get(when, {}).get(each))), None)
+            if when is not None:
+                found.append((f"{number(evaluations[when][each])} on the {of_set} set {of}".rstrip(), when))
     which = f" ({_best(run)})" if {when for _, when in found} == {"best"} else ""
-    return f"{name} {' and '.join(said for said, _ in found)}{which}" if found else ""
+    return f"{figure.of_weights} {' and '.join(said for said, _ in found)}{which}" if found else ""
 
 
 def _best(run: RunFiles) -> str:
@@ -182,17 +185,25 @@ def switched(title: str, over: Sequence[str], drawn: Sequence[str]) -> list[Sect
 
 def _over(run: RunFiles, over: str, kind: str) -> Iterator[str]:
     evaluated, metric = f"{run.evaluated.set} set", run.metric[0] if run.metric else None
-    losses = [Curve("training", points(run.train, over, "loss")), Curve(evaluated, points(run.evaluated, over, "loss"))]
+    losses = [Curve("training", points(run.train, over, "loss")), *_on_sets(run, "loss", over)]
     log = charts.spans_decades([y for curve in losses for _, y in curve.points])
     yield charts.curves("Loss" + (" (logarithmic axis)" if log else ""), losses, over, log, kind=kind)
-    if metric and metric != "loss":
-        named = f"{metric.replace('_', ' ').capitalize()}, {evaluated}"
-        yield charts.curves(named, [Curve(evaluated, points(run.evaluated, over, metric))], over, kind=kind)
+    if metric and Figure.parse(metric)[:2] != Figure("loss")[:2]:
+        named = f"{Figure.parse(metric).of_weights.replace('_', ' ').capitalize()}, {evaluated}"
+        yield charts.curves(named, _on_sets(run, metric, over), over, kind=kind)
     for name, (title, factor, log) in OF_TRAINING.items():
         shown = [(x, y * factor) for x, y in points(run.train, over, name)]
         if name == "samples_per_second":
             shown = shown[1:] or shown  # the first one includes the start
         yield charts.curves(title, [Curve("training", shown)], over, log, kind=kind, zero=True)
+
+
+def _on_sets(run: RunFiles, metric: str, over: str) -> list[Curve]:
+    """A curve of a figure for each set that the run selects by."""
+    known = dict.fromkeys(name for values in run.evaluated.values for name in values)
+    found = Figure.parse(metric).on_all_sets(known)
+    whole = f"{run.evaluated.set} set"
+    return [Curve(f"{whole} {of}".rstrip(), points(run.evaluated, over, name)) for of, name in found.items()]
 
 
 def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
