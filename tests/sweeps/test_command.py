@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -114,9 +115,11 @@ def test_failing_jobs_leave_the_others_whole(tmp_path: Path) -> None:
 
 
 def test_a_bad_value_and_a_bad_recipe_on_an_axis(tmp_path: Path) -> None:
-    """They are their jobs': exit 2, the others are whole."""
+    """They are their jobs': exit 2, the others are whole, and train after all mistakes are told."""
     done = train("-m", *SMALL, "optimizer.lr=0.01,-1", "recipe=default,nope", cwd=tmp_path)
     assert done.code == 2, done
+    ends = [line.split()[1] for line in done.out.splitlines() if re.match(r"job \d+ \(\d+ of 4\)", line)]
+    assert ends == ["1", "2", "3", "0"]
     left = jobs(tmp_path / "outputs")
     assert [result(run_dir)["status"] for run_dir in left] == ["completed", "failed", "failed", "failed"]
     assert_whole(left[0], 3)

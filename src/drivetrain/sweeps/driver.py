@@ -61,7 +61,8 @@ class Grid:
         self._entries = sweep.add(jobs)
         self.total = len(jobs)
         self.kept = [entry for entry in self._entries if entry.load_result()]  # ended before this process began
-        self._waiting = [entry for entry in self._entries if entry.result is None]
+        # The jobs that cannot run come first, so that their mistakes are told before another one trains.
+        self._waiting = sorted((e for e in self._entries if e.result is None), key=lambda e: e.job.job is not None)
 
     def ask(self, count: int) -> list[Entry]:
         """The next jobs, at most `count`."""
