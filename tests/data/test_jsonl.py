@@ -159,7 +159,7 @@ def test_plain_text_is_read_in_passages_of_whole_lines(tmp_path):
 
 
 def test_what_is_no_plain_text(tmp_path, problems):
-    for name, content, says in (("e.txt", b"", "e.txt is empty"), ("l.txt", b"caf\xe9", "l.txt is not UTF-8")):
+    for name, content, says in (("e.txt", b"", "e.txt is empty"), ("l.txt", b"caf\xe9", "l.txt:1: the byte 0xe9 is no UTF-8")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=says):
             TextFiles(str(tmp_path / name)).load(CPU)

@@ -15,7 +15,6 @@ from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.data import Diabetes, LabelsCsv, Tabular, Wine
 from drivetrain.data.base import Units
-from drivetrain.data.tabular import Encoder
 
 CPU = torch.device("cpu")
 Write = Callable[..., str]
@@ -40,7 +39,7 @@ def asked(option, *targets: str):
 
 
 def test_a_tables_columns_become_standardised_numbers_and_categories(houses):
-    splits = asked(Tabular(houses, target="kind", categories=["zone"])).load(CPU)
+    splits = asked(Tabular(houses, target="kind", columns=["zone:category", "*"])).load(CPU)
     x, y = splits.train.x, splits.train.y
     assert splits.shape == (1 + 2 + 4 + 1,)  # area, two ages, four zones, price
     torch.testing.assert_close(x[:, [0, 7]].mean(0), torch.zeros(2), atol=1e-5, rtol=0)
@@ -82,7 +81,7 @@ def test_other_forms_give_the_same_table(tmp_path, form):
     csv = written(tmp_path, "area,price", *(f"{a},{p}" for a, p in zip(area, price, strict=True)))
     path = str(tmp_path / f"table.{form}")
     if form == "parquet":
-        pyarrow = pytest.importorskip("pyarrow")
+        import pyarrow
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.table({"area": area, "price": price}), path)
@@ -97,35 +96,38 @@ def test_other_forms_give_the_same_table(tmp_path, form):
 
 def test_missing_values_are_refused_or_filled(tmp_path):
     path = written(tmp_path, "x,c,y", *(f"{'' if i == 50 else i},{'?' if i == 60 else 'ab'[i % 2]},{i}" for i in range(100)))
-    with pytest.raises(UserError, match=r"rows without a value in x \(1\), c \(1\): set data.missing=fill"):
-        asked(Tabular(path, target="y", holdout=0.01), "values").load(CPU)
-    splits = asked(Tabular(path, target="y", missing="fill", holdout=0.01), "values").load(CPU)
+    with pytest.raises(UserError, match=r"table.csv:52 and others have no value in x \(1\), c \(1\): set data.missing=fill"):
+        asked(Tabular(path, target="y", holdout=0.05), "values").load(CPU)
+    splits = asked(Tabular(path, target="y", missing="fill", holdout=0.05), "values").load(CPU)
     filled = (splits.units(splits.train.y) - 50).abs().argmin()
     assert splits.train.x[filled, 0] == pytest.approx(0.0, abs=1e-6)  # the mean
     assert splits.shape == (1 + 3,)  # a missing text is a category of its own
 
 
-def test_the_encoder_that_a_run_keeps_encodes_new_rows_alike(houses):
+def test_the_schema_that_a_run_keeps_encodes_new_rows_alike(houses):
     splits = asked(Tabular(houses, target="price"), "values").load(CPU)
-    encoder = Encoder.from_json(splits.files["table.json"])
-    row = {"area": np.array([5.0]), "age": np.array(["new"], dtype=object), "zone": np.array([1.0])}
-    row["kind"] = np.array(["unseen"], dtype=object)
-    encoded = encoder(row)
-    assert encoded.shape == (1, *splits.shape)
-    assert encoded[0, -2:].tolist() == [0.0, 0.0]  # a category that no training row has
+    (found,) = predicted(splits, "zone,kind,age,area", "1,unseen,new,5")
+    assert found.shape == (1, *splits.shape)
+    assert found[0, -2:].tolist() == [0.0, 0.0]  # a category that no training row has
+
+
+def predicted(splits, *lines: str, size: int = 100, option=None) -> list[torch.Tensor]:
+    """The inputs of lines, as `drivetrain predict` reads them."""
+    found = (option or Tabular()).read_inputs([f"{line}\n".encode() for line in lines], splits, size)
+    return [read(slice(count)) for count, read in found.blocks]
 
 
 @pytest.mark.parametrize(
     ("lines", "settings", "says"),
     [
         (["x,y", "1,2"], {"target": "z"}, "data.target=z is no column"),
-        (["x,y", "1,2,3"], {"target": "y"}, "row 2 has 3 cells, and the first line names 2"),
+        (["x,y", "1,2,3"], {"target": "y"}, "table.csv:2 has 3 cells, and the first line names 2"),
         (["x,x", "1,2"], {"target": "x"}, "several columns of one name"),
         (["x,y"], {"target": "y"}, "has no rows"),
-        (["x,y", "1,a", "2,", "3,b"], {"target": "y"}, "no value in the target column y, the first is row 2"),
+        (["x,y", "1,a", "2,", "3,b"], {"target": "y"}, "table.csv:3 has no value in the target column y, and 1 of 3 rows"),
         (["y", "1", "2", "3"], {"target": "y"}, "no column beside the target"),
         (["x,y", "1,2", "2,3"], {"target": "y", "columns": ["y"]}, "would be given what it is to predict"),
-        (["x,y", "1,2", "2,3"], {"target": "y", "categories": ["z"]}, "data.categories: z is no column"),
+        (["x,y", "1,2", "2,3"], {"target": "y", "columns": ["z:category", "*"]}, "data.columns=z is no column"),
     ],
 )
 def test_a_wrong_table_is_answered_with_what_to_do(tmp_path, lines, settings, says):
@@ -138,7 +140,7 @@ def test_a_code_is_one_category_whether_its_column_holds_numbers_or_texts(tmp_pa
     """The same codes are numbers in a column of numbers, and texts where another row has a text."""
     train = written(tmp_path, "code,y", *(f"{code},{n}" for n, code in enumerate(["1", "2", "x", "1234567"])))
     test = written(tmp_path, "code,y", "2,1", "1234567,3", name="test.csv")
-    splits = asked(Tabular(train, test, target="y", categories=["code"]), "values").load(CPU)
+    splits = asked(Tabular(train, test, target="y", columns=["code:category"]), "values").load(CPU)
     assert torch.equal(splits.test.x, splits.train.x[[1, 3]])
     assert not torch.equal(splits.train.x[0], splits.train.x[3])
 
@@ -152,7 +154,7 @@ def test_numbers_that_no_training_row_has_lead_to_regression(tmp_path):
 def test_a_text_among_numbers_of_the_test_is_named(tmp_path):
     train = written(tmp_path, "x,y", "1,1", "2,2")
     test = written(tmp_path, "x,y", "3,1", "many,2", name="test.csv")
-    with pytest.raises(UserError, match="column x holds 'many', and the training rows have numbers there"):
+    with pytest.raises(UserError, match=r"test.csv:3: the column x holds 'many', and the training rows have numbers there"):
         asked(Tabular(train, test, target="y"), "values").load(CPU)
 
 

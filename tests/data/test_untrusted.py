@@ -55,18 +55,19 @@ def test_image_files_that_never_end(tmp_path):
 
 def test_texts_and_tables_that_never_end(monkeypatch):
     from drivetrain.data import Jsonl
-    from drivetrain.data.columns import read_columns as read
+    from drivetrain.data.separated import Form
+    from drivetrain.data.tables import open_table
 
     monkeypatch.setattr(untrusted, "MOST_LINE", 1 << 20)
     for name in ("t.jsonl", "t.csv"):
-        Path(name).write_text("{}" if name == "t.jsonl" else "a,b\n")
+        Path(name).write_text("{}" if name == "t.jsonl" else "a,b\n" + "1,2\n" * 1000)
         os.truncate(name, 1 << 40)  # sparse
-        with pytest.raises(UserError, match=rf"{name} has a line of more than"):
-            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else read(Path(name))
+        with pytest.raises(UserError, match=rf"{name} has a (line|row) of more than"):
+            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else open_table(Path(name), Form()).cells()
         Path(name).unlink()
         os.mkfifo(name)
         with pytest.raises(UserError, match=name):
-            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else read(Path(name))
+            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else open_table(Path(name), Form()).cells()
     with pytest.raises(DataError, match=r"gone.jsonl cannot be read"):
         Jsonl("gone.jsonl").load_sets(torch.device("cpu"))
 

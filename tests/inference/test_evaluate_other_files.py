@@ -133,8 +133,7 @@ def test_a_tables_figures_are_those_of_its_predictions(trained, tmp_path):
     run_dir, _ = trained("tabular")
     path = houses(tmp_path, OTHER, 100)
     run = drivetrain.load(run_dir)
-    readers = run._run.data.read_inputs(path, run._data)
-    found = run.predict_ready(torch.stack([read() for read in readers])).probabilities
+    found = run.predict_ready(torch.cat(inputs_of(run, path))).probabilities
     kinds = torch.tensor([run.classes.index(row.split(",")[2]) for row in path.read_text().splitlines()[1:]])
     check(judged(run_dir, "tabular", path), found, kinds)
 
@@ -144,7 +143,7 @@ def test_numbers_are_in_the_units_of_the_runs_own_table(finished, tmp_path):
     words = ("task=regression", "data=tabular", "data.target=price", f"data.path={own}")
     result = finished(*SMALL, *words)
     run = drivetrain.load(result.run_dir)
-    output = run.predict_ready(torch.stack([read() for read in run._run.data.read_inputs(path, run._data)])).output
+    output = run.predict_ready(torch.cat(inputs_of(run, path))).output
     prices = torch.tensor([float(row.split(",")[3]) for row in path.read_text().splitlines()[1:]])
     mae = (run._units(output).flatten() - prices).abs().mean()
     assert evaluate(result.run_dir, [f"data.path={path}"]).metrics["mae"] == pytest.approx(float(mae), rel=1e-4)
@@ -154,9 +153,13 @@ def test_the_figures_of_texts_are_those_of_their_predictions(trained, tmp_path):
     run_dir, _ = trained("jsonl")
     path = json_lines(tmp_path, OTHER, 100)
     run = drivetrain.load(run_dir)
-    readers = run._run.data.read_inputs(path, run._data)
-    found = torch.cat([run.predict_ready(read().unsqueeze(0)).probabilities for read in readers])
+    found = torch.cat([run.predict_ready(x).probabilities for x in inputs_of(run, path)])
     check(judged(run_dir, "jsonl", path), found, torch.full((OTHER,), run.classes.index("dog")))
+
+
+def inputs_of(run, path: Path) -> list[torch.Tensor]:
+    """A file's samples in blocks, as the run's predictions read them."""
+    return [read(slice(count)) for count, read in run._run.data.read_inputs(path, run._data, 7).blocks]
 
 
 def check(other: Evaluation, probabilities: torch.Tensor, classes: torch.Tensor) -> None:

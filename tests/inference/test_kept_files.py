@@ -17,13 +17,30 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.data import tokenizer
 from drivetrain.data.base import Splits
-from drivetrain.data.encoder import Encoder
 from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.schema import Schema
 from drivetrain.data.tabular import Tabular
 from drivetrain.engine.description import NoSamples, RunFiles
 from drivetrain.saving import manifest
 
-COLUMN = {"name": "a", "categories": None, "mean": 0.0, "std": 1.0}
+COLUMN = {
+    "name": "a", "type": "number", "style": {"decimal": ".", "thousands": "", "unit": ""}, "categories": None, "mean": [0.0],
+    "std": [1.0],
+}  # fmt: skip
+TEXT = {**COLUMN, "type": "category", "style": None, "mean": [], "std": []}
+DATE = {**COLUMN, "type": "date", "style": ["", 4], "mean": [0.0] * 4, "std": [1.0] * 4}
+
+
+def table(*columns: Any, **others: Any) -> dict[str, Any]:
+    """What a run's table.json holds."""
+    return {
+        "missing": ["", "na"],
+        "inputs": [c["name"] for c in columns if isinstance(c, dict) and "name" in c],
+        "columns": columns,
+        **others,
+    }
+
+
 TEXTS = [f"the {'cat' if n % 2 else 'dog'} number {n} sat on the mat" for n in range(40)]
 
 
@@ -58,11 +75,18 @@ def splits(name: str, text: str, **others: Any) -> Splits:
 @pytest.mark.parametrize(
     "content",
     [
-        "{}", "5", "[]", "[null]", "[5]", "[" * 100_000, "not json", "[{}]", [{**COLUMN, "more": 1}], [{**COLUMN, "name": 5}],
-        [{**COLUMN, "mean": "x"}], [{**COLUMN, "mean": float("nan")}], [{**COLUMN, "std": 0.0}], [{**COLUMN, "std": -1.0}],
-        [{**COLUMN, "std": float("inf")}], [{**COLUMN, "std": 10**400}], [{**COLUMN, "categories": []}],
-        [{**COLUMN, "categories": [5]}], [{**COLUMN, "categories": "abc"}], [{**COLUMN, "categories": ["x"] * 1001}],
-        [COLUMN] * 7, [COLUMN] * 200_000,
+        "{}", "5", "[]", "[" * 100_000, "not json", [COLUMN], table(), table(None), table(5), table({}),
+        table({**COLUMN, "more": 1}),
+        table({**COLUMN, "name": 5}), table({**COLUMN, "mean": "x"}), table({**COLUMN, "mean": [float("nan")]}),
+        table({**COLUMN, "std": [0.0]}), table({**COLUMN, "std": [-1.0]}), table({**COLUMN, "std": [float("inf")]}),
+        table({**COLUMN, "std": [10**400]}), table({**COLUMN, "std": []}), table({**COLUMN, "type": "text"}),
+        table({**COLUMN, "style": None}), table({**COLUMN, "style": {"decimal": "."}}),
+        table({**COLUMN, "style": {"decimal": "(a+)+", "thousands": "", "unit": ""}}),
+        table({**COLUMN, "style": {"decimal": ".", "thousands": "", "unit": "x"}}),
+        table({**TEXT, "categories": []}), table({**TEXT, "categories": [5]}), table({**TEXT, "categories": "abc"}),
+        table({**TEXT, "categories": ["x"] * 1001}), table({**COLUMN, "categories": ["x"]}), table({**DATE, "style": ["%", 4]}),
+        table({**DATE, "style": ["", 9]}), table({**DATE, "mean": [0.0], "std": [1.0]}), table(COLUMN, missing=5),
+        table(COLUMN, inputs=["b"]), table(COLUMN, inputs=5), table(COLUMN, inputs=["a"] * 7), table(*[COLUMN] * 200_000),
     ],
     ids=lambda content: str(content)[:30],
 )  # fmt: skip
@@ -70,16 +94,17 @@ def test_a_table_that_no_run_writes(tmp_path: Path, content: Any) -> None:
     text = content if isinstance(content, str) else json.dumps(content)
     (tmp_path / "t.csv").write_text("a\n1\n")
     with pytest.raises(UserError, match=r"^the run's table.json is not what drivetrain wrote there"):
-        list(Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", text)))
+        Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", text), 10)
 
 
 def test_a_table_that_a_run_writes(tmp_path: Path) -> None:
-    columns = [{**COLUMN, "name": f"c{n}"} for n in range(5)] + [{**COLUMN, "categories": ["x", "y", "z"]}]
-    encoder = Encoder.from_json(json.dumps(columns))
-    assert (encoder.outputs, Encoder.from_json(encoder.to_json())) == (8, encoder)
-    (tmp_path / "t.csv").write_text("c0,c1,c2,c3,c4,a\n1,2,3,4,5,y\n")
-    (row,) = Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", encoder.to_json()))
-    assert row().tolist() == [1, 2, 3, 4, 5, 0, 1, 0]
+    date = {**DATE, "name": "d"}
+    columns = [{**COLUMN, "name": "c0"}, {**TEXT, "categories": ["x", "y", "z"]}, date]
+    schema = Schema.from_json(json.dumps(table(*columns)))
+    assert (schema.outputs, Schema.from_json(schema.to_json())) == (8, schema)
+    (tmp_path / "t.csv").write_text("d,c0,a\n2024-02-03,2,y\n")
+    ((count, read),) = Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", schema.to_json()), 10).blocks
+    assert (count, read(slice(1)).tolist()) == (1, [[2, 0, 1, 0, 2024, 2, 3, 5]])
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +186,7 @@ def test_a_changed_file_is_not_taken(finished: Callable[..., Any], tmp_path: Pat
     assert set(manifest.about(checkpoint)["files"]) == {"table.json"}
     assert len(drivetrain.load(run).predict(str(table)).probabilities) == 40
     content = (run / "table.json").read_text()
-    (run / "table.json").write_text(content.replace('"mean": ', '"mean": 1'))
+    (run / "table.json").write_text(content.replace('"missing": [', '"missing": ["x",'))
     with pytest.raises(UserError, match=r"table.json is not what the run wrote \(its SHA-256 differs\)"):
         drivetrain.load(run).predict(str(table))
     again = drivetrain.train([f"resume={run}", "epochs=2"])

@@ -242,7 +242,7 @@ def test_memory_is_bounded_and_order_kept():
         nonlocal begun
         for n in itertools.count():
             begun += 1
-            yield Item(str(n), lambda n=n: slow(n))
+            yield Item([str(n)], lambda _, n=n: slow(n))
 
     def slow(n: int) -> torch.Tensor:
         time.sleep(0.002 * (n % 3 == 0))
@@ -254,9 +254,9 @@ def test_memory_is_bounded_and_order_kept():
     for batch in itertools.islice(read_in_batches(items(), 4), 5):
         seen += batch
         assert begun <= len(seen) + 8
-    assert [read.name for read in seen] == [str(n) for n in range(20)]
-    assert [int(read.x) for read in seen if read.x is not None] == [n for n in range(20) if n != 5]
-    assert seen[5].error == "five is broken"
+    assert [read.item.names for read in seen] == [[str(n)] for n in range(20)]
+    assert [int(x) for read in seen for _, x in read.parts] == [n for n in range(20) if n != 5]
+    assert seen[5].errors == {0: "five is broken"}
 
 
 def test_help_and_completion(tmp_path, capsys):
@@ -285,7 +285,7 @@ def houses(path: Path, *numbers: int) -> Path:
 def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
     """Rows are encoded as the training rows were, from a file and from standard input, and numbers are in the data's units."""
     train, test = houses(tmp_path / "train.csv", *range(0, 80, 2)), houses(tmp_path / "test.csv", *range(1, 40, 2))
-    data = (f"data.path={train}", f"data.test={test}", "data.target=price", "data.categories=[zone]")
+    data = (f"data.path={train}", f"data.test={test}", "data.target=price", "data.columns={zone: category}")
     result = finished("task=regression", "data=tabular", *data, "model.hidden=[8]", "epochs=2")
     assert predict(result, "--data", "test", "--out", tmp_path / "a.csv") == 0
     monkeypatch.setattr("drivetrain.data.Tabular.load", lambda *_: pytest.fail("the data was read"))
@@ -314,7 +314,11 @@ def test_rows_that_do_not_fit_a_table(finished, tmp_path, monkeypatch, capsys):
     assert predict(result, "-") == 1
     found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [bool(row["value"]) for row in found] == [True, False, False, False, True]
-    for row, says in zip(found[1:4], ("area holds 'big'", "no value in area", "row 5 has 2 cells"), strict=True):
+    for row, says in zip(
+        found[1:4],
+        ("standard input:3: the column area holds 'big'", "no value in area", "standard input:5 has 2 cells"),
+        strict=True,
+    ):
         assert says in row["error"]
     (tmp_path / "less.csv").write_text("area,zone\n1,2\n")
     assert predict(result, tmp_path / "less.csv") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,12 +52,15 @@ def command(argv: Sequence[str]) -> int:
     split = given.options.data
     loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice, with_data=split is not None)
     loaded.check_rows(split)
-    items, count = loaded.items_of(split) if split else inputs.given(given.paths, loaded.transforms, sys.stdin)
     size = given.options.batch or loaded.batch_size()
+    lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
+    items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
     with Output(given.options.out) as output, Rate("predictions", count) as rate:
         counts = predict_all(loaded, items, size, output, rate, with_targets=split is not None)
     where = f": {given.options.out}" if given.options.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)
+    for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():
+        echo(f"{unknown:,} rows have a {name} that no training row has: it counts as none of them", file=sys.stderr)
     if counts.unreadable:
         more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
         echo(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)

@@ -15,6 +15,9 @@ _OTHER_THAN_TEXT = re.compile(r"true|false|null|nan|inf", re.I)  # words that Hy
 # Quoted texts, and what stands between the signs of lists and calls; in a mapping also between keys and values.
 _PART = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}'"]+""")
 _PART_OF_MAPPING = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}:'"]+""")
+_OF_TABLES = re.compile(r"data\.(target|columns|image|text|label|delimiter|decimal|na)")  # keys whose values name columns
+_PART_OF_NAMES = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\]'"]+""")
+_PART_OF_COLUMNS = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\]{}:'"]+""")
 MAX_LENGTH = 2**15  # characters of one override: Hydra's parser takes minutes for those that the system would allow
 MAX_DEPTH = 8  # levels of lists and mappings in a value, on the command line as in a recipe
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
@@ -53,7 +56,33 @@ def parse(text: str) -> Any:
     if not value.isascii() and not re.search(r"\\|\$\{", value):
         part = _PART_OF_MAPPING if "{" in value else _PART
         text = f"{key}={part.sub(lambda found: _quoted(found[0]), value)}"
+    if _OF_TABLES.fullmatch(key):
+        from hydra.errors import HydraException
+
+        try:
+            parsed = _parse(text)
+        except HydraException:
+            parsed = _parse(f"{key}={_with_columns(value)}")
+        if isinstance(parsed.value(), dict):  # no key of a config may have such letters: the knob is a list
+            types = [f"{name}:{kind}" for name, kind in parsed.value().items()]
+            others = [] if "*:unused" in types else ["*"]
+            return _parse(f"{key}={format_value([name for name in types if name != '*:unused'] + others)}")
+        return parsed
     return _parse(text)
+
+
+def _with_columns(value: str) -> str:
+    """A value whose names of columns are quoted: they may have any letters, as in `data.columns=[x#1,sepal length (cm)]`."""
+    if value and set(value) <= set(",;|\t "):
+        return format_value(value)
+
+    def quoted(found: re.Match[str]) -> str:
+        part = found[0].strip()
+        if not part or part[0] in "'\"":
+            return found[0]
+        return _key(part) if value[found.end() : found.end() + 1] == ":" and "{" in value else format_value(part)
+
+    return (_PART_OF_COLUMNS if "{" in value else _PART_OF_NAMES).sub(quoted, value)
 
 
 def _quoted(part: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -60,6 +61,8 @@ class Splits:
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
     validation: Source | Mapping[str, Source] | None = None  # None: there is none, and a run selects on the test set
     origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
+    inputs: str = ""  # what the inputs are, in short, for the run's first line
+    doubts: Sequence[str] = ()  # what looks wrong in the data, a line each
 
     def sets(self, split: str) -> Mapping[str, Source]:
         """Return the sets of a split, test or validation, by name: one alone is "", and {} where there is none."""
@@ -71,6 +74,17 @@ class Splits:
         if self.example is None:
             return torch.zeros(2, *self.shape, device=device, dtype=self.dtype)
         return map_tensors(lambda t: torch.full_like(t, t.dtype == torch.bool, device=device), self.example)
+
+
+@dataclass
+class Inputs:
+    """The inputs of samples that are to be predicted, as training encoded them.
+
+    Each block is a number of samples, and what reads some of them; reading raises DataError.
+    """
+
+    blocks: Iterator[tuple[int, Callable[[slice], Tree]]]
+    unknown: Counter[str] = field(default_factory=Counter)  # column → its rows with a category that no training row has
 
 
 @dataclass
@@ -155,6 +169,7 @@ class Data(Option):
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
     views = 1  # how many views the augmentation makes of each sample
     input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
+    reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = None  # the one of them that the user chose
     own: OwnData | None = None  # of a finished run that is evaluated on data of another place
@@ -296,12 +311,16 @@ class Data(Option):
         """Return the text that the tokens of an input stand for; None where the option cannot tell."""
         return None
 
-    def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], Tree]]:
-        """Return what reads the inputs of each sample of a file, or of its lines, for a prediction: as training encoded them.
+    def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
+        """Return the inputs of a file, or of its lines, in blocks of up to `size`, for predictions.
 
-        Raises UserError where the file as a whole is wrong; reading a sample raises DataError.
+        Raises UserError where the file as a whole is wrong.
         """
         raise NotImplementedError
+
+    def reads_file(self, path: Path) -> bool:
+        """Whether `read_inputs` reads such a file."""
+        return self.reads_rows or path.suffix.lower() in self.input_files
 
     def decodes_images(self) -> bool:
         """Whether samples are image files, decoded as they are read."""

@@ -8,18 +8,23 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from drivetrain.core.allowed import ColumnName, FileName, one_of
-from drivetrain.core.errors import OperatorGives, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import WHOLE, Fraction, Sets, Splits, beside
-from drivetrain.data.columns import Columns, column, held_out, missing, number_of_rows, read_columns, rows_of
+from drivetrain.data.cells import Cells, absent
 from drivetrain.data.decoding import CropShare
 from drivetrain.data.images import ImageData, Images, Normalization, image_normalization
 from drivetrain.data.named_sets import expanded
+from drivetrain.data.schema import Schema, check_names
+from drivetrain.data.styles import words_of
+from drivetrain.data.tables import KINDS, open_table
+from drivetrain.data.tabular import KEPT, Delimiter, form_of, names_of
 from drivetrain.data.targets import TargetReader
+from drivetrain.data.untrusted import Encoding, as_kept
 
 TableKind = Literal["class", "labels", "values"]
 Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
@@ -28,7 +33,7 @@ Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
 class LabelsCsv(ImageData):
     """Images, and a table beside them with a row for each: its file, and a class, several labels, or numbers.
 
-    The share `holdout` of the rows is held out, chosen by the hash of their content, unless there is a table for the test.
+    The share `holdout` of the images is held out, chosen by the hash of their names, unless there is a table for the test.
     """
 
     machine_local_keys = ("path", "test", "root")
@@ -44,6 +49,8 @@ class LabelsCsv(ImageData):
         target: ColumnName | Sequence[ColumnName] | None = None,
         separator: Separator | None = None,
         kind: TableKind | None = None,
+        delimiter: Delimiter | None = None,
+        encoding: Encoding | None = None,
         size: Count = 224,
         crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
@@ -57,6 +64,7 @@ class LabelsCsv(ImageData):
     ) -> None:
         self.path, self.test, self.root = (expanded(p) for p in (path, test, root))
         self.image, self.target, self.separator, self.kind = image, target, separator, kind
+        self.delimiter, self.encoding = delimiter, encoding
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
         self.max_pixels, self.crop_pct = max_pixels, crop_pct
         self.on_error, self.max_skipped, self.drop_last, self.order = on_error, max_skipped, drop_last, order
@@ -66,7 +74,7 @@ class LabelsCsv(ImageData):
             yield OperatorGives("data=labels_csv needs data.path, the table that has a row for each image")
         for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
             if file and not Path(file).is_file():
-                yield f"data.{knob}={file} is no file: set it to a table (CSV, Parquet or NumPy)"
+                yield f"data.{knob}={file} is no file: set it to a table ({KINDS})"
         if self.root and not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to the folder that the images' paths begin in"
         if not self.target:
@@ -75,46 +83,57 @@ class LabelsCsv(ImageData):
             yield f"data.separator={self.separator} is for several labels in a cell: set task=multilabel, or data.separator=null"
 
     def load(self, device: torch.device) -> Splits:
-        path = Path(str(self.path))
-        train = read_columns(path)
-        column(train, self.image, "data.image", path)
-        if self.test is not None:
-            test = read_columns(Path(self.test))
-        else:
-            apart = held_out(train, self.holdout)
-            train, test = rows_of(train, ~apart), rows_of(train, apart)
-        if not number_of_rows(train) or not number_of_rows(test):
-            raise UserError(f"{path} gives no training or no test rows: set data.test or data.holdout")
-        reader = self._reader(path)
-        images = self._images(train, reader.learn(train), path)
-        normalize = image_normalization(self.normalize, images)
-        own = beside(self.path, self.validation)
-        validation = self._images(rows := read_columns(own), reader.read(rows), own) if own else None
+        path, reader, own = Path(str(self.path)), self._reader(), beside(self.path, self.validation)
+        rows, schema = self._rows(path, None)
+        apart = Cells({self.image: rows.columns[self.image]}, "").held_out(self.holdout if self.test is None else 0.0)
+        sets = [rows[~apart], rows[apart]] if self.test is None else [rows, self._rows(Path(self.test), schema)[0]]
+        if not all(map(len, sets)):
+            raise UserError(f"{path} gives {len(sets[0])} training and {len(sets[1])} test rows: set data.test or data.holdout")
+        reader.learn(rows, sets[0])
+        sets += [self._rows(own, schema)[0]] if own else []
+        images = [self._images(part, reader.read(part)) for part in sets]
         return Splits(
-            images, self._images(test, reader.read(test), path), self.shape(), reader.outputs, normalize, reader.classes,
-            units=reader.units, validation=validation,
+            images[0], images[1], self.shape(), reader.outputs, image_normalization(self.normalize, images[0]), reader.classes,
+            units=reader.units, validation=images[2] if own else None, files={KEPT: schema.to_json()},
         )  # fmt: skip
 
     def load_whole(self, own: Splits) -> Splits:
-        path = self.other_file()
-        rows, reader = read_columns(path), self._reader(path)
-        every = self._images(rows, reader.read_known(rows, own), path)
+        with as_kept(KEPT):
+            schema = Schema.from_json(own.files[KEPT])
+        reader = self._reader()
+        rows, _ = self._rows(self.other_file(), schema)
+        every = self._images(rows, reader.read_known(rows, own))
         return Splits(
-            every, every, self.shape(), reader.outputs, own.normalize, reader.classes, units=reader.units, origins=WHOLE
+            every, every, self.shape(), reader.outputs, own.normalize, reader.classes, units=reader.units, files=own.files,
+            origins=WHOLE,
         )  # fmt: skip
 
-    def _reader(self, path: Path) -> TargetReader:
-        names = [self.target] if isinstance(self.target, str) else list(self.target or ())
-        kind: TargetKind = self.targets or "class"
-        return TargetReader(kind, names, path, "data.target", self.separator)
+    def _reader(self) -> TargetReader:
+        return TargetReader(self.targets or "class", names_of(self.target), "data.target", self.separator)
 
-    def _images(self, columns: Columns, targets: torch.Tensor, table: Path) -> Images:
-        names = column(columns, self.image, "data.image", table)
-        if (empty := missing(names)).any():
-            raise UserError(f"{table}: {int(empty.sum())} rows have no value in {self.image}, the image's file: remove them")
-        folder = self.root or str(table.parent)
-        files = [str(name) for name in names]
-        if absent := [file for file in files if not os.path.isfile(os.path.join(folder, file))]:
-            first = os.path.join(folder, absent[0])
-            raise UserError(f"{table} names {len(absent)} images that are not there, the first is {first}: set data.root")
-        return Images(folder, files, targets, self.how())
+    def _rows(self, path: Path, schema: Schema | None) -> tuple[Cells, Schema]:
+        """Return the images and targets in a table, and its schema, which is decided where none is given. Raises UserError."""
+        table, targets = open_table(path, form_of(self.delimiter, self.encoding)), names_of(self.target)
+        check_names([self.image], table.names, "data.image", path)
+        check_names(targets, table.names, "data.target", path)
+        cells = table.cells(() if schema is None else schema.plain, [self.image, *targets])
+        if schema is None:
+            texts = [self.image, *(targets if self.separator is not None else ())]
+            schema = Schema.decided(cells, dict.fromkeys(texts, "category"), targets=targets)
+        return schema.read(cells), schema
+
+    def _images(self, rows: Cells, targets: torch.Tensor) -> Images:
+        names = words_of(rows.columns[self.image])
+        if (empty := absent(names)).any():
+            raise DataError(
+                f"{rows.place(int(empty.argmax()))}: there is no value in {self.image}, the image's file: remove the row"
+            )
+        folder = self.root or str(Path(rows.source).parent)
+        lost = [name for name in names.texts if self.on_error == "raise" and not os.path.isfile(os.path.join(folder, name))]
+        if lost:
+            first = os.path.join(folder, lost[0])
+            raise UserError(
+                f"{rows.source} names {len(lost)} images that are not there, the first is {first}: set data.root, or "
+                "data.on_error=skip"
+            )
+        return Images(folder, [names.texts[code] for code in names.codes.tolist()], targets, self.how())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,11 +15,11 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Sets, Splits, beside, hash_fraction
+from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, hash_fraction
 from drivetrain.data.named_sets import expanded
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
-from drivetrain.data.untrusted import as_kept, lines_of
+from drivetrain.data.untrusted import Encoding, as_kept, decode, lines_of
 
 KEPT = "tokenizer.json"  # in the run's directory
 
@@ -55,6 +55,7 @@ class Jsonl(Data):
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,
+        encoding: Encoding | None = None,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
         drop_last: bool = True,
@@ -62,7 +63,8 @@ class Jsonl(Data):
     ) -> None:
         self.path, self.test, self.tokenizer_file = (expanded(p) for p in (path, test, tokenizer_file))
         self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
-        self.length, self.holdout, self.validation, self.drop_last, self.order = length, holdout, validation, drop_last, order
+        self.length, self.encoding = length, encoding
+        self.holdout, self.validation, self.drop_last, self.order = holdout, validation, drop_last, order
         self.targets: TargetKind = "tokens" if label is None else "class"
         self.byte_tokens = tokenizer == "bytes"
 
@@ -108,20 +110,14 @@ class Jsonl(Data):
         tokenizer, shift = self._kept_tokenizer(data), 0 if self.label is None else 1
         return tokenizer.text([t - shift for t in tokens if 0 <= t - shift < tokenizer.size])
 
-    def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
+    def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         assert isinstance(file, Path)  # lines are texts, not JSON
         self._kept_tokenizer(data)  # refused once, and not for each line
-        try:
-            lines = [(number, line) for number, line in enumerate(lines_of(file), 1) if line.strip()]
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} cannot be read as JSON lines: {error}") from None
-        return (partial(self._encode_line, line, f"{file}:{number}", data) for number, line in lines)
+        lines = ((number, line) for number, line in lines_of(file, self.encoding) if line.strip())
+        return Inputs((1, partial(self._encode_line, line, f"{file}", number, data)) for number, line in lines)
 
-    def _encode_line(self, line: str, where: str, data: Splits) -> torch.Tensor:
-        try:
-            return self.encode(self._entry(line, where, [("text", self.text)])[self.text], data)
-        except UserError as error:
-            raise DataError(error.problems) from None
+    def _encode_line(self, line: bytes, source: str, number: int, data: Splits, _: slice) -> torch.Tensor:
+        return self.encode(self._entry(line, source, number, [("text", self.text)])[self.text], data).unsqueeze(0)
 
     def load(self, device: torch.device) -> Splits:
         sets = self._lines()
@@ -192,39 +188,38 @@ class Jsonl(Data):
 
     def _read(self, path: Path) -> list[Line]:
         """Return the lines whose text is not empty. Raises UserError."""
-        try:
-            read = [self._line(line, f"{path}:{number}") for number, line in enumerate(lines_of(path), 1) if line.strip()]
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8: {error}") from None
+        read = (self._line(line, str(path), number) for number, line in lines_of(path, self.encoding) if line.strip())
         lines = [line for line in read if line.text]
         if not lines:
             raise UserError(f"{path} has no texts under the key '{self.text}'")
         return lines
 
-    def _line(self, content: str, where: str) -> Line:
-        entry = self._entry(content, where, [("text", self.text), ("label", self.label)])
+    def _line(self, content: bytes, source: str, number: int) -> Line:
+        entry = self._entry(content, source, number, [("text", self.text), ("label", self.label)])
         label = entry[self.label] if self.label is not None else ""
         if not isinstance(label, str | int | bool):
-            raise UserError(f"{where}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
+            raise DataError(f"{source}:{number}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
         return Line(entry[self.text], str(label))
 
-    def _entry(self, content: str, where: str, keys: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
-        """Return a line's object, which has these keys of settings and a text. Raises UserError."""
+    def _entry(self, content: bytes, source: str, number: int, keys: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
+        """Return a line's object, which has these keys of settings and a text. Raises DataError."""
+        where = f"{source}:{number}"
+        text = decode(content, source, number)
         try:
-            entry = json.loads(content)
+            entry = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(
+            raise DataError(
                 f'{where}: not JSON: {error}: each line must be an object such as {{"{self.text}": "…"}} '
                 "(data=text reads plain text)"
             ) from None
         if not isinstance(entry, dict):
-            raise UserError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
+            raise DataError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
         for knob, key in keys:
             if key is not None and key not in entry:
-                raise UserError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
+                raise DataError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
         if not isinstance(entry[self.text], str):
-            raise UserError(f"{where}: '{self.text}' is {type(entry[self.text]).__name__}, not a text")
-        return entry
+            raise DataError(f"{where}: '{self.text}' is {type(entry[self.text]).__name__}, not a text")
+        return {**entry, self.text: decode(entry[self.text], source, number)}
 
 
 @lru_cache(1)  # each of many texts is encoded alone

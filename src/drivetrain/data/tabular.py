@@ -1,42 +1,51 @@
-"""Tables: rows of numbers and categories, from CSV, Parquet or NumPy files, and two of scikit-learn's."""
+"""Tables: rows of numbers, categories and dates, from CSV, Parquet or NumPy files, and two of scikit-learn's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from drivetrain.core import rng
-from drivetrain.core.allowed import ColumnName, FileName
-from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
+from drivetrain.core.allowed import ColumnName, FileName, Text
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Sets, Splits, Tensors, beside, number_apart
-from drivetrain.data.columns import (
-    FORMATS,
-    Columns,
-    cells,
-    contents,
-    csv_rows,
-    held_out,
-    missing,
-    named,
-    number_of_rows,
-    read_columns,
-    rows_of,
-    typed,
-)
-from drivetrain.data.encoder import Encoder
+from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, number_apart
+from drivetrain.data.cells import Cells, absent
 from drivetrain.data.named_sets import expanded
+from drivetrain.data.schema import TYPES, Schema, check_names, named
 from drivetrain.data.scikit_learn import read_diabetes, read_wine
+from drivetrain.data.separated import MISSING, Form, Stream, TextTable
+from drivetrain.data.tables import KINDS, NativeTable, open_table
 from drivetrain.data.targets import TargetReader
-from drivetrain.data.untrusted import as_kept
+from drivetrain.data.untrusted import Encoding, as_kept
 
-KEPT = "table.json"  # in the run's directory: how rows become inputs
+if TYPE_CHECKING:
+    import numpy as np
+
+KEPT = "table.json"  # in the run's directory: how rows are read and become inputs
 TableKind = Literal["class", "values", "labels"]
+OneColumn = ColumnName | int  # those of arrays are numbered
+# An input column, and after a colon its type; * stands for all others. `data.columns={zone: category}` is [zone:category,*].
+Typed = Annotated[str, Text(rf"(\w[^/\\:\x00-\x1f]{{0,99}}|\*)(:({'|'.join(TYPES)}))?", "a column's name, or name:type")] | int
+Words = Sequence[Annotated[str, Text(r"[^\s\x00-\x1f]{0,20}", "a word without a space")] | int | float]
+Delimiter = Annotated[str, Text(r"[^\w\r\n\"]", "one sign, such as ;")]
+
+
+def names_of(given: OneColumn | Sequence[OneColumn] | None) -> list[str]:
+    """Return the names of columns: of one, or of several."""
+    return [] if given is None else [str(given)] if isinstance(given, str | int) else [str(name) for name in given]
+
+
+def form_of(delimiter: str | None, encoding: str | None, header: bool | None = None, na: Words | None = None) -> Form:
+    """Return how a table is written, as the settings say it."""
+    return Form(delimiter, encoding, header, MISSING if na is None else ("", *(str(word).lower() for word in na)))
 
 
 class Table(Data):
@@ -44,50 +53,93 @@ class Table(Data):
 
     max_value = None
     missing = "refuse"
-    input_files = FORMATS
+    reads_rows = True
 
-    def read_inputs(self, file: Path | Iterable[str], data: Splits) -> Iterator[Callable[[], torch.Tensor]]:
-        encoder = _encoder(data)
-        names, rows = _rows_of_file(file) if isinstance(file, Path) else _rows_of_lines(file)
-        there = set(names)
-        if absent := [name for name in encoder.names if name not in there]:
-            source = file if isinstance(file, Path) else "standard input"
-            raise UserError(f"{source} has no column {named(absent)}: the model's inputs are {named(encoder.names)}")
-        return (lambda row=row: encoder.row(row(), self.missing == "fill") for row in rows)  # type: ignore[misc]
+    def form(self) -> Form:
+        """Return how its files are written."""
+        return Form()
+
+    def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
+        schema, source = schema_of(data), file if isinstance(file, Path) else "standard input"
+        table = open_table(file, self.form()) if isinstance(file, Path) else Stream(file, self.form(), str(source))
+        check_has(table, schema.inputs, f"{source} has no column {{}}: the model's inputs are {named(schema.inputs)}")
+        unknown: Counter[str] = Counter()
+
+        def read(cells: Callable[[slice], Cells], which: slice) -> torch.Tensor:
+            rows = schema.read(cells(which))
+            if self.missing == "refuse":
+                refuse_missing(rows, schema)
+            for name, count, _ in schema.unknown(rows):
+                unknown[name] += count
+            return schema.encode(rows)
+
+        blocks = table.blocks(size, schema.plain, schema.inputs)
+        return Inputs(((count, partial(read, cells)) for count, cells in blocks), unknown)
 
 
-def _encoder(data: Splits) -> Encoder:
-    """The run's encoder. Raises UserError where it is none, or makes other inputs than the model's."""
+def check_has(table: TextTable | NativeTable | Stream, names: Sequence[str], problem: str) -> None:
+    """Raise UserError where a table lacks columns; `problem` has a place for their names."""
+    if lacking := [name for name in names if name not in table.names]:
+        raise UserError(problem.format(named(lacking)))
+
+
+def schema_of(data: Splits) -> Schema:
+    """Return a run's schema. Raises UserError where it is none, or makes other inputs than the model's."""
     with as_kept(KEPT):
-        encoder = Encoder.from_json(data.files[KEPT])
-        if (encoder.outputs,) != tuple(data.shape):
-            raise ValueError(f"its columns make {encoder.outputs} inputs, and the model takes {list(data.shape)}")
-    return encoder
+        schema = Schema.from_json(data.files[KEPT])
+        if (schema.outputs,) != tuple(data.shape):
+            raise ValueError(f"its columns make {schema.outputs} inputs, and the model takes {list(data.shape)}")
+    return schema
 
 
-Row = Callable[[], Columns]  # reads one row
+class Rows(Tensors):
+    """The rows of a table as a source, which know the keys of their content as it was before it was encoded."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, keys: np.ndarray) -> None:
+        super().__init__(x, y)
+        self._keys = keys
+
+    def subset(self, indices: torch.Tensor) -> Rows:
+        made = Rows(self._x, self._y, self._keys)
+        made._rows = indices if self._rows is None else self._rows[indices]
+        return made
+
+    def identities(self) -> list[bytes]:
+        """Return the key of each row."""
+        keys = self._keys if self._rows is None else self._keys[self._rows.numpy()]
+        return [key.tobytes() for key in keys]
 
 
-def _rows_of_file(path: Path) -> tuple[Iterable[str], Iterator[Row]]:
-    columns = read_columns(path)
-    return columns, (partial(rows_of, columns, slice(n, n + 1)) for n in range(number_of_rows(columns)))
+def source_of(rows: Cells, schema: Schema, reader: TargetReader) -> Rows:
+    """Return rows as inputs and targets."""
+    return Rows(schema.encode(rows), reader.read(rows), rows.keys())
 
 
-def _rows_of_lines(lines: Iterable[str]) -> tuple[Iterable[str], Iterator[Row]]:
-    """The rows of a CSV, of which no more are read than are used."""
-    names, rows = csv_rows(lines, "standard input")
+def splits_of(sets: Sequence[Rows], schema: Schema, reader: TargetReader, doubts: Sequence[str] = ()) -> Splits:
+    """Return the sets of a table: training, test and, where there is one, validation."""
+    return Splits(
+        sets[0], sets[1], (schema.outputs,), reader.outputs, None, reader.classes, units=reader.units,
+        files={KEPT: schema.to_json()}, validation=sets[2] if len(sets) > 2 else None, inputs=schema.described(), doubts=doubts,
+    )  # fmt: skip
 
-    def columns(row: list[str], number: int) -> Columns:
-        return {name: typed([cell]) for name, cell in zip(names, cells(row, names, f"row {number}"), strict=True)}
 
-    return names, (partial(columns, row, number) for number, row in enumerate(rows, 2))
+def refuse_missing(rows: Cells, schema: Schema) -> None:
+    """Raise DataError where a value of an input is missing."""
+    gaps = {name: gap for name in schema.inputs if (gap := absent(rows.columns[name])).any()}
+    if gaps:
+        raise DataError(
+            f"{rows.place(min(int(gap.argmax()) for gap in gaps.values()))} and others have no value in "
+            f"{named([f'{name} ({gap.sum()})' for name, gap in gaps.items()])}: set data.missing=fill (numbers: the mean of the "
+            "training rows; texts: a category of their own), leave columns out by data.columns, or mend the table "
+            f"(without a value is a cell that is empty, or {' '.join(filter(None, schema.missing))}: data.na)"
+        )
 
 
 class Tabular(Table):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
-    Numbers are standardised by the training rows, texts become one column for each category. Without a table of its own for
-    the test, the share `holdout` of the rows is held out, chosen by the hash of their content.
+    Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. Without a
+    table of its own for the test, the share `holdout` of the rows is held out, chosen by the hash of their content.
     """
 
     machine_local_keys = ("path", "test")
@@ -98,11 +150,15 @@ class Tabular(Table):
         self,
         path: str | None = None,
         test: str | dict[str, str] | None = None,
-        target: ColumnName | Sequence[ColumnName] | None = None,
-        columns: Sequence[ColumnName] | None = None,
-        categories: Sequence[ColumnName] = (),
+        target: OneColumn | Sequence[OneColumn] | None = None,
+        columns: Sequence[Typed] | None = None,
         kind: TableKind | None = None,
         missing: Literal["refuse", "fill"] = "refuse",
+        na: Words | None = None,
+        decimal: Literal[".", ","] | None = None,
+        delimiter: Delimiter | None = None,
+        encoding: Encoding | None = None,
+        header: bool | None = None,
         normalize: bool = True,
         holdout: Fraction = 0.2,
         validation: Fraction | FileName | Sets | None = 0.1,
@@ -110,123 +166,96 @@ class Tabular(Table):
         order: Sampling = "shuffled",
     ) -> None:
         self.path, self.test = (expanded(p) for p in (path, test))
-        self.target, self.columns, self.categories = target, columns, categories
-        self.kind, self.missing = kind, missing
-        self.normalize, self.holdout, self.validation, self.drop_last, self.order = (
-            normalize,
-            holdout,
-            validation,
-            drop_last,
-            order,
-        )
+        self.target, self.columns, self.kind, self.missing = target, columns, kind, missing
+        self.na, self.decimal, self.delimiter, self.encoding, self.header = na, decimal, delimiter, encoding, header
+        self.normalize, self.holdout, self.validation = normalize, holdout, validation
+        self.drop_last, self.order = drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
-            yield OperatorGives("data=tabular needs data.path, a table in a file (CSV, Parquet or NumPy)")
+            yield OperatorGives(f"data=tabular needs data.path, a table in a file ({KINDS})")
         for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
             if file and not Path(file).is_file():
-                yield f"data.{knob}={file} is no file: set it to a table (CSV, Parquet or NumPy)"
-        if not self.target:
+                yield f"data.{knob}={file} is no file: set it to a table ({KINDS})"
+        if not names_of(self.target):
             yield "data=tabular needs data.target, the column that is predicted (several: data.target=[a,b])"
+        for name, kind in self._types().items():
+            if kind not in ("", *TYPES):
+                yield f"data.columns={{{name}: {kind}}}: a column's type is one of {', '.join(TYPES)}"
 
     def load(self, device: torch.device) -> Splits:
-        path = Path(str(self.path))
-        train = read_columns(path)
-        if self.test is not None:
-            test = read_columns(Path(self.test))
-        else:
-            apart = held_out(train, self.holdout)
-            if apart.all() or not apart.any():
-                raise UserError(
-                    f"{path} gives {(~apart).sum()} training and {apart.sum()} test rows: set data.test or data.holdout"
-                )
-            train, test = rows_of(train, ~apart), rows_of(train, apart)
+        path, targets, own = Path(str(self.path)), names_of(self.target), beside(self.path, self.validation)
+        table = open_table(path, self.form())
+        given = self._types()
+        names, types = self._inputs(table, targets, given)
+        cells = table.cells()
+        schema = Schema.decided(cells, types, self.form().missing, self.decimal, table.decimal, targets)
+        schema.inputs = [name for name in names if name in schema.columns]
+        for name in (*targets, *names):
+            if name in table.refused:
+                raise table.refused[name]
+            if name in schema.left_out and (name in {**dict.fromkeys(targets), **given} or not schema.inputs):
+                raise UserError(f"{path}: the column {name} cannot be used: {schema.left_out[name]}")
+        rows = schema.read(cells)
+        if self.missing == "refuse":
+            refuse_missing(rows, schema)
         assert self.targets is not None
-        targets = self._targets()
-        reader = TargetReader(self.targets, targets, path, "data.target")
-        y = reader.learn(train)
-        names, own = self._inputs(train, targets, path), beside(self.path, self.validation)
-        validation = read_columns(own) if own else None
-        for setting, others in ((f"test={self.test}", test), (f"validation={own}", validation or test)):
-            if absent := [name for name in (*names, *targets) if name not in others]:
-                raise UserError(f"data.{setting} has no column {named(absent)}, which {path} has")
-        for rows, file in ((train, path), (test, Path(self.test or path)), (validation or test, own or path)):
-            self._refuse_missing(rows, names, file)
-        return encoded_splits(train, test, names, reader, y, self.categories, self.normalize, validation)
+        reader = TargetReader(self.targets, targets, "data.target")
+        apart = rows.held_out(self.holdout if self.test is None else 0.0)
+        train, sets = rows[~apart], [rows[apart]] if self.test is None else []
+        if not len(train) or not all(map(len, sets)):
+            raise UserError(f"{path} gives {(~apart).sum()} training and {apart.sum()} test rows: set data.test or data.holdout")
+        reader.learn(rows, train)
+        schema.learn(train, schema.inputs, self.normalize)
+        for setting, file in (("test", self.test), ("validation", own)):
+            if file:
+                sets.append(self._others(Path(file), schema, targets, f"data.{setting}={file}"))
+        doubts = [*schema.doubts, *(line for part in sets for line in said(schema, part))]
+        return splits_of([source_of(part, schema, reader) for part in (train, *sets)], schema, reader, doubts)
 
     def load_whole(self, own: Splits) -> Splits:
-        path = self.other_file()
-        rows, encoder = read_columns(path), _encoder(own)
-        reader = TargetReader(self.targets or "class", self._targets(), path, "data.target")
-        if absent := [name for name in (*encoder.names, *reader.names) if name not in rows]:
-            raise UserError(f"{path} has no column {named(absent)}, which the run's own table has")
-        self._refuse_missing(rows, encoder.names, path)
-        every = Rows(encoder(rows), reader.read_known(rows, own), rows)
-        return Splits(
-            every, every, (encoder.outputs,), reader.outputs, None, reader.classes, units=reader.units,
-            files={KEPT: own.files[KEPT]}, origins=WHOLE,
-        )  # fmt: skip
+        schema, reader = schema_of(own), TargetReader(self.targets or "class", names_of(self.target), "data.target")
+        rows = self._others(self.other_file(), schema, reader.names, str(self.other_file()))
+        every = Rows(schema.encode(rows), reader.read_known(rows, own), rows.keys())
+        return replace(splits_of([every, every], schema, reader, [*said(schema, rows)]), files=own.files, origins=WHOLE)
 
-    def _targets(self) -> list[str]:
-        return [self.target] if isinstance(self.target, str) else list(self.target or ())
+    def form(self) -> Form:
+        return form_of(self.delimiter, self.encoding, self.header, self.na)
 
-    def _inputs(self, train: Columns, targets: Sequence[str], path: Path) -> list[str]:
-        """Return the names of the input columns. Raises UserError."""
-        names = list(self.columns) if self.columns is not None else [name for name in train if name not in targets]
-        for setting, given in (("data.columns", names), ("data.categories", self.categories)):
-            for name in given:
-                if name not in train:
-                    raise UserError(f"{setting}: {name} is no column of {path}: {did_you_mean(name, train)}")
-        if both := [name for name in names if name in targets]:
+    def _types(self) -> dict[str, str]:
+        """Return the columns that are named, with the type of each; "" where none is given."""
+        parts = [str(column).rpartition(":") if ":" in str(column) else (str(column), "", "") for column in self.columns or ()]
+        return {name: kind.strip() for name, _, kind in parts}
+
+    def _inputs(
+        self, table: TextTable | NativeTable, targets: Sequence[str], given: Mapping[str, str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the names of the columns that may be inputs, and the types of columns. Raises UserError."""
+        check_names(targets, table.names, "data.target", self.path)
+        check_names([name for name in given if name != "*"], table.names, "data.columns", self.path)
+        if both := [name for name in targets if name in given and not given[name]]:
             raise UserError(f"data.columns has the target {named(both)}: the model would be given what it is to predict")
+        others = [name for name in table.names if name not in given] if "*" in given or not given else []
+        names = [name for name in (table.names if others else given) if name not in targets and given.get(name) != "unused"]
         if not names:
-            raise UserError(f"{path} has no column beside the target: there is nothing to predict it from")
-        return names
+            raise UserError(f"{self.path} has no column beside the target: there is nothing to predict it from")
+        return names, {**dict.fromkeys(others, given.get("*", "")), **given}
 
-    def _refuse_missing(self, columns: Columns, names: Sequence[str], path: Path) -> None:
-        gaps = {name: int(missing(columns[name]).sum()) for name in names} if self.missing == "refuse" else {}
-        if found := [f"{name} ({count})" for name, count in gaps.items() if count]:
-            raise UserError(
-                f"{path} has rows without a value in {named(found)}: set data.missing=fill (numbers: the mean of the training "
-                "rows; texts: a category of their own), leave columns out by data.columns, or mend the table"
-            )
-
-
-class Rows(Tensors):
-    """The rows of a table as a source, which know their content as it was before it was encoded."""
-
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, columns: Columns) -> None:
-        super().__init__(x, y)
-        self._columns = columns
-
-    def subset(self, indices: torch.Tensor) -> Rows:
-        made = Rows(self._x, self._y, self._columns)
-        made._rows = indices if self._rows is None else self._rows[indices]
-        return made
-
-    def identities(self) -> list[str]:
-        """Return the content of each row."""
-        found = contents(self._columns)
-        return found if self._rows is None else [found[row] for row in self._rows.tolist()]
+    def _others(self, path: Path, schema: Schema, targets: Sequence[str], setting: str) -> Cells:
+        """Return the rows of another file than the training file, by the schema. Raises UserError."""
+        table, wanted = open_table(path, self.form()), [*schema.inputs, *targets]
+        check_has(table, wanted, f"{setting} has no column {{}}, which the run's own table has")
+        rows = schema.read(table.cells(schema.plain, wanted))
+        if self.missing == "refuse":
+            refuse_missing(rows, schema)
+        return rows
 
 
-def encoded_splits(
-    train: Columns,
-    test: Columns,
-    names: Sequence[str],
-    reader: TargetReader,
-    y: torch.Tensor,
-    categories: Sequence[ColumnName] = (),
-    normalize: bool = True,
-    validation: Columns | None = None,
-) -> Splits:
-    """Return the rows as inputs and targets; `y` are the training rows' targets, of which `reader` has learned."""
-    encoder = Encoder.learned(train, names, categories, normalize)
-    sources = Rows(encoder(train), y, train), Tensors(encoder(test), reader.read(test))
-    own = None if validation is None else Tensors(encoder(validation), reader.read(validation))
-    shape = tuple(sources[0].x.shape[1:])
-    files = {KEPT: encoder.to_json()}
-    return Splits(*sources, shape, reader.outputs, None, reader.classes, units=reader.units, files=files, validation=own)
+def said(schema: Schema, rows: Cells) -> Iterator[str]:
+    """Yield what to say of categories that no training row has."""
+    for name, count, found in schema.unknown(rows):
+        shown = named(found, 3)
+        yield f"{rows.source}: {count:,} rows have a {name} that no training row has ({shown}): it counts as none of them"
 
 
 class ScikitLearn(Table):
@@ -258,20 +287,22 @@ class ScikitLearn(Table):
     def loaded_samples(self) -> int:
         return self.rows - number_apart(self.rows, self.holdout)
 
-    def read(self) -> Columns:
+    def read(self) -> dict[str, np.ndarray]:
         """Return the table's columns."""
         raise NotImplementedError
 
     def load(self, device: torch.device) -> Splits:
         columns = self.read()
-        order = rng.permutation(0, 0, number_of_rows(columns)).numpy()
-        apart = number_apart(len(order), self.holdout)
-        train, test = ({name: values[chosen] for name, values in columns.items()} for chosen in (order[apart:], order[:apart]))
+        rows = Cells(columns, f"scikit-learn's {type(self).__name__.lower()}")
+        order = rng.permutation(0, 0, len(rows)).numpy()
+        count = number_apart(len(order), self.holdout)
+        apart, rest = rows[order[:count]], rows[order[count:]]
+        schema, names = Schema.decided(rows, {}), [name for name in columns if name != self.target]
         assert self.targets is not None
-        reader = TargetReader(self.targets, [self.target], Path(), "target")
-        y = reader.learn(train)
-        names = [name for name in columns if name != self.target]
-        return encoded_splits(train, test, names, reader, y, normalize=self.normalize)
+        reader = TargetReader(self.targets, [self.target], "target")
+        reader.learn(rows, rest)
+        schema.learn(rest, names, self.normalize)
+        return splits_of([source_of(part, schema, reader) for part in (rest, apart)], schema, reader)
 
 
 class Diabetes(ScikitLearn):
@@ -280,7 +311,7 @@ class Diabetes(ScikitLearn):
     rows, inputs, target = 442, 10, "progression"
     targets = "values"
 
-    def read(self) -> Columns:
+    def read(self) -> dict[str, np.ndarray]:
         return read_diabetes()
 
 
@@ -290,5 +321,5 @@ class Wine(ScikitLearn):
     rows, inputs, target = 178, 13, "grower"
     targets = "class"
 
-    def read(self) -> Columns:
+    def read(self) -> dict[str, np.ndarray]:
         return read_wine()

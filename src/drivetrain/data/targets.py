@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Splits, Units
-from drivetrain.data.columns import Columns, as_text, column, is_text, missing
+from drivetrain.data.cells import Cells, Words, absent
+from drivetrain.data.schema import named
+from drivetrain.data.styles import as_text, mean_and_std, words_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,50 +20,47 @@ if TYPE_CHECKING:
 
 @dataclass
 class TargetReader:
-    """Turns the columns `names` into targets of one kind. What it learns comes from the training rows."""
+    """Turns the columns `names` into targets of one kind. Their scale comes from the training rows, their classes from all."""
 
     kind: TargetKind
     names: Sequence[str]
-    path: Path  # for messages
     setting: str  # that names the columns, for messages
     separator: str | None = None  # between several labels in one cell
     classes: Sequence[str] | None = None  # of the outputs, once `learn` has found them; None for values
     units: Units | None = None
 
-    def learn(self, train: Columns) -> torch.Tensor:
-        """Find the classes, or the values' mean and deviation, in the training rows; return their targets."""
+    def learn(self, rows: Cells, train: Cells) -> None:
+        """Find the classes in all rows of the training file, or the values' mean and deviation in those that train."""
         if self.kind == "class":
-            self.classes = _sorted_classes(self._cells(train, self._only_name()))
+            values = self._known(rows, self._only_name())
+            found = sorted(values.texts) if isinstance(values, Words) else [as_text(n) for n in sorted(set(values.tolist()))]
+            self.classes = found
         elif self.kind == "labels":
-            self.classes = list(self.names) if self.separator is None else self._labels_found(train)
+            self.classes = list(self.names) if self.separator is None else self._labels_found(rows)
         else:
-            values = self._numbers(train)
-            std = values.std(0, correction=0)
-            self.units = Units(values.mean(0).float(), torch.where(std > 0, std, 1.0).float())
-        return self.read(train)
+            self._numbers(rows)
+            scales = [mean_and_std(values) for values in self._numbers(train).T]
+            self.units = Units(*map(torch.tensor, zip(*scales, strict=True)))
 
-    def read_known(self, columns: Columns, own: Splits) -> torch.Tensor:
+    def read_known(self, rows: Cells, own: Splits) -> torch.Tensor:
         """Return the targets of rows by the classes, or the mean and deviation, of a run's own data. Raises UserError."""
-        if self.kind == "values":
-            if own.units is None or len(own.units.mean) != len(self.names):
-                raise UserError(f"{self.setting}={list(self.names)}: the run does not predict so many numbers")
-            self.units = own.units
-            return self.read(columns)
-        if own.names is None:
-            return self.learn(columns)
-        self.classes = list(own.names)
-        if self.kind == "labels" and self.separator is None and self.classes != list(self.names):
-            raise UserError(f"{self.setting}={list(self.names)}: the run's labels are {', '.join(self.classes[:10])}")
-        return self.read(columns)
+        self.units, self.classes = own.units, None if own.names is None else list(own.names)
+        if self.kind == "values" and (own.units is None or len(own.units.mean) != len(self.names)):
+            raise UserError(f"{self.setting}={list(self.names)}: the run does not predict so many numbers")
+        if self.kind == "labels" and self.separator is None and self.classes not in (None, list(self.names)):
+            raise UserError(f"{self.setting}={list(self.names)}: the run's labels are {named(self.classes or ())}")
+        if self.kind != "values" and self.classes is None:
+            self.learn(rows, rows)
+        return self.read(rows)
 
-    def read(self, columns: Columns) -> torch.Tensor:
+    def read(self, rows: Cells) -> torch.Tensor:
         """Return the targets of rows: class numbers (n,) int64, labels (n, k) of 0 and 1, or standardised values (n, k)."""
         if self.kind == "class":
-            return self._class_numbers(columns)
+            return self._class_numbers(rows)
         if self.kind == "labels":
-            return self._marked(columns) if self.separator is None else self._split_labels(columns)
+            return self._marked(rows) if self.separator is None else self._split_labels(rows)
         assert self.units is not None
-        return (self._numbers(columns).float() - self.units.mean) / self.units.std
+        return (torch.from_numpy(self._numbers(rows)).float() - self.units.mean) / self.units.std
 
     @property
     def outputs(self) -> int:
@@ -76,68 +74,68 @@ class TargetReader:
             )
         return self.names[0]
 
-    def _cells(self, columns: Columns, name: str) -> np.ndarray:
-        values = column(columns, name, self.setting, self.path)
-        if (empty := missing(values)).any():
-            raise UserError(
-                f"{self.path}: {int(empty.sum())} rows have no value in the target column {name}, the first is row "
-                f"{int(empty.argmax()) + 1} of its data: remove them"
+    def _known(self, rows: Cells, name: str) -> np.ndarray | Words:
+        values = rows.columns[name]
+        if (empty := absent(values)).any():
+            raise DataError(
+                f"{rows.place(int(empty.argmax()))} has no value in the target column {name}, and {int(empty.sum())} of "
+                f"{len(empty):,} rows have none: remove them (data.na says which words are no value)"
             )
         return values
 
-    def _class_numbers(self, columns: Columns) -> torch.Tensor:
+    def _class_numbers(self, rows: Cells) -> torch.Tensor:
+        import numpy as np
+
         assert self.classes is not None
         numbers = {name: number for number, name in enumerate(self.classes)}
-        cells = [as_text(value) for value in self._cells(columns, self._only_name())]
-        if unknown := sorted(set(cells) - set(numbers)):
+        words = words_of(self._known(rows, self._only_name()), self.classes)
+        if unknown := [text for n, text in enumerate(words.texts) if text not in numbers and (words.codes == n).any()]:
             hint = ": if it is a number to predict, set task=regression" if all(map(_is_number, unknown)) else ""
-            raise UserError(f"{self.path}: no training row has the class {', '.join(unknown[:5])} of {self.names[0]}{hint}")
-        return torch.tensor([numbers[cell] for cell in cells])
+            row = rows.place(int((words.codes == words.texts.index(unknown[0])).argmax()))
+            raise DataError(f"{row}: no training row has the class {named(unknown, 5)} of {self.names[0]}{hint}")
+        return torch.from_numpy(np.array([numbers.get(text, 0) for text in words.texts])[words.codes])
 
-    def _numbers(self, columns: Columns) -> torch.Tensor:
-        """Return the columns as float64 (n, k)."""
+    def _numbers(self, rows: Cells) -> np.ndarray:
+        """Return the columns as float64 (n, k). Truths are 1 and 0."""
+        import numpy as np
+
         found = []
         for name in self.names:
-            values = self._cells(columns, name)
-            if is_text(values):
-                raise UserError(
-                    f"{self.path}: the target column {name} holds texts, such as {values[0]!r}, and regression wants numbers: "
-                    "set task=classification"
+            values = self._known(rows, name)
+            if isinstance(values, Words) and set(values.texts) <= {"true", "false"}:
+                values = np.array([text == "true" for text in values.texts], float)[values.codes]
+            if isinstance(values, Words):
+                raise DataError(
+                    f"{rows.place(0)}: the target column {name} holds texts, such as {values.texts[values.codes[0]]!r}, and "
+                    "regression wants numbers: set task=classification, or data.columns={" + name + ": number}"
                 )
-            found.append(torch.from_numpy(values))
-        return torch.stack(found, 1)
+            found.append(values)
+        return np.stack(found, 1)
 
-    def _marked(self, columns: Columns) -> torch.Tensor:
-        values = self._numbers(columns)
-        if bool(((values != 0) & (values != 1)).any()):
-            raise UserError(f"{self.path}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
-        return values.float()
+    def _marked(self, rows: Cells) -> torch.Tensor:
+        values = self._numbers(rows)
+        if ((values != 0) & (values != 1)).any():
+            raise DataError(f"{rows.source}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
+        return torch.from_numpy(values).float()
 
-    def _labels_found(self, columns: Columns) -> list[str]:
-        return sorted({label for row in self._split(columns) for label in row})
+    def _labels_found(self, rows: Cells) -> list[str]:
+        return sorted({label for labels in self._split(rows)[0] for label in labels})
 
-    def _split(self, columns: Columns) -> list[list[str]]:
-        """Return each row's labels; a row without any is one that has none."""
-        cells = column(columns, self._only_name(), self.setting, self.path)
-        empty = missing(cells)
-        texts = ["" if none else as_text(cell) for cell, none in zip(cells, empty, strict=True)]
-        return [[part.strip() for part in text.split(self.separator) if part.strip()] for text in texts]
+    def _split(self, rows: Cells) -> tuple[list[list[str]], np.ndarray]:
+        """Return the labels in each word, and each row's word; a row without any is one that has none: its number is -1."""
+        words = words_of(rows.columns[self._only_name()])
+        return [[part.strip() for part in text.split(self.separator) if part.strip()] for text in words.texts], words.codes
 
-    def _split_labels(self, columns: Columns) -> torch.Tensor:
+    def _split_labels(self, rows: Cells) -> torch.Tensor:
         assert self.classes is not None
         numbers = {name: number for number, name in enumerate(self.classes)}
-        rows = self._split(columns)
-        if unknown := sorted({label for row in rows for label in row} - set(numbers)):
-            raise UserError(f"{self.path}: no training row has the label {', '.join(unknown[:5])}")
-        target = torch.zeros(len(rows), len(numbers))
-        for n, row in enumerate(rows):
-            target[n, [numbers[label] for label in row]] = 1.0
-        return target
-
-
-def _sorted_classes(values: np.ndarray) -> list[str]:
-    """Return the names of the classes, numbers in their order."""
-    return [as_text(value) for value in sorted(set(values.tolist()))]
+        labels, codes = self._split(rows)
+        if unknown := sorted({label for of_word in labels for label in of_word} - set(numbers)):
+            raise DataError(f"{rows.source}: no training row has the label {named(unknown, 5)}")
+        target = torch.zeros(len(labels) + 1, len(numbers))  # the last one is of rows without a word
+        for n, of_word in enumerate(labels):
+            target[n, [numbers[label] for label in of_word]] = 1.0
+        return target[torch.from_numpy(codes).long()]
 
 
 def _is_number(text: str) -> bool:

@@ -44,8 +44,8 @@ class Bytes:
         return None
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        encoded = [text.encode("utf-8", errors="surrogatepass") for text in texts]
-        all_bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8)
+        encoded = [text.encode() for text in texts]
+        all_bytes = torch.frombuffer(bytearray(b"".join(encoded) + b"."), dtype=torch.uint8)[:-1]  # torch takes no empty buffer
         return list(all_bytes.split([len(content) for content in encoded]))
 
     def text(self, tokens: Sequence[int]) -> str:

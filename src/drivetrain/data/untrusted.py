@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
-import io
+import lzma
+import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
+from typing import Annotated, Any
 
+from drivetrain.core.allowed import Text
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.decoding import DAMAGED
 
@@ -18,6 +23,13 @@ HEADER_BYTES = 1 << 20  # beside the pixels
 MOST_LINE = 1 << 24  # characters of one line of a table or of texts
 MOST_WHOLE = 1 << 30
 FEW_CLASSES = 1000  # so many are believed whatever the number of samples
+Encoding = Annotated[str, Text(r"[A-Za-z0-9_-]{1,20}", "an encoding, such as latin-1")]
+SAVE_AS_UTF8 = "save the file as UTF-8, or name what it is in by data.encoding (latin-1, cp1252, cp1250, …)"
+BOMS = (  # the longer ones first
+    (codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"),
+)  # fmt: skip
+PACKED = ((b"\x1f\x8b", "gzip"), (b"BZh", "bz2"), (b"\xfd7zXZ", "xz"), (b"\x28\xb5\x2f\xfd", "zstd"))
 
 
 @contextlib.contextmanager
@@ -56,13 +68,85 @@ def read_whole(path: Path, most: int = MOST_WHOLE) -> bytes:
         return file.read(size)
 
 
-def lines_of(path: Path, newline: str | None = None, encoding: str = "utf-8") -> Iterator[str]:
-    """Yield the lines of a text file. Raises DataError for one that does not end: a file of zeros is a single line."""
-    with _opened(path) as file, io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
-        while line := text.readline(MOST_LINE):
-            if len(line) == MOST_LINE:
-                raise DataError(f"{path} has a line of more than {MOST_LINE:,} characters: it is not the file it should be")
-            yield line
+def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a text file in UTF-8, each after its number. Raises DataError for one that does not end, as of zeros."""
+    with _opened(path) as file:
+        for number, line in enumerate(utf8_lines(iter(lambda: file.readline(MOST_LINE), b""), encoding, str(path)), 1):
+            if len(line) >= MOST_LINE:
+                raise no_end(path)
+            yield number, line
+
+
+def no_end(source: object) -> DataError:
+    """The error for a text whose line does not end."""
+    return DataError(f"{source} has a line of more than {MOST_LINE:,} characters: it is not the file it should be")
+
+
+def decode(content: bytes | str, source: str, line: int = 1) -> str:
+    """Return some lines as text, the first of which is number `line`: the decoder of every text. Raises DataError."""
+    try:
+        text = content if isinstance(content, str) else content.decode()
+        text.encode()
+    except UnicodeDecodeError as error:
+        at = line + error.object[: error.start].count(b"\n")
+        raise DataError(f"{source}:{at}: the byte 0x{error.object[error.start]:02x} is no UTF-8: {SAVE_AS_UTF8}") from None
+    except UnicodeEncodeError as error:
+        raise DataError(f"{source}:{line}: {error.object[error.start]!r} is half of a character: mend the text") from None
+    if "\0" in text:
+        raise DataError(f"{source}:{line + text[: text.index(chr(0))].count(chr(10))} holds a zero byte: it is no text")
+    return text
+
+
+def bom_of(begin: bytes) -> str | None:
+    """The encoding that the first bytes of a text name."""
+    return next((encoding for mark, encoding in BOMS if begin.startswith(mark)), None)
+
+
+def as_utf8(content: Any, encoding: str | None, source: str) -> Any:
+    """Return the bytes of a text in UTF-8, without a mark of its encoding; `encoding` names another one. Raises DataError."""
+    encoding = encoding or bom_of(bytes(content[:4]))
+    if encoding in (None, "utf-8-sig"):
+        return content[3:] if encoding else content
+    try:
+        return bytes(content).decode(encoding).removeprefix("\ufeff").encode()
+    except (UnicodeError, LookupError) as error:
+        raise DataError(f"{source} is no text in {encoding} ({error}): set data.encoding to what it is in") from None
+
+
+def utf8_lines(lines: Iterable[bytes], encoding: str | None, source: str) -> Iterator[bytes]:
+    """Yield the lines of a text in UTF-8, split as an editor splits them. Raises DataError."""
+    lines = iter(lines)
+    first = next(lines, b"")
+    if (encoding or bom_of(first)) not in (None, "utf-8-sig"):  # a line may end within a character
+        first, lines = as_utf8(b"".join((first, *lines)), encoding, source), iter(())
+    for line in chain([as_utf8(first, None, source)], lines):
+        body = line.removesuffix(b"\n").removesuffix(b"\r")
+        yield from line.splitlines(keepends=True) if b"\r" in body or b"\n" in body else [line] if line else ()
+
+
+def mapped(path: Path) -> Any:
+    """Return the bytes of a file, which are read where they are used. Raises DataError."""
+    with _opened(path) as file:
+        if not os.fstat(file.fileno()).st_size:
+            return b""
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def unpacked(content: Any, path: Path) -> Any:
+    """Return the bytes of a file that may be packed by gzip, bzip2, xz or zstd. Raises DataError for more than MOST_WHOLE."""
+    begin = bytes(content[:6])
+    packing = next((name for mark, name in PACKED if begin.startswith(mark)), None)
+    if packing is None:
+        return content
+    import pyarrow
+
+    if packing == "xz":
+        found = lzma.LZMADecompressor().decompress(content, MOST_WHOLE + 1)
+    else:
+        found = pyarrow.CompressedInputStream(pyarrow.BufferReader(pyarrow.py_buffer(content)), packing).read(MOST_WHOLE + 1)
+    if len(found) > MOST_WHOLE:
+        raise DataError(f"{path} holds more than {MOST_WHOLE:,} bytes when it is unpacked: unpack it yourself")
+    return found
 
 
 @contextlib.contextmanager

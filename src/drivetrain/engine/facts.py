@@ -24,7 +24,8 @@ WORDS: dict[TargetKind, tuple[str, str]] = {  # what the model's outputs are, on
 
 def line(context: BuildContext, trainer: Trainer) -> str:
     """Return samples per set and where they come from, classes, parameters, device and updates, in one line."""
-    return "; ".join([*_samples(context), _outputs(context), _parameters(trainer), _device(trainer), _updates(trainer)])
+    inputs = [context.data.inputs] if context.data.inputs else []
+    return "; ".join([*_samples(context), *inputs, _outputs(context), _parameters(trainer), _device(trainer), _updates(trainer)])
 
 
 def _samples(context: BuildContext) -> Iterator[str]:

@@ -7,16 +7,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.source import Source
-from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
+from drivetrain.data.untrusted import decode
 from drivetrain.inference.transforms import Transforms
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
@@ -25,70 +27,99 @@ ARRAYS = (".npy", ".npz", ".pt", ".pth")
 
 @dataclass
 class Item:
-    """One input that can be read."""
+    """Samples that are read together: one, or a block of rows."""
+
+    names: Sequence[str]
+    read: Callable[[slice], Tree]  # some of them, (n, …); raises DataError
+    targets: Callable[[int], Any] | None = None  # the right answer of one that was read, where the data set has it
+
+
+class One(NamedTuple):
+    """One sample that was read."""
 
     name: str
-    read: Callable[[], Tree]  # raises DataError
-    target: Callable[[], Any] | None = None  # the right answer, where the data set has it
+    x: Tree
+    target: Any  # None where it is not known
 
 
 @dataclass
 class Read:
-    """One input that was read, or why it could not be."""
+    """The samples of an item that could be read, by their numbers, and why the others could not."""
 
-    name: str
-    x: Tree | None
-    error: str = ""
-    target: Any = None
+    item: Item
+    parts: list[tuple[range, Tree]]
+    errors: dict[int, str]
+
+    def one(self, n: int) -> One:
+        """Return the sample of a number, which could be read."""
+        numbers, x = next((numbers, x) for numbers, x in self.parts if n in numbers)
+        target = self.item.targets and self.item.targets(n)
+        return One(self.item.names[n], map_tensors(lambda t: t[numbers.index(n)], x), target)
 
 
-def given(words: Sequence[str], transforms: Transforms, lines: Iterable[str]) -> tuple[Iterator[Item], int | None]:
-    """The inputs that the words name, in their order, and how many; "-" stands for `lines`. Raises UserError."""
+def given(words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], size: int) -> tuple[Iterator[Item], int | None]:
+    """The inputs that the words name, in their order, and how many where that is known; "-" stands for `lines`.
+
+    Rows come in blocks of up to `size`. Raises UserError.
+    """
     missing = [word for word in words if word != "-" and not os.path.lexists(word)]
     if missing:
         raise UserError([f"{word}: there is no such file or folder" for word in missing])
-    found: list[Item] = []
+    found: list[Iterable[Item]] = []
+    count: int | None = 0
     problems: list[str] = []
     for path in (Path(word) for word in words if word != "-"):
         try:
-            found += _of_folder(path, transforms) if path.is_dir() else _of_file(path, transforms)
+            items = _of_folder(path, transforms, size) if path.is_dir() else _of_file(path, transforms, size)
+            count = None if count is None or not isinstance(items, list) else count + sum(len(item.names) for item in items)
+            found.append(items)
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(problems)
     if "-" not in words:
-        return iter(found), len(found)
+        return chain.from_iterable(found), count
     if len(words) > 1:
         raise UserError("'-' reads the inputs from standard input: give it alone")
-    return _of_lines(lines, transforms), None
+    return _of_lines(lines, transforms, size), None
 
 
-def _of_folder(folder: Path, transforms: Transforms) -> list[Item]:
+def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[Item]:
     """The images and arrays in a folder and below, sorted by their paths."""
     inside = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES + ARRAYS)
     if not inside:
         raise UserError(f"{folder} holds no image and no array: it needs files such as {', '.join((*IMAGES[:4], *ARRAYS))}")
-    return [item for path in inside for item in _of_file(path, transforms)]
+    return [item for path in inside for item in _of_file(path, transforms, size)]
 
 
-def _of_file(path: Path, transforms: Transforms) -> list[Item]:
+def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[Item]:
     """The samples of a file: one of an image, one for each row of an array or a table, one for each line of texts."""
-    if path.suffix.lower() in transforms.input_files:
-        return [Item(f"{path}[{n}]", read) for n, read in enumerate(transforms.read_inputs(path))]
+    if transforms.reads_file(path):
+        return _of_blocks(str(path), transforms.read_inputs(path, size))
     if path.suffix.lower() in ARRAYS:
         rows = transforms.as_samples(_read_array(path), str(path))
         if len(rows) == 1:
-            return [Item(str(path), lambda: rows[0])]
-        return [Item(f"{path}[{n}]", lambda n=n: rows[n]) for n in range(len(rows))]  # type: ignore[misc]
+            return [Item([str(path)], rows.__getitem__)]
+        blocks = [(len(block), block.__getitem__) for block in rows.split(size)]
+        return list(_of_blocks(str(path), blocks))
     if transforms.tokens:
         files = "".join(f", or a file *{ending}" for ending in transforms.input_files)
         raise UserError(
             f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}{files}"
         )
-    if transforms.input_files:
-        raise UserError(f"{path}: this run reads tables: give a file whose name ends in {', '.join(transforms.input_files)}")
     transforms.image_shape()  # raises where the model takes no images
-    return [Item(str(path), lambda: transforms.read_file(path))]
+    return [_one(str(path), lambda: transforms.read_file(path))]
+
+
+def _one(name: str, read: Callable[[], Tree]) -> Item:
+    return Item([name], lambda _: map_tensors(lambda t: t.unsqueeze(0), read()))
+
+
+def _of_blocks(name: str, blocks: Iterable[tuple[int, Callable[[slice], Tree]]]) -> Iterator[Item]:
+    first = 0
+    for count, read in blocks:
+        yield Item([f"{name}[{n}]" for n in range(first, first + count)], read)
+        first += count
 
 
 def _read_array(path: Path) -> torch.Tensor:
@@ -112,46 +143,69 @@ def _read_array(path: Path) -> torch.Tensor:
         raise UserError(f"{path} cannot be read as an array: {str(error).splitlines()[0]}") from None
 
 
-def _of_lines(lines: Iterable[str], transforms: Transforms) -> Iterator[Item]:
+def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iterator[Item]:
     """One sample for each line: a text where the run reads text, a row where it reads tables, else the path of an image file."""
-    if transforms.input_files and not transforms.tokens:
-        return (Item(f"-[{n}]", read) for n, read in enumerate(transforms.read_inputs(lines)))
+    if transforms.reads_rows:
+        return _of_blocks("-", transforms.read_inputs(lines, size))
     if not transforms.tokens:
         transforms.image_shape()
     return _of_texts_or_paths(lines, transforms)
 
 
-def _of_texts_or_paths(lines: Iterable[str], transforms: Transforms) -> Iterator[Item]:
-    for line in (line.rstrip("\r\n") for line in lines):
+def _of_texts_or_paths(lines: Iterable[bytes], transforms: Transforms) -> Iterator[Item]:
+    for number, line in enumerate(lines, 1):
+        line = line.rstrip(b"\r\n")
         if transforms.tokens:
-            yield Item(line, lambda line=line: transforms.read_text(line))  # type: ignore[misc]
+            yield _one(line.decode(errors="replace"), partial(_read_text, transforms, line, number))
         elif line:
-            yield Item(line, lambda line=line: transforms.read_file(Path(line)))  # type: ignore[misc]
+            path = os.fsdecode(line)
+            yield _one(path, partial(transforms.read_file, Path(path)))
 
 
-def of_source(source: Source, split: str) -> tuple[Iterator[Item], int]:
+def _read_text(transforms: Transforms, line: bytes, number: int) -> Tree:
+    return transforms.read_text(decode(line, "standard input", number))
+
+
+def of_source(source: Source, split: str, size: int) -> tuple[Iterator[Item], int]:
     """The samples of a data set, with their targets, and how many."""
 
+    size = 1 if source.parallel_read else size  # threads read one each
+
     def items() -> Iterator[Item]:
-        for n in range(len(source)):
-            found: dict[str, Any] = {}
+        for first in range(0, len(source), size):
+            numbers, targets = torch.arange(first, min(first + size, len(source))), dict[int, Any]()
 
-            def read(n: int = n, found: dict[str, Any] = found) -> Tree:
-                x, y = source.fetch(torch.tensor([n]))
-                found["y"] = y[0].tolist() if isinstance(y, torch.Tensor) else None
-                return map_tensors(lambda t: t[0], x)
+            def read(which: slice, numbers: torch.Tensor = numbers, targets: dict[int, Any] = targets) -> Tree:
+                x, y = source.fetch(numbers[which])
+                if isinstance(y, torch.Tensor):
+                    targets.update(zip(range(len(numbers))[which], y.tolist(), strict=True))
+                return x
 
-            yield Item(source.name(n) or f"{split}[{n}]", read, lambda found=found: found["y"])  # type: ignore[misc]
+            yield Item([source.name(n) or f"{split}[{n}]" for n in numbers.tolist()], read, targets.get)
 
     return items(), len(source)
 
 
+def grouped(batch: Sequence[Read]) -> Iterator[tuple[list[tuple[Read, int]], Tree]]:
+    """Yield the samples of a batch that have one shape, which a model takes together: their reads and numbers, and inputs."""
+    groups: dict[Any, list[tuple[Read, range, Tree]]] = {}
+    for read in batch:
+        for numbers, x in read.parts:
+            groups.setdefault(tuple(t.shape[1:] for t in leaves(x)), []).append((read, numbers, x))
+    for parts in groups.values():
+        yield [(read, n) for read, numbers, _ in parts for n in numbers], concatenate([x for _, _, x in parts])
+
+
 def read_in_batches(items: Iterator[Item], size: int) -> Iterator[list[Read]]:
-    """Read the items in threads, `size` at a time and one batch ahead, and yield the batches in order."""
+    """Read the items in threads, at least `size` samples at a time and one batch ahead, and yield the batches in order."""
     ahead: deque[list[Future[Read]]] = deque()
     with ThreadPoolExecutor(usable_cores()) as pool:
         while True:
-            if batch := [pool.submit(_read, item) for item in islice(items, size)]:
+            batch, count = list[Future[Read]](), 0
+            while count < size and (item := next(items, None)) is not None:
+                batch.append(pool.submit(_read, item))
+                count += len(item.names)
+            if batch:
                 ahead.append(batch)
             if ahead and (len(ahead) > 1 or not batch):
                 yield [future.result() for future in ahead.popleft()]
@@ -160,8 +214,16 @@ def read_in_batches(items: Iterator[Item], size: int) -> Iterator[list[Read]]:
 
 
 def _read(item: Item) -> Read:
-    try:
-        x = item.read()
-        return Read(item.name, x, target=item.target() if item.target is not None else None)
-    except DataError as error:
-        return Read(item.name, None, str(error))
+    """Read an item. Where a sample cannot be read, halves are read alone: one odd row of many is found in few steps."""
+    read, left = Read(item, [], {}), [range(len(item.names))]
+    while left:
+        numbers = left.pop()
+        try:
+            read.parts.append((numbers, item.read(slice(numbers.start, numbers.stop))))
+        except DataError as error:
+            if len(numbers) == 1:
+                read.errors[numbers.start] = str(error)
+            else:
+                middle = len(numbers) // 2
+                left += [numbers[middle:], numbers[:middle]]
+    return read

@@ -98,7 +98,7 @@ class LoadedRun:
                 f"--data {split}: {self._run.named('data')} has a target at each token: drivetrain evaluate sums them up"
             )
 
-    def items_of(self, split: str) -> tuple[Iterator[Item], int]:
+    def items_of(self, split: str, size: int) -> tuple[Iterator[Item], int]:
         """The samples of the run's own training, validation or test set, and how many; of several sets one after another.
 
         Raises UserError.
@@ -107,7 +107,7 @@ class LoadedRun:
         sets = {"": data.train} if split == "train" else data.sets(split)
         if not sets:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
-        found = [of_source(source, f"{split}/{name}" if name else split) for name, source in sets.items()]
+        found = [of_source(source, f"{split}/{name}" if name else split, size) for name, source in sets.items()]
         return chain.from_iterable(items for items, _ in found), sum(count for _, count in found)
 
     def text_of(self, x: torch.Tensor) -> str | None:

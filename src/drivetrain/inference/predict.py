@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from drivetrain.inference.inputs import Item, Read, read_in_batches
+from drivetrain.inference.inputs import Item, Read, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.inference.tables import Output
 
@@ -23,18 +23,19 @@ class Counts:
 def predict_all(
     loaded: LoadedRun, items: Iterator[Item], size: int, output: Output, show: Callable[[int], None], with_targets: bool = False
 ) -> Counts:
-    """Predict the items, `size` at a time, and write a row for each; `show` is called with the number of rows so far."""
+    """Predict the items, about `size` at a time, and write a row for each; `show` is called with the number of rows so far."""
     counts = Counts()
     columns = _columns(loaded)
     for batch in read_in_batches(items, size):
-        rows = [_row(read, columns, loaded, with_targets) for read in batch]
-        for group in loaded.transforms.groups((n, read.x) for n, read in enumerate(batch) if read.x is not None):
-            x = loaded.transforms(loaded.transforms.stack([x for _, x in group]))
-            for (n, _), found in zip(group, loaded.predict_ready(x).rows(), strict=True):
-                rows[n].update(found)
-        output.write(rows)
-        errors = [read.error for read in batch if read.error]
-        counts.predicted += len(batch) - len(errors)
+        rows = {
+            (id(read), n): _row(read, n, columns, loaded, with_targets) for read in batch for n in range(len(read.item.names))
+        }
+        for places, x in grouped(batch):
+            for (read, n), found in zip(places, loaded.predict_ready(loaded.transforms(x)).rows(), strict=True):
+                rows[id(read), n].update(found)
+        output.write(list(rows.values()))
+        errors = [read.errors[n] for read in batch for n in sorted(read.errors)]
+        counts.predicted += len(rows) - len(errors)
         counts.unreadable += len(errors)
         counts.first_error = counts.first_error or (errors[0] if errors else "")
         show(counts.predicted + counts.unreadable)
@@ -46,7 +47,7 @@ def _columns(loaded: LoadedRun) -> list[str]:
     return list(next(loaded.predict_ready(loaded.example()).rows()))
 
 
-def _row(read: Read, columns: list[str], loaded: LoadedRun, with_targets: bool) -> dict[str, Any]:
-    """A row without its prediction. All rows have the same columns."""
-    target = {"target": loaded.name_target(read.target)} if with_targets else {}
-    return {"input": read.name, **dict.fromkeys(columns), **target, "error": read.error or None}
+def _row(read: Read, n: int, columns: list[str], loaded: LoadedRun, with_targets: bool) -> dict[str, Any]:
+    """The row of an item's sample, without its prediction. All rows have the same columns."""
+    target = {"target": loaded.name_target(read.item.targets(n) if read.item.targets else None)} if with_targets else {}
+    return {"input": read.item.names[n], **dict.fromkeys(columns), **target, "error": read.errors.get(n)}

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -111,11 +110,6 @@ class Output:
         kind = path.suffix.lower()
         if kind not in (".csv", ".jsonl", ".parquet"):
             raise UserError(f"--out {path}: the name must end in .csv, .jsonl or .parquet")
-        if kind == ".parquet" and find_spec("pyarrow") is None:
-            raise UserError(
-                f"--out {path} needs the package 'pyarrow', which is not installed: pip install 'drivetrain[parquet]', or "
-                "write .csv or .jsonl"
-            )
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._temporary.touch()

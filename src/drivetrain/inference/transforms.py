@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
+from drivetrain.core.trees import Tree, concatenate, map_tensors
 from drivetrain.data import decoding
 from drivetrain.data.base import Data, Splits
 from drivetrain.data.untrusted import read_image_file
 from drivetrain.loader.base import Pipeline, in_memory_format
 
+ROWS = 1024  # that are read at a time
 MAX_PIXELS = 178_956_970  # of an image file, where the data sets no limit: Pillow's own
 
 
@@ -30,7 +32,9 @@ class Transforms:
     ) -> None:
         self._option, self._data, self._decodes_images, self._memory_format = option, data, decodes_images, memory_format
         self.device, self.tokens = device, option.tokens is True
-        self.input_files = option.input_files  # endings of the files that the data option reads itself: tables, texts
+        self.input_files, self.reads_rows = option.input_files, option.reads_rows
+        self.reads_file = option.reads_file  # whether the data option reads a file itself: tables, texts
+        self.unknown: list[Counter[str]] = []  # of each input: column → its rows with a category that no training row has
         self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
         self.normalize = None if data.normalize is None else data.normalize.to(device)
         self.max_value = option.max_value  # of an input
@@ -41,7 +45,7 @@ class Transforms:
         if isinstance(x, str | Path):
             x = [x]
         if isinstance(x, list | tuple) and x and isinstance(x[0], str | Path):
-            x = self.stack([sample for item in x for sample in self._read(str(item))])
+            x = concatenate([samples for item in x for samples in self._read(str(item))])
         samples = tree_map(torch.as_tensor, x) if self.shape is None else self.as_samples(torch.as_tensor(x))
         samples = map_tensors(lambda t: t.to(self.device), samples)
         return self._pipeline.normalized(in_memory_format(samples, self._memory_format))
@@ -62,14 +66,16 @@ class Transforms:
         return x if x.dtype == torch.uint8 else x.float()
 
     def _read(self, given: str) -> list[Tree]:
-        """Return the samples of a file, or of a text where the run reads text."""
-        if Path(given).suffix.lower() in self.input_files:
-            return [read() for read in self.read_inputs(Path(given))]
-        return [self.read_text(given) if self.tokens else self.read_file(Path(given))]
+        """Return the samples of a file, or of a text where the run reads text: batches of them."""
+        if self.reads_file(Path(given)):
+            return [read(slice(count)) for count, read in self.read_inputs(Path(given), ROWS)]
+        return [(self.read_text(given) if self.tokens else self.read_file(Path(given))).unsqueeze(0)]
 
-    def read_inputs(self, file: Path | Iterable[str]) -> Iterator[Callable[[], Tree]]:
-        """Return what reads each sample of a file of one of `input_files`, or of its lines. Raises UserError."""
-        return self._option.read_inputs(file, self._data)
+    def read_inputs(self, file: Path | Iterable[bytes], size: int) -> Iterator[tuple[int, Callable[[slice], Tree]]]:
+        """Return the samples of a file of one of `input_files`, or of its lines, in blocks. Raises UserError."""
+        found = self._option.read_inputs(file, self._data, size)
+        self.unknown.append(found.unknown)
+        return found.blocks
 
     def read_file(self, path: Path) -> torch.Tensor:
         """Return the sample that an image file holds. Raises DataError."""
@@ -113,13 +119,6 @@ class Transforms:
     def stack(self, samples: Sequence[Tree]) -> Tree:
         """Return samples as one batch."""
         return concatenate([map_tensors(lambda t: t.unsqueeze(0), x) for x in samples])
-
-    def groups(self, samples: Iterable[tuple[int, Tree]]) -> list[list[tuple[int, Tree]]]:
-        """Return numbered samples grouped by their shapes, which samples of one batch share."""
-        found: dict[Any, list[tuple[int, Tree]]] = {}
-        for number, x in samples:
-            found.setdefault(tuple(t.shape for t in leaves(x)), []).append((number, x))
-        return list(found.values())
 
 
 def _text(shape: Sequence[Any]) -> str:

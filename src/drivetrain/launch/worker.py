@@ -226,7 +226,7 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
         if job.work is None:
             logger.info("%s", facts.line(context, trainer))
-            for advice in facts.advice(trainer) if not job.told else ():
+            for advice in (*context.data.doubts, *facts.advice(trainer)) if not job.told else ():
                 logger.warning("%s", advice)
     return staged
 

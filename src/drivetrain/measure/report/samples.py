@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from drivetrain.inference.inputs import Read
+    from drivetrain.inference.inputs import One
     from drivetrain.inference.loaded import LoadedRun
     from drivetrain.inference.predictions import Predictions
 
@@ -60,29 +60,30 @@ def sections(run_dir: Path, count: int) -> list[Section]:
 
 def _samples(run_dir: Path) -> tuple[str, list[Sample], int, Any]:
     """The set, its samples with their predictions in random order, how many the set has, and what shows them."""
-    from drivetrain.inference.inputs import read_in_batches
+    from drivetrain.inference.inputs import grouped, read_in_batches
     from drivetrain.inference.loaded import load
 
     loaded = load(run_dir)
     of_set = "test"
-    items, total = loaded.items_of(of_set)
+    items, total = loaded.items_of(of_set, 1)
     chosen = set(random.Random(0).sample(range(total), min(total, LOOKED_AT)))
     picked = (item for n, item in enumerate(items) if n in chosen)
     found: list[Sample] = []
     for batch in read_in_batches(picked, min(64, loaded.batch_size())):
-        good = [(n, read.x) for n, read in enumerate(batch) if read.x is not None and read.target is not None]
-        for group in loaded.transforms.groups(good):
-            predicted = loaded.predict_ready(loaded.transforms(loaded.transforms.stack([x for _, x in group])))
-            found += _judged([batch[n] for n, _ in group], predicted, loaded)
+        for places, x in grouped(batch):
+            predicted = loaded.predict_ready(loaded.transforms(x))
+            found += _judged([read.one(n) for read, n in places], predicted, loaded)
     random.Random(0).shuffle(found)
     return of_set, found, total, _shown_as(loaded)
 
 
-def _judged(reads: Sequence[Read], predicted: Predictions, loaded: LoadedRun) -> Iterator[Sample]:
+def _judged(reads: Sequence[One], predicted: Predictions, loaded: LoadedRun) -> Iterator[Sample]:
     """The samples of a batch with their losses."""
     import torch
 
     for n, read in enumerate(reads):
+        if read.target is None:
+            continue
         output, target = predicted.output[n].float().cpu(), torch.tensor(read.target)
         if loaded.kind == "class":
             shares = output.softmax(-1)
@@ -111,7 +112,7 @@ def _judged(reads: Sequence[Read], predicted: Predictions, loaded: LoadedRun) ->
             yield _of_text(read, output, target, loaded)
 
 
-def _of_text(read: Read, output: torch.Tensor, target: torch.Tensor, loaded: LoadedRun) -> Sample:
+def _of_text(read: One, output: torch.Tensor, target: torch.Tensor, loaded: LoadedRun) -> Sample:
     """A piece of text, of which each token is predicted from those before it."""
     import torch
 

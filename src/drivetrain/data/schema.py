@@ -1,0 +1,324 @@
+"""The schema of a table: how its columns are read and become inputs. It is decided once, on the training file, and kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from drivetrain.core.errors import DataError, UserError, did_you_mean
+from drivetrain.core.files import parse_json
+from drivetrain.core.lazy import torch
+from drivetrain.core.typed import fits
+from drivetrain.data.cells import Cells, Words
+from drivetrain.data.separated import MISSING
+from drivetrain.data.styles import (
+    FORMS,
+    PARTS,
+    PLAIN,
+    STYLES,
+    UNIT,
+    Style,
+    as_words,
+    date_form,
+    decimal_of,
+    lowered,
+    mean_and_std,
+    read_dates,
+    spread,
+    styles_of,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ColumnType = Literal["number", "category", "date"]
+TYPES = (*get_args(ColumnType), "unused")  # that the user may give
+MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not categories
+NO_VALUE = "(missing)"  # the category of a missing text
+NEARLY_ALL = 0.9
+FEW_ROWS = 20  # of which nothing is said to look wrong
+NUMBER = "number"
+BOOLEAN = "boolean"
+
+
+@dataclass
+class Column:
+    """How a column is read; and, where it is an input, how its values are encoded."""
+
+    name: str
+    type: ColumnType
+    style: Any = None  # of a number: its Style; of a date: the form, and its number of parts; of a category: whether of truths
+    categories: list[str] | None = None
+    mean: list[float] = field(default_factory=list)  # also what fills a missing number; of a date one for each part
+    std: list[float] = field(default_factory=list)
+
+    def read(self, cells: Cells) -> np.ndarray | Words:
+        """Return a column's values: numbers (n,), the parts of dates (n, k), or words. Raises DataError, with its line."""
+        values = cells.columns[self.name]
+        if self.type == "category":
+            words = values if isinstance(values, Words) else as_words(values, self.categories or ())
+            return lowered(words) if self.style == BOOLEAN else words
+        if not isinstance(values, Words):
+            if self.type == "date":
+                raise DataError(f"{cells.source}: the column {self.name} holds numbers, and the training rows have dates there")
+            return values
+        numbers, right = (
+            Style(**self.style).numbers(values.words) if self.type == NUMBER else read_dates(values.texts, *self.style)
+        )
+        if not right.all():
+            wrong = int((~right).argmax())
+            raise DataError(
+                f"{cells.place(int((values.codes == wrong).argmax()))}: the column {self.name} holds {values.texts[wrong]!r}, "
+                f"and {'the training rows have' if self.mean else 'it is to hold'} {self.type}s there"
+            )
+        return spread(numbers, values.codes)
+
+    def learn(self, values: np.ndarray | Words, normalize: bool) -> None:
+        """Find the categories, or mean and deviation, of training rows. Raises UserError."""
+        import numpy as np
+
+        if isinstance(values, Words):
+            present = np.unique(values.codes).tolist()
+            self.categories = sorted([NO_VALUE if code < 0 else values.texts[code] for code in present])
+            if len(self.categories) > MAX_CATEGORIES:
+                raise UserError(
+                    f"the column {self.name} has {len(self.categories):,} different texts, and each would become an input: leave "
+                    f"it out, as by data.columns={{{self.name}: unused}}"
+                )
+            return
+        each = values.reshape(len(values), -1).T
+        scales = [mean_and_std(part[~np.isnan(part)]) for part in each] if normalize else [(0.0, 1.0)] * len(each)
+        self.mean, self.std = [mean for mean, _ in scales], [std for _, std in scales]
+
+    def encode(self, values: np.ndarray | Words) -> torch.Tensor:
+        """Return float32 (n, outputs). A category that no training row has is all zeros."""
+        import numpy as np
+
+        if isinstance(values, Words):
+            return torch.nn.functional.one_hot(torch.from_numpy(self._codes(values)), self.outputs + 1)[:, :-1].float()
+        values = values.reshape(len(values), -1)
+        return torch.from_numpy(((np.where(np.isnan(values), self.mean, values) - self.mean) / self.std).astype(np.float32))
+
+    def unknown(self, values: np.ndarray | Words) -> tuple[int, list[str]]:
+        """Return how many values are categories that no training row has, and these."""
+        if not isinstance(values, Words):
+            return 0, []
+        rows = values.codes[self._codes(values) == self.outputs]
+        return len(rows), sorted({NO_VALUE if code < 0 else values.texts[code] for code in rows.tolist()})
+
+    def _codes(self, words: Words) -> np.ndarray:
+        import numpy as np
+
+        code_of = {category: number for number, category in enumerate(self.categories or ())}
+        return np.array([code_of.get(text, len(code_of)) for text in (*words.texts, NO_VALUE)])[words.codes]
+
+    @property
+    def outputs(self) -> int:
+        """How many inputs of the model it becomes."""
+        return len(self.mean) if self.categories is None else len(self.categories)
+
+    def described(self) -> str:
+        """Return what it became, for the run's first line."""
+        if self.categories is not None:
+            return f"{self.name} {len(self.categories)} categories"
+        return f"{self.name} a date ({', '.join(PARTS[: len(self.mean)])})"
+
+
+@dataclass
+class Schema:
+    """The columns of a table that can be read, in its order."""
+
+    columns: dict[str, Column]
+    missing: tuple[str, ...] = MISSING
+    inputs: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)  # column → why
+    doubts: list[str] = field(default_factory=list)  # what looks wrong
+
+    @classmethod
+    def decided(
+        cls,
+        cells: Cells,
+        types: Mapping[str, str],
+        missing: tuple[str, ...] = MISSING,
+        decimal: str | None = None,
+        hint: str = "",
+        targets: Sequence[str] = (),
+    ) -> Schema:
+        """Return the schema of a training file. `types` are those that the user gives; `hint` is its likelier decimal mark.
+
+        A target is no date. Raises UserError where a number can be read in two ways.
+        """
+        schema, styles = cls({}, missing), dict[str, list[Style]]()
+        for name, values in cells.columns.items():
+            wanted = types.get(name, "")
+            if isinstance(values, Words):
+                if name == "(column 1)":
+                    schema.left_out[name] = "it has no name: an index"
+                elif not len(values.words):
+                    schema.left_out[name] = "it has no value"
+                else:
+                    styles[name] = [] if wanted in ("category", "date") else list(styles_of(values.words, wanted == NUMBER))
+        known = decimal or decimal_of(cells, styles) or hint
+        for name, values in cells.columns.items():
+            if name not in schema.left_out and types.get(name) != "unused":
+                found = styles.get(name, [PLAIN])
+                if len(found) > 1:
+                    found = [style for style in found if style.decimal == known] or [
+                        style for style in found if (style.decimal, style.thousands) == STYLES[0]
+                    ]
+                if styles.get(name) and not found:
+                    assert isinstance(values, Words)
+                    raise UserError(
+                        f"{cells.source}: the column {name} holds numbers such as {values.texts[0]!r}, which can be read in two "
+                        "ways: set data.decimal=',' or data.decimal='.'"
+                    )
+                schema.columns[name] = column = schema._decide(name, values, types.get(name, ""), found, cells)
+                if column.type == "date" and name in targets:
+                    schema.columns[name] = Column(name, "category")
+        return schema
+
+    def _decide(self, name: str, values: np.ndarray | Words, wanted: str, styles: Sequence[Style], cells: Cells) -> Column:
+        if wanted == "category" or (isinstance(values, Words) and not styles and not wanted):
+            return self._of_texts(name, values, wanted, cells)
+        if wanted == "date":
+            form = date_form(values) if isinstance(values, Words) else None
+            return Column(name, "date", form or ["", 4])  # which the first wrong cell refuses
+        if not styles and isinstance(values, Words):  # so that what does not fit is refused
+            styles = [max((Style(*marks) for marks in STYLES), key=lambda style: style.numbers(values.words)[1].sum())]
+        return Column(name, "number", asdict(styles[0]))
+
+    def _of_texts(self, name: str, values: np.ndarray | Words, wanted: str, cells: Cells) -> Column:
+        import numpy as np
+
+        if wanted or not isinstance(values, Words):
+            return Column(name, "category")
+        if {text.lower() for text in values.texts[:3]} <= {"true", "false"}:
+            return Column(name, "category", BOOLEAN)
+        if (form := date_form(values)) is not None:
+            return Column(name, "date", form)
+        _, right = PLAIN.numbers(values.words)
+        numbers = np.append(right, False)[values.codes].sum() / max(1, (values.codes >= 0).sum())
+        if numbers >= NEARLY_ALL and len(values) >= FEW_ROWS and not right.all():
+            row = int((values.codes == int((~right).argmax())).argmax())
+            self.doubts.append(
+                f"{cells.place(row)}: the column {name} holds {values.texts[values.codes[row]]!r} among numbers, so that all are "
+                f"read as categories: mend it, add it to data.na, or set data.columns={{{name}: number}}"
+            )
+        elif len(values.words) > NEARLY_ALL * len(values) and len(values) >= FEW_ROWS:
+            self.doubts.append(
+                f"{cells.source}: {len(values.words):,} of {len(values):,} rows have a text of their own in the column {name}, "
+                f"such as {values.texts[0]!r}: leave it out by data.columns={{{name}: unused}}"
+            )
+        return Column(name, "category")
+
+    def read(self, cells: Cells) -> Cells:
+        """Return the values of the columns that the cells have. Raises DataError, also for an infinite number."""
+        import numpy as np
+
+        values = {name: column.read(cells) for name, column in self.columns.items() if name in cells.columns}
+        for name, found in values.items():
+            if not isinstance(found, Words) and np.isinf(found).any():
+                row = int(np.isinf(found).reshape(len(found), -1).any(1).argmax())
+                raise DataError(f"{cells.place(row)}: the column {name} holds an infinite number: mend it, or add it to data.na")
+        return Cells(values, cells.source, cells.line)
+
+    def learn(self, rows: Cells, names: Sequence[str], normalize: bool) -> None:
+        """Learn how the inputs `names` are encoded, of training rows that `read` gave."""
+        self.inputs = list(names)
+        for name in names:
+            self.columns[name].learn(rows.columns[name], normalize)
+
+    def encode(self, rows: Cells) -> torch.Tensor:
+        """Return inputs float32 (n, d) of rows that `read` gave."""
+        return torch.cat([self.columns[name].encode(rows.columns[name]) for name in self.inputs], 1)
+
+    def unknown(self, rows: Cells) -> Iterator[tuple[str, int, list[str]]]:
+        """Yield each input of which rows have categories that no training row has, how many rows, and these categories."""
+        for name in self.inputs:
+            count, found = self.columns[name].unknown(rows.columns[name])
+            if count:
+                yield name, count, found
+
+    @property
+    def plain(self) -> list[str]:
+        """The columns of numbers that can be read as they are."""
+        return [name for name, column in self.columns.items() if column.style == asdict(PLAIN)]
+
+    @property
+    def outputs(self) -> int:
+        """How many inputs of the model a row becomes."""
+        return sum(self.columns[name].outputs for name in self.inputs)
+
+    def described(self) -> str:
+        """Return in short what the inputs became, and what was left out."""
+        numbers = [name for name in self.inputs if self.columns[name].type == NUMBER]
+        parts = [f"{len(numbers)} number{'s' * (len(numbers) != 1)} ({named(numbers, 5)})"] if numbers else []
+        parts += [self.columns[name].described() for name in self.inputs if self.columns[name].type != NUMBER][:10]
+        left = "".join(f"; {name} left out ({why})" for name, why in list(self.left_out.items())[:5])
+        return f"inputs: {', '.join(parts)}{left}"
+
+    def to_json(self) -> str:
+        """Return the schema as text, to be kept with the run."""
+        return json.dumps(
+            {"missing": self.missing, "inputs": self.inputs, "columns": [asdict(column) for column in self.columns.values()]},
+            indent=1,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Schema:
+        """Return the schema that `to_json` wrote. Raises ValueError where no run wrote it: its folder may be a stranger's."""
+        content = parse_json(text)
+        if not (isinstance(content, dict) and content.keys() == {"missing", "inputs", "columns"} and _are_names(content)):
+            raise ValueError("it is no schema of a table")
+        columns = {}
+        for entry in content["columns"]:
+            if not _is_column(entry):
+                raise ValueError(f"{entry!r:.80} is no column")
+            columns[entry["name"]] = Column(**entry)
+        if any(name not in columns or not columns[name].outputs for name in content["inputs"]):
+            raise ValueError("its inputs are none of its columns")
+        return cls(columns, tuple(content["missing"]), content["inputs"])
+
+
+def _are_names(content: Mapping[str, Any]) -> bool:
+    return fits(content["missing"], list[str]) and fits(content["inputs"], list[str]) and isinstance(content["columns"], list)
+
+
+ENTRY = {"name": str, "type": str, "style": Any, "categories": list[str] | None, "mean": list[float], "std": list[float]}
+
+
+def _is_column(entry: Any) -> bool:
+    """Whether an entry of a file has what `to_json` writes of a column."""
+    if not (isinstance(entry, dict) and entry.keys() == ENTRY.keys() and all(fits(entry[k], kind) for k, kind in ENTRY.items())):
+        return False
+    categories, mean, std, style = entry["categories"], entry["mean"], entry["std"], entry["style"]
+    right_style = {
+        "number": lambda: fits(style, dict[str, str]) and style.keys() == asdict(PLAIN).keys() and _are_marks(style),
+        "category": lambda: style in (None, BOOLEAN) and not mean,
+        "date": lambda: isinstance(style, list) and len(style) == 2 and style[0] in ("", *FORMS) and style[1] in (4, 5),
+    }.get(entry["type"], lambda: False)
+    sizes = {"number": (0, 1), "category": (0,), "date": (0, 4, 5)}.get(entry["type"], ())
+    few = categories is None or (entry["type"] == "category" and 0 < len(categories) <= MAX_CATEGORIES)
+    scales = len(mean) == len(std) and len(mean) in sizes and all(map(math.isfinite, (*mean, *std))) and all(s > 0 for s in std)
+    return bool(few and scales and right_style())
+
+
+def _are_marks(style: Mapping[str, str]) -> bool:
+    unit = not style["unit"] or re.fullmatch(UNIT, style["unit"]) is not None
+    return unit and (style["decimal"], style["thousands"]) in STYLES
+
+
+def named(names: Sequence[str], most: int = 10) -> str:
+    """Return columns for a message, the first ten."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def check_names(names: Sequence[str], known: Sequence[str], setting: str, source: object) -> None:
+    """Raise UserError for a name that is no column."""
+    for name in names:
+        if name not in known:
+            raise UserError(f"{setting}={name} is no column of {source}: {did_you_mean(name, known)}")

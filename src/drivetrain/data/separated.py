@@ -1,0 +1,273 @@
+"""Reads tables of separated text (CSV and its like), whole or as their lines come."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.data import untrusted
+from drivetrain.data.cells import Block, Cells, Words, numbers_of, with_nan
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+
+SEPARATORS = ",;\t|"  # that a file may have without being asked
+MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "none", "?", "-", "--", ".")  # cells without a value, in lower case
+FIRST = 1 << 18  # bytes that show which columns hold fractions
+BLOCK = 1 << 22  # bytes that pyarrow reads at a time: the longest row
+MOST_LINES = 1000  # of one row, which quotes hold together
+_LINE_END = re.compile(rb"\r\n?|\n")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a table is written, as far as the user says it; None: as the file shows it."""
+
+    separator: str | None = None
+    encoding: str | None = None
+    header: bool | None = None
+    missing: tuple[str, ...] = MISSING
+
+
+@dataclass
+class Layout:
+    """How the rows of a separated text are written."""
+
+    names: list[str]
+    separator: str
+    form: Form
+    source: str
+    header: bytes  # the first line, with its end; empty where it is no header
+
+    @classmethod
+    def found(cls, first: bytes, form: Form, source: str) -> Layout:
+        """Return the layout that the first line shows. Raises UserError."""
+        line = untrusted.decode(first, source)
+        separator = form.separator or max(SEPARATORS, key=lambda sep: len(_split(line, sep)))
+        cells = [cell.strip() for cell in _split(line, separator)]
+        if len(cells) == 1 and form.separator is None and len(line.split()) > 1 and re.fullmatch(r"[\s\d.+-]+", line):
+            raise UserError(f"{source}: line 1 holds numbers between spaces: set data.separator=' '")
+        if form.header is None and (any(map(_is_fraction, cells)) or (cells and all(map(_is_number, cells)))):
+            raise UserError(
+                f"{source}: line 1 holds the number {next(filter(_is_number, cells))} where names of columns are expected: set "
+                "data.header=false, where it is a row (its columns are then 0, 1, …), or data.header=true"
+            )
+        if form.header is False:
+            return cls([str(n) for n in range(len(cells))], separator, form, source, b"")
+        if twice := sorted({name for name in cells if name and cells.count(name) > 1}):
+            raise UserError(f"{source} has several columns of one name ({', '.join(twice)}): its first line must name each once")
+        return cls([name or f"(column {n})" for n, name in enumerate(cells, 1)], separator, form, source, first)
+
+    def parse(
+        self, content: Any, plain: Collection[str], wanted: Collection[str] | None, line: Callable[[int], int] | None = None
+    ) -> Cells:
+        """Return the cells of rows; those of the columns `plain` as numbers, unless one is none. Raises DataError.
+
+        `line` gives the line of a row of this content; without it, it is the text's, from its first line on.
+        """
+        import pyarrow as pa
+        from pyarrow import csv as arrow
+
+        if self.separator == " ":
+            content = re.sub(rb"[ \t]+", b" ", re.sub(rb"(?m)^[ \t]+|[ \t]+(?=\r?$)", b"", bytes(content)))
+        columns = {name: pa.float64() if name in plain else pa.string() for name in self.names}
+        convert = arrow.ConvertOptions(
+            column_types=columns, include_columns=None if wanted is None else [n for n in self.names if n in wanted],
+            null_values=["NaN", *(form for word in self.form.missing for form in {word, word.upper(), word.title()})],
+        )  # fmt: skip
+
+        def read(quoted: bool) -> pa.Table:
+            parse = arrow.ParseOptions(
+                delimiter=self.separator, newlines_in_values=quoted, ignore_empty_lines=len(self.names) > 1
+            )
+            data = pa.BufferReader(pa.py_buffer(content))
+            return arrow.read_csv(data, arrow.ReadOptions(column_names=self.names, block_size=BLOCK), parse, convert)
+
+        try:
+            table = read(quoted := b'"' in bytes(memoryview(content)[:FIRST]))  # where there are none, it is faster
+            if (quotes := _quotes(content)) % 2:
+                raise pa.ArrowInvalid("a quote is not closed")
+            table = read(True) if quotes and not quoted else table
+        except pa.ArrowInvalid as error:
+            if "straddling" in str(error) and memoryview(content).nbytes > BLOCK:
+                raise DataError(
+                    f"{self.source} has a row of more than {BLOCK:,} bytes: it is no table, or a quote is open"
+                ) from None
+            if plain:
+                return self.parse(content, (), wanted, line)
+            self._refuse_rows(content, line)
+            raise DataError(f"{self.source} cannot be read as a table: {error}") from None
+        return Cells(
+            {name: _column(table.column(name), self.form.missing) for name in table.column_names}, self.source,
+            line or (lambda row: next(number for n, (number, _) in enumerate(self._records(content)) if n == row)),
+        )  # fmt: skip
+
+    def _refuse_rows(self, content: Any, line: Callable[[int], int] | None) -> None:
+        """Raise DataError for the first row that is no row, with its line."""
+        number, row = 0, -1
+        try:
+            for row, (number, cells) in enumerate(self._records(content)):
+                if len(cells) != len(self.names):
+                    raise DataError(
+                        f"{self.source}:{line(row) if line else number} has {len(cells)} cells, and "
+                        f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
+                    )
+        except csv.Error as error:
+            where = line(row + 1) if line else number
+            raise DataError(f'{self.source}:{where}: a quote (") is not closed, or stands within a text: {error}') from None
+
+    def _records(self, content: Any) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of each row's first line, and its cells. Raises DataError for bytes that are no text."""
+        first = len(_LINE_END.findall(self.header)) + 1
+        lines = (
+            untrusted.decode(line, self.source, number)
+            for number, line in enumerate(io.BytesIO(bytes(content).replace(b"\r\n", b"\n").replace(b"\r", b"\n")), first)
+        )
+        reader, number = csv.reader(lines, delimiter=self.separator, strict=True), first
+        for cells in reader:
+            if cells or len(self.names) == 1:
+                yield number, cells or [""]
+            number = first + reader.line_num
+
+
+class TextTable:
+    """A file of separated text."""
+
+    refused: ClassVar[dict[str, UserError]] = {}
+
+    def __init__(self, content: Any, form: Form, source: str) -> None:
+        content = untrusted.as_utf8(content, form.encoding, source)
+        end, most = 0, len(content)
+        while end < most and (end == 0 or content[:end].count(b'"') % 2):
+            found = _LINE_END.search(content, end, end + untrusted.MOST_LINE)
+            if found is None and most - end > untrusted.MOST_LINE:
+                raise untrusted.no_end(source)
+            end = most if found is None else found.end()
+        self.layout = Layout.found(bytes(content[:end]), form, source)
+        self._content, self._body = content, memoryview(content)[len(self.layout.header) :]
+        self.names = self.layout.names
+        self.decimal = "," if self.layout.separator == ";" else ""  # the mark that numbers probably have
+
+    def cells(self, plain: Collection[str] | None = None, wanted: Collection[str] | None = None) -> Cells:
+        """Return the cells of the columns `wanted` (None: all), of which `plain` hold plain numbers. Raises UserError."""
+        if not bytes(self._body[:FIRST]).strip():
+            raise UserError(f"{self.layout.source} has no rows")
+        return self.layout.parse(self._body, self._plain() if plain is None else plain, wanted)
+
+    def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
+        """Yield the rows as `Stream.blocks` does."""
+        return Stream(_lines(self._content), replace(self.layout.form, encoding=None), self.layout.source).blocks(
+            size, plain, wanted
+        )
+
+    def _plain(self) -> list[str]:
+        """Return the columns that hold fractions in the first rows: no code has any."""
+        first = bytes(self._body[: FIRST + 1])
+        if len(first) > FIRST:
+            first = first[: first.rfind(b"\n") + 1]
+        try:
+            columns = self.layout.parse(first, (), None).columns
+        except DataError:  # it ends within a row; or a row is wrong, which reading all of them finds
+            return []
+        return [name for name, words in columns.items() if isinstance(words, Words) and _has_fractions(words)]
+
+
+class Stream:
+    """A table of separated text that is read some rows at a time, as its lines come."""
+
+    def __init__(self, lines: Iterable[bytes], form: Form, source: str) -> None:
+        self._rows = self._joined(untrusted.utf8_lines(lines, form.encoding, source))
+        first = next(self._rows, (1, b""))
+        self._layout = Layout.found(first[1], form, source)
+        self._rows = self._rows if self._layout.header else chain([first], self._rows)
+        self.names = self._layout.names
+
+    def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
+        """Yield up to `size` rows at a time: how many, and what reads the cells of some of them. Reading raises DataError."""
+        rows = (row for row in self._rows if row[1].strip() or len(self.names) == 1)
+        while block := list(islice(rows, size)):
+            yield len(block), partial(self._cells, block, plain, wanted)
+
+    def _cells(self, block: list[tuple[int, bytes]], plain: Collection[str], wanted: Collection[str], which: slice) -> Cells:
+        rows = block[which]
+        return self._layout.parse(b"".join(row for _, row in rows), plain, wanted, lambda n: rows[n][0])
+
+    @staticmethod
+    def _joined(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield each row with its first line's number: lines are one row where a quote is open between them.
+
+        One that stays open for many lines, or to the end, is a row of its own, which cannot be read.
+        """
+        numbered, row, is_open = enumerate(lines, 1), list[tuple[int, bytes]](), False
+        again: list[tuple[int, bytes]] = []
+        while True:
+            if (one := again.pop() if again else next(numbered, None)) is not None:
+                number, line = one
+                row.append((number, line if line.endswith((b"\n", b"\r")) else line + b"\n"))
+                is_open ^= line.count(b'"') % 2 == 1
+            elif not row:
+                return
+            if one is None or len(row) > MOST_LINES:
+                yield row[0]
+                again += reversed(row[1:])
+            elif is_open:
+                continue
+            else:
+                yield row[0][0], b"".join(line for _, line in row)
+            row, is_open = [], False
+
+
+def _column(array: Any, missing: tuple[str, ...]) -> np.ndarray | Words:
+    """Return a column of texts or of float64."""
+    import pyarrow as pa
+
+    array = array.combine_chunks()
+    return with_nan(array) if pa.types.is_floating(array.type) else Words.of(array, missing)
+
+
+def _lines(content: Any) -> Iterator[bytes]:
+    start = 0
+    while start < len(content):
+        end = content.find(b"\n", start, start + untrusted.MOST_LINE) + 1 or start + untrusted.MOST_LINE
+        yield bytes(content[start:end])
+        start = end
+
+
+def _split(line: str, separator: str) -> list[str]:
+    if separator == " ":
+        line = " ".join(line.split())
+    return next(csv.reader(io.StringIO(line, newline=""), delimiter=separator), [])
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", cell) is not None
+
+
+def _is_fraction(cell: str) -> bool:
+    return re.fullmatch(r"[-+]?\d+[.]\d+([eE][-+]?\d+)?", cell) is not None
+
+
+def _has_fractions(words: Words) -> bool:
+    """Whether all words are plain numbers, and one has a fraction that is no group of thousands, as 1.234 may be."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        words.words.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    fractions = pc.match_substring_regex(words.words, r"\.(\d{1,2}|\d{4,})$|\.\d{3}[eE]|^\d{4,}\.|^[-+]?0?\.")
+    return bool(numbers_of(fractions).any())
+
+
+def _quotes(content: Any) -> int:
+    view = memoryview(content)
+    return sum(bytes(view[start : start + BLOCK]).count(b'"') for start in range(0, view.nbytes, BLOCK))
