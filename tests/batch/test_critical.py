@@ -11,7 +11,7 @@ from drivetrain.batch import Critical
 from drivetrain.core.errors import UserError
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.world import World
-from drivetrain.launch import launcher, look
+from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 from drivetrain.run.result import Result
 
@@ -157,13 +157,13 @@ def test_the_look_measures_the_beginning_of_the_run(make):
     """It trains as the run does with the smallest batch and gives the same figure each time; random labels are noisier."""
     words = ("batch=accumulate", "batch.global_batch=16", "batch.accumulation_steps=2", "updates=null", "epochs=9")
     digits, of_none = ("data=digits", "model.hidden=[16]"), ("data.samples=160", "model.hidden=[16]")
-    clean, again = (look.at_beginning(make(*words, *digits), 30) for _ in range(2))
-    noisy = look.at_beginning(make(*words, *of_none), 30)
+    clean, again = (trials.at_beginning(make(*words, *digits), 30) for _ in range(2))
+    noisy = trials.at_beginning(make(*words, *of_none), 30)
     assert clean == again
     assert (noisy["updates"], noisy["samples"]) == (30, 160)
     assert noisy["noise_scale"] is None or clean["noise_scale"] < noisy["noise_scale"]
     looked, trained = make(*words), make(*words)
-    look.at_beginning(looked, 4)
+    trials.at_beginning(looked, 4)
     trained.max_updates = 4
     trained.fit()
     assert all(torch.equal(a, b) for a, b in zip(looked.model.parameters(), trained.model.parameters(), strict=True))
@@ -174,7 +174,7 @@ def test_the_look_is_a_process_of_its_own(tiny, monkeypatch):
     found = Trials(launcher.prepare(words)).look(2, 2, [6, 12])
     assert (found["updates"], found["samples"]) == (2, 48)
     assert len(found["update_seconds"]) == (0 if found["noise_scale"] is None else 2)
-    monkeypatch.setattr(look, "at_beginning", lambda *given: [].pop())
+    monkeypatch.setattr(trials, "at_beginning", lambda *given: [].pop())
     with pytest.raises(UserError, match="look at the first updates for the batch failed: IndexError: pop from empty list"):
         Trials(launcher.prepare(words)).look(2, 2, [])
 
@@ -189,12 +189,12 @@ def test_updates_are_timed_as_far_as_a_larger_batch_may_be_sooner(make, monkeypa
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         yield seconds[len(sizes) - 1]
 
-    monkeypatch.setattr(look, "_timed", timed)
+    monkeypatch.setattr(trials, "_timed", timed)
     doubles, beyond = [4, 8, 16, 32], [4, 8, 16, 64]
     cases = [(100.0, [1.0] * 3, doubles), (4.0, [1.0, 2.0], doubles), (None, [], doubles), (100.0, [1.0] * 3, beyond)]
     for noise_scale, seconds, micro_batches in cases:
         sizes.clear()
-        assert look.update_seconds(trainer, micro_batches, 1, noise_scale) == seconds
+        assert trials.update_seconds(trainer, micro_batches, 1, noise_scale) == seconds
 
 
 def test_an_update_is_timed_with_the_steps_of_the_run(make):
@@ -207,8 +207,8 @@ def test_an_update_is_timed_with_the_steps_of_the_run(make):
 
     trainer.step = Watched(trainer.step)
     before = [parameter.clone() for parameter in trainer.model.parameters()]
-    assert all(seconds > 0 for seconds in look._timed(trainer, 6, 2))
-    assert seen == [6, 6] * look.TIMED
+    assert all(seconds > 0 for seconds in trials._timed(trainer, 6, 2))
+    assert seen == [6, 6] * trials.TIMED
     assert not any(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 

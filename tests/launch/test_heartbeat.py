@@ -138,7 +138,7 @@ def test_only_those_that_failed_are_abandoned(quick, tmp_path, codes, called):
 
 
 def test_what_ranks_printed_is_one_file_for_each(tmp_path):
-    from drivetrain.launch.rank_folder import _gather_output
+    from drivetrain.launch.elastic import _gather_output
 
     for attempt, rank, name, text in ((0, 1, "stdout", "before\n"), (0, 2, "stderr", ""), (1, 1, "stderr", "after\n")):
         place = tmp_path / f"drivetrain_x1/attempt_{attempt}/{rank}"

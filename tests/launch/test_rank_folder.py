@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.launch.elastic import rank_folder
 from drivetrain.launch.heartbeat import _failure_in, start_heartbeat
-from drivetrain.launch.rank_folder import rank_folder
 
 
 def test_what_stood_there_is_gone_but_for_what_ranks_printed(tmp_path: Path) -> None:

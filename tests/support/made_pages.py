@@ -23,9 +23,9 @@ from drivetrain.measure.intervals import Interval
 from drivetrain.measure.leave import origin
 from drivetrain.measure.profile.diagnose import Problem
 from drivetrain.measure.profile.doctor import Diagnosis, Gain
-from drivetrain.measure.profile.sheet import sheet as doctor_sheet
-from drivetrain.measure.report import page as report_page
+from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.report import report
+from drivetrain.measure.report import report as report_page
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.run import reader

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.core.clock import Clock
 from drivetrain.measure.profile import diagnose as diagnosis
-from drivetrain.measure.profile import threads
+from drivetrain.measure.profile import step
 from drivetrain.measure.profile.attribution import Attribution, Line, attribute
 from drivetrain.measure.profile.operations import Operation, Recorder
 from drivetrain.measure.profile.sampler import SAMPLE_S, Sampler, Spent, Times, _Instants
@@ -235,12 +235,12 @@ class Cores:
 @pytest.mark.parametrize(("sets", "began"), [(None, 1), (1, 1), (None, 4)])
 def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets, began):
     update = Cores(sets)
-    monkeypatch.setattr(threads, "usable_cores", lambda: 4)
-    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: update.now))
+    monkeypatch.setattr(step, "usable_cores", lambda: 4)
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: update.now))
     before, setter = torch.get_num_threads(), torch.set_num_threads
     try:
         torch.set_num_threads(began)
-        found = threads.measure(update, 0.01)
+        found = step.measure_threads(update, 0.01)
         assert (found.number, found.cores, torch.get_num_threads()) == (began, 4, began)
         assert found.share == pytest.approx(0.9 if began == 1 else 0.0)
         assert (found.place is not None) == (sets is not None)

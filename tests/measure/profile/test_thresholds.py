@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.measure.profile import diagnose as doctor
 from drivetrain.measure.profile.attribution import Line
-from drivetrain.measure.profile.threads import Threads
+from drivetrain.measure.profile.step import Threads
 
 
 def profile(**given: Any) -> Any:

@@ -10,8 +10,8 @@ import torch
 from torch.autograd import DeviceType
 
 from drivetrain.core.progress import Progress
-from drivetrain.measure.profile import utilization
-from drivetrain.measure.profile.utilization import END, READING
+from drivetrain.measure.profile import step as utilization
+from drivetrain.measure.profile.step import END, READING
 
 
 class Range(NamedTuple):

@@ -13,8 +13,7 @@ import pytest
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.target import Reach
-from drivetrain.measure.report.page import summarize_seeds
-from drivetrain.measure.report.report import common_target, named, verdict
+from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
 from drivetrain.run.reader import differing, find, read
 from drivetrain.run.result import Result
 from tests.support import pages

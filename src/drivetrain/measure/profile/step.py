@@ -4,27 +4,165 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from drivetrain.core import trees
+from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
+from drivetrain.debug.profile import silence_profiler
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
 from drivetrain.measure.forecast.here import this_device
 from drivetrain.measure.forecast.roofline import number_format
-from drivetrain.measure.profile import threads, utilization
 from drivetrain.measure.profile.attribution import WAITING, Line
 from drivetrain.measure.profile.lines import UPDATES, TrackedStream, profile_lines, read_update, reading_lines, update
+from drivetrain.measure.profile.sites import user_line
 from drivetrain.saving import checkpoint_io
+
+READING, END = "drivetrain: reading", "drivetrain: end"
+IDLE = "the device is idle"
+PROFILED = 5  # updates
+SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def time_shares(trainer: Any, stream: TrackedStream) -> dict[str, float]:
+    """Shares of an update's time; empty where the profiler sees nothing of the device.
+
+    On an accelerator these are the device's own times of kernels and copies, and beside them the host's time waiting for it.
+    On a CPU it is the time in operations, and the time between them, which is Python's and torch's dispatcher's.
+    """
+    silence_profiler()
+    with profile(activities=_activities(trainer.device)) as profiler:
+        began = time.perf_counter()
+        marked = _MarkedStream(stream)
+        for _ in range(PROFILED):
+            update(trainer, marked)
+        with record_function(END):
+            synchronize(trainer.device)
+        whole_us = 1e6 * (time.perf_counter() - began)
+    events = profiler.events() or []
+    return _cpu_shares(events, whole_us) if trainer.device.type == "cpu" else _device_shares(events, whole_us)
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    """What the profiler records: the host, and the device where the profiler knows its type (CUDA, XPU; not MPS)."""
+    known = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
+    return [ProfilerActivity.CPU] if known is ProfilerActivity.CPU else [ProfilerActivity.CPU, known]
+
+
+class _MarkedStream:
+    """The stream; its reads appear in the profile as READING."""
+
+    def __init__(self, stream: TrackedStream) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with record_function(READING):
+            return next(self._stream)
+
+
+def _cpu_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
+    outermost = [e for e in events if e.cpu_parent is None]
+    own_threads = {e.thread for e in outermost if e.name == READING}  # excludes the loader's threads
+    reading = _union_us(e for e in outermost if e.name == READING)
+    computing = _union_us(e for e in outermost if e.name not in (READING, END) and e.thread in own_threads)
+    if not computing:
+        return {}
+    between = max(0.0, whole_us - reading - computing)
+    return {"in operations": computing / whole_us, "between operations (Python, dispatch)": between / whole_us}
+
+
+def _device_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
+    on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
+    # A named range of the host, such as torch's own of the optimizer, is repeated on the device, with the gaps in it.
+    on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU and not e.is_user_annotation]
+    if not on_device:
+        return {}
+    copies = [e for e in on_device if e.name.startswith("Memcpy")]
+    end = next(e.time_range.start for e in on_host if e.name == END)  # the profile's own synchronization comes after it
+    waits = sum(e.time_range.elapsed_us() for e in on_host if e.name in SYNCHRONIZING and e.time_range.end < end)
+    return {
+        "the device computes": _union_us(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us,
+        "the device copies": _union_us(copies) / whole_us,
+        IDLE: max(0.0, whole_us - _union_us(on_device)) / whole_us,
+        "the host waits for the device": waits / whole_us,
+    }
+
+
+def _union_us(events: Iterable[Any]) -> float:
+    """Microseconds in which at least one of the events runs."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+MIN_PAIRS = 3  # of updates as they are and with all cores
+
+
+class Threads(NamedTuple):
+    """The threads that torch computes with."""
+
+    number: int
+    cores: int
+    share: float = 0.0  # of an update's time that is gained with one thread for each core
+    place: str | None = None  # file:line of the user's own that sets their number in the step
+
+
+def measure_threads(update: Callable[[], None], seconds: float) -> Threads:
+    """Run updates as they are and, where they leave cores unused, in turns with a thread for each core."""
+    place: list[str] = []
+    with _replaced(lambda number: place.append(user_line(sys._getframe(1)) or "")):
+        update()
+    update()  # as it is: it may set the number itself
+    number, cores = torch.get_num_threads(), usable_cores()
+    if number >= cores:
+        return Threads(number, cores)
+    ratios: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(ratios) < MIN_PAIRS:
+        torch.set_num_threads(number)
+        as_is = _seconds(update)
+        torch.set_num_threads(cores)
+        with _replaced(lambda _: None):
+            ratios.append(_seconds(update) / as_is)
+    torch.set_num_threads(number)
+    return Threads(number, cores, max(0.0, 1 - statistics.median(ratios)), next(filter(None, place), None))
+
+
+def _seconds(update: Callable[[], None]) -> float:
+    update()  # the first one starts the threads
+    began = time.perf_counter()
+    update()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def _replaced(function: Callable[[int], None]) -> Iterator[None]:
+    """Have code that sets the number of threads call `function` instead."""
+    before = torch.set_num_threads
+    torch.set_num_threads = function  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.set_num_threads = before
+
 
 MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes
 
@@ -55,7 +193,7 @@ class StepProfile:
     read_ms: float | None  # of reading one micro-batch
     device: str
     utilization: dict[str, float]  # shares of an update's time
-    threads: threads.Threads | None  # of a CPU
+    threads: Threads | None  # of a CPU
 
 
 def profile_step(trainer: Any, profile_s: float) -> StepProfile:
@@ -68,11 +206,11 @@ def profile_step(trainer: Any, profile_s: float) -> StepProfile:
     for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
     phases, read_ms = _phases(trainer, stream, profile_s)
-    shares = utilization.time_shares(trainer, stream)
-    attribution, operations, step_ms = profile_lines(trainer, stream, profile_s, 1 - shares.get(utilization.IDLE, 1.0))
+    shares = time_shares(trainer, stream)
+    attribution, operations, step_ms = profile_lines(trainer, stream, profile_s, 1 - shares.get(IDLE, 1.0))
     if attribution.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in attribution.lines):
         attribution = attribution.with_reading(reading_lines(trainer, profile_s))
-    used = threads.measure(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
+    used = measure_threads(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
     micro, micro_batches = read_update(stream)
     limits = _roofline(trainer, micro_batches * trees.length(micro.x))
     larger_batch = _larger_batch(trainer, micro, profile_s)
