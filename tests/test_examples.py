@@ -353,10 +353,10 @@ def test_an_installed_plugins_verb(plugin, tiny, capsys):
 
 
 def test_the_page_shows_the_code_that_runs():
-    """Each block of docs/extending.md with a language is part of a file of the example."""
+    """Each block of docs/extending.md with a language is part of a file of the examples."""
     page = (ROOT / "docs/extending.md").read_text()
     blocks = re.findall(r"^```(python|yaml|toml)\n(.*?)^```", page, re.M | re.S)
-    files = {kind: [p.read_text() for p in EXTENDING.rglob(f"*.{kind}")] for kind in ("py", "yaml", "toml")}
+    files = {kind: [p.read_text() for p in (ROOT / "examples").rglob(f"*.{kind}")] for kind in ("py", "yaml", "toml")}
     assert len(blocks) > 12
     for language, block in blocks:
         texts = files["py" if language == "python" else language]

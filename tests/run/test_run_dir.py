@@ -35,7 +35,7 @@ from tests.support.command import (
 RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
-    "overrides", "config_hash",
+    "overrides", "config_hash", "warning",
     "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables", "data",
     "energy_joules", "resumed_at", "target", "batch", "own_process",
 }  # fmt: skip
