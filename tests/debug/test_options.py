@@ -246,7 +246,7 @@ def test_none_wraps_nothing_and_reports_nothing(train, make):
     assert type(trainer.precision) is Precision
     assert type(trainer.step) is PlainStep
     names = [watch(iter(())).gi_code.co_name for watch in trainer.stream_watchers]
-    assert names == ["check_targets", "check_normalisation", "check_waiting"]
+    assert names == ["watch", "check_waiting", "watch"]
     assert not (Path(train().run_dir) / "debug.txt").exists()
 
 

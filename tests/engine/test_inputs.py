@@ -11,10 +11,15 @@ from PIL import Image
 import drivetrain
 from drivetrain import data
 from drivetrain.core import lazy
+from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.option import RunSpec
+from drivetrain.core.source import Subset
+from drivetrain.core.tensors import Tensors
 from drivetrain.data import digits
 from drivetrain.engine import input_checks
 from drivetrain.loader import Loader, Pipeline
+from drivetrain.loss import CrossEntropy
 
 PACKAGE = Path(drivetrain.__file__).parent
 
@@ -54,12 +59,7 @@ def test_what_has_no_mean_is_left_alone():
     assert input_checks.normalisation_warning(torch.randint(0, 255, (4, 3, 8, 8), dtype=torch.uint8)) is None
     assert input_checks.normalisation_warning(torch.randint(0, 50_000, (4, 128))) is None  # tokens
     assert input_checks.normalisation_warning(torch.full((4, 1), 7.0)) is None
-
-
-def test_features_are_looked_at_together():
-    x = torch.randn(8, 20) * torch.linspace(0.01, 1.7, 20)
-    assert input_checks.normalisation_warning(x) is None
-    assert "channel 0: mean" in input_checks.normalisation_warning(x + 10)
+    assert input_checks.normalisation_warning(10 + torch.randn(8, 20)) is None  # features have scales of their own
 
 
 def test_sixteen_bits_and_a_large_batch_are_read_in_float32():
@@ -67,19 +67,40 @@ def test_sixteen_bits_and_a_large_batch_are_read_in_float32():
     assert "mean" in input_checks.normalisation_warning(images(300.0, 1.0).to(torch.bfloat16))
 
 
+def first_batch(at_start=True, note=""):
+    loss = CrossEntropy()
+    return input_checks.FirstBatch(RunSpec({}, {}), loss, 2, {}, lambda: torch.zeros(1), lambda: at_start, note)
+
+
 def test_the_stream_passes_unchanged_and_only_its_first_is_read(monkeypatch, caplog):
-    micros = [MicroBatch(images(100.0, 1.0), torch.zeros(1), torch.ones(()), True, False) for _ in range(4)]
+    caplog.set_level("INFO")
+    micros = [MicroBatch(images(100.0, 1.0), torch.zeros(1, dtype=torch.int64), torch.ones(()), True, False) for _ in range(4)]
     looked = []
     look = input_checks.normalisation_warning
     monkeypatch.setattr(input_checks, "normalisation_warning", lambda x: looked.append(x) or look(x))
     out = []
-    for micro in input_checks.check_normalisation(iter(micros)):
-        assert len(caplog.messages) == 1  # before the first step
+    for micro in first_batch(note="no MFU").watch(iter(micros)):
+        assert ["no MFU" in line for line in caplog.messages] == [False, True][: 1 + (len(out) > 0)]  # after the first step
         out.append(micro)
     assert all(a is b for a, b in zip(out, micros, strict=True))
     assert len(looked) == 1
     assert looked[0] is micros[0].x
-    assert list(input_checks.check_normalisation(iter(()))) == []
+    assert list(first_batch().watch(iter(()))) == []
+    assert len(list(first_batch(at_start=False).watch(iter(micros)))) == 4
+    assert len(looked) == 1  # a stage that follows, and a resumed run, were told
+
+
+def test_a_label_of_any_set_that_is_out_of_range_is_named():
+    y = torch.arange(40) % 2
+    y[33] = 5
+    y[[2, 3, 39]] = -100  # not counted
+    first = first_batch()
+    first.sources = {"train": Tensors(y, y % 2), "test noisy": Subset(Tensors(y, y), torch.arange(20, 40))}
+    first.run.choices["data"] = "mine"
+    with pytest.raises(
+        UserError, match=r"from 0 to 5, but the model has 2 .* first of them is sample 33 of data=mine \(in the test noisy"
+    ):
+        first.check_targets(MicroBatch(images(0.0, 1.0), torch.zeros(16, dtype=torch.int64), torch.ones(()), True, False))
 
 
 def test_a_run_says_it_once_and_trains_on(train, caplog):

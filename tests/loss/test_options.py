@@ -35,6 +35,7 @@ class Numbers(torch.utils.data.Dataset):
         x = torch.linspace(0, 1, 6) * i
         return x, {"class": i % 3, "beyond": 3, "fractions": 0.5, "int32": torch.tensor(i % 3, dtype=torch.int32),
                    "labels": torch.tensor([1, 0, i % 2]), "pair": torch.zeros(2),
+                   "beyond at 11": 3 if i == 11 else i % 3, "column": [i % 3],
                    "several": {"kind": i % 3, "size": torch.tensor([i / 24])}}[self.kind]  # fmt: skip
 
 
@@ -339,6 +340,8 @@ def test_an_evaluation_moves_no_buffer_of_a_loss(make, mine):
     [
         ("fractions", "cross_entropy", "set loss=mse for regression"),
         ("beyond", "cross_entropy", "are class numbers from 3 to 3, but the model has 3 outputs"),
+        ("beyond at 11", "cross_entropy", "The first of them is sample 11 of data=own \\(in the training set\\)"),
+        ("column", "cross_entropy", r"have shape \(n, 1\), and it wants one class number for each sample, \(n,\)"),
         ("int32", "cross_entropy", "convert them in your data"),
         ("labels", "cross_entropy", "set loss=bce for labels"),
         ("fractions", "mse", "1 numbers for each sample, but the model has 3 outputs"),

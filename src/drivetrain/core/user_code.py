@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
@@ -32,6 +35,18 @@ def load(setting: str, name: str) -> Any:
     if not callable(found):
         raise UserError(f"{setting} is {type(found).__name__}: name a class or a function")
     return found
+
+
+def place_of(error: BaseException) -> str:
+    """Return the last line of the user's own code that an error came through, as "file:line: text"; "" where there is none."""
+    shipped = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(shipped)]
+    own = [frame for frame in frames if not {"site-packages", "dist-packages"} & {*Path(frame.filename).parts}]
+    if not own:
+        return ""
+    file = Path(own[-1].filename)
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{shown}:{own[-1].lineno}: {own[-1].line}"
 
 
 def make(setting: str, target: Any, kwargs: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:

@@ -173,13 +173,19 @@ class Own(Data):
     def _values(self, source: OwnSource) -> int:
         """Return how many numbers the target of a sample is, where targets are values. Raises UserError for classes."""
         _, y = source.fetch(torch.tensor([0]))
-        if isinstance(y, torch.Tensor) and self.targets == "values":
-            return y.numel()
+        if self.targets == "values":
+            return sum(leaf.numel() for leaf in trees.leaves(y))
         problem = (
             f"data.target={self.target} does not say how many classes it has: set data.classes=N, or give it an attribute "
             "`classes`, a list of their names"
         )
-        if isinstance(y, torch.Tensor) and y.is_floating_point() and self.targets in ("class", None):
+        if self.targets is None and (not isinstance(y, torch.Tensor) or y.numel() > 1):
+            problem = (
+                f"the targets of data.target={self.target} are {trees.described(y)}, and neither the Dataset nor a key says what "
+                "they are: set data.targets=values where they are numbers or images to predict (data.classes is then the number "
+                "of outputs), or data.classes=N for classes or labels"
+            )
+        elif isinstance(y, torch.Tensor) and y.is_floating_point() and self.targets in ("class", None):
             problem += f". Its targets are numbers such as {y.flatten()[0]:.4g}: if they are no classes, set task=regression"
         raise UserError(problem)
 

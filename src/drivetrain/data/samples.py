@@ -63,7 +63,7 @@ def _is_node(value: Any) -> bool:
 def as_tensors(value: Any, name: str) -> Tree:
     """Return a sample as a tree of tensors; `name` is what messages call it. Raises DataError.
 
-    float64, which NumPy makes by default, becomes torch's default type, as the model's weights have it.
+    Numbers with fractions, such as NumPy's float64, become torch's default type, as the model's weights have it.
     """
     if isinstance(value, Mapping):
         return {key: as_tensors(item, f"{name}.{key}") for key, item in value.items()}
@@ -79,7 +79,7 @@ def as_tensors(value: Any, name: str) -> Tree:
         raise DataError(
             f"{name} is {kind}, which is no tensor, array or number ({error}): leave it out, or turn it into numbers"
         ) from None
-    return tensor.to(torch.get_default_dtype()) if tensor.dtype == torch.float64 else tensor
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
 def tensors_of(sample: Any, target_key: TargetKey, keep_dict: bool = False) -> tuple[Tree, Tree]:

@@ -148,7 +148,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     if batch.preallocate:
         dry_run.preallocate(trainer)
     # Stream watchers come last, so that they do not see the dry run.
-    checks = input_checks.watchers(run, loss, context.data.classes, timer, loader.advice(context.train_data))
+    checks = input_checks.watchers(context, trainer, model_flops.reason)
     trainer.stream_watchers = [*checks, log.watch, *debug.stream_watchers()]
     return trainer
 
@@ -350,8 +350,6 @@ def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -
     counted = flops.count(model, example)
     if context.loss.runs_model:
         counted = counted._replace(per_sample=None, reason="the loss runs the model itself")
-    if counted.reason:
-        logger.info("no MFU: %s", counted.reason)
     return counted
 
 

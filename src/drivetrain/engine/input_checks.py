@@ -1,37 +1,43 @@
-"""Checks the training stream for inputs that are not normalised and for steps that wait for data."""
+"""Checks the training stream: targets that do not fit, images that are not normalised, and steps that wait for data."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
+from drivetrain.core.source import Source, Subset
 from drivetrain.core.step import StreamWatcher
 from drivetrain.core.trees import named_leaves
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.loss.base import Loss
+
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
+    from drivetrain.engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 32  # samples checked: enough to tell a mean of 128 from 0
 MAX_STD = 3.0  # a standard deviation above 3 or below 1/3 is far from 1
 MAX_WAIT = 0.2  # share of the time; less is not worth a warning
+SET_NAMES = {"train": "training"}
 MIN_STEPS, MIN_SECONDS = 20, 2.0  # measured after the warm-up before the wait is judged
 
 
 def normalisation_warning(x: torch.Tensor) -> str | None:
-    """Return a warning if the inputs (n, …) have a mean beyond their standard deviation, or one far from 1; None if not.
+    """Return a warning if a channel of images (n, c, h, w) has a mean beyond its standard deviation, or that far from 1.
 
-    Images are checked by channel.
+    None for all else: numbers of other kinds have scales of their own.
     """
-    if not x.is_floating_point() or x[:1].numel() < 2:
+    if not x.is_floating_point() or x.ndim != 4 or x[:1].numel() < 2:
         return None
-    x = x[:MAX_SAMPLES].detach().float()
-    by_channel = x.transpose(0, 1).flatten(1) if x.ndim > 2 else x.reshape(1, -1)
-    std, mean = torch.std_mean(by_channel, dim=1)
+    std, mean = torch.std_mean(x[:MAX_SAMPLES].detach().float().transpose(0, 1).flatten(1), dim=1)
     bad = [
         f"channel {channel}: mean {m:.3g}, std {s:.3g}"
         for channel, (m, s) in enumerate(torch.stack([mean, std], 1).tolist())
@@ -46,39 +52,94 @@ def normalisation_warning(x: torch.Tensor) -> str | None:
     )
 
 
-def watchers(run: RunSpec, loss: Loss, outputs: int, timer: StepTimer, advice: str | None) -> list[StreamWatcher]:
-    """Return the checks as stream watchers; `advice` is the remedy to name where data comes late."""
-    return [
-        lambda stream: check_targets(stream, run, loss, outputs), check_normalisation,
-        lambda stream: check_waiting(stream, timer, advice),
-    ]  # fmt: skip
+def watchers(context: BuildContext, trainer: Trainer, no_mfu: str) -> list[StreamWatcher]:
+    """Return the checks as stream watchers; `no_mfu` is why there is no MFU."""
+    sets = {f"{split} {name}".rstrip(): each for split, of in context.evaluated.items() for name, each in of.items()}
+    sources = {name: pipeline.source for name, pipeline in {"train": context.train_data, **sets}.items()}
+    first = FirstBatch(
+        context.run, trainer.evaluator.loss, context.data.classes, sources, lambda: next(trainer.requests()).indices,
+        lambda: trainer.progress.steps == 0, no_mfu and f"no MFU: {no_mfu}",
+    )  # fmt: skip
+    advice = trainer.loader.advice(context.train_data)
+    return [first.watch, lambda stream: check_waiting(stream, trainer.timer, advice)]
 
 
-def check_targets(stream: Iterator[MicroBatch], run: RunSpec, loss: Loss, outputs: int) -> Iterator[MicroBatch]:
-    """Raise UserError if the targets of the first micro-batch do not fit the loss and the model's `outputs`."""
-    for first in stream:
-        if not isinstance(first.y, torch.Tensor) and not loss.takes_trees:
-            parts = ", ".join(name for name, _ in named_leaves(first.y))
-            raise UserError(
-                f"{run.named('loss')} compares the output with one tensor, and the targets of {run.named('data')} are several "
-                f"({parts}): choose one of them (data.target_key), or set loss=own, with a function that takes them"
-            )
-        if (problem := loss.problem(first.y, outputs)) is not None:
-            raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}")
-        yield first
-        break
-    yield from stream
+@dataclass
+class FirstBatch:
+    """Looks at the first micro-batch before the first step, with one read from the device, and says later what is left to say."""
+
+    run: RunSpec
+    loss: Loss
+    outputs: int  # of the model
+    sources: Mapping[str, Source]  # the sets by their names
+    indices: Callable[[], torch.Tensor]  # of the first micro-batch's samples
+    is_start: Callable[[], bool]  # whether the run begins here, and does not go on
+    note: str  # logged after the first step: an error in it comes first
+
+    def watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Let the stream pass. Raises UserError where targets do not fit."""
+        for first in stream:
+            self.check_targets(first)
+            if self.is_start():
+                warn_of_images(first)
+            yield first
+            break
+        if self.note:
+            logger.info("%s", self.note)
+            self.note = ""
+        yield from stream
+
+    def check_targets(self, first: MicroBatch) -> None:
+        """Raise UserError if targets do not fit the loss and the model's outputs; it names the first sample that does not."""
+        y = first.y
+        if not isinstance(y, torch.Tensor):
+            if not self.loss.takes_trees:
+                self._refuse_parts([name for name, _ in named_leaves(y)])
+            return
+        if (problem := self.loss.problem(y, self.outputs)) is not None:
+            which = self._first_wrong(y)
+            self._refuse(problem, "" if which is None else self._named("train", int(self.indices()[which])))
+        for name, source in self.sources.items() if y.dim() == 1 and not y.is_floating_point() else ():
+            labels = source.labels()
+            if labels is not None and (problem := self.loss.problem(labels, self.outputs)) is not None:
+                which = self._first_wrong(labels)
+                self._refuse(problem, "" if which is None else self._named(name, which))
+
+    def _refuse_parts(self, names: list[str]) -> None:
+        raise UserError(
+            f"{self.run.named('loss')} compares the output with one tensor, and the targets of {self.run.named('data')} are "
+            f"several ({', '.join(names)}): choose one of them (data.target_key), or set loss=own, with a function of all of them"
+        )
+
+    def _refuse(self, problem: str, sample: str) -> None:
+        run, so = self.run, f". The first of them is {sample}" if sample else ""
+        raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}{so}")
+
+    def _named(self, name: str, index: int) -> str:
+        """Return what to call a sample of a set: its number in the user's own data, of which the set may be a part."""
+        source = self.sources[name]
+        while isinstance(source, Subset):
+            index, source = int(source.indices[index]), source.source
+        called = source.name(index)
+        of_set = f"the {SET_NAMES.get(name, name)} set"
+        return f"sample {index} of {self.run.named('data')} ({f'{called}, ' if called else ''}in {of_set})"
+
+    def _first_wrong(self, targets: torch.Tensor) -> int | None:
+        """Return the first of the targets that does not fit; None where all of them or none by itself is wrong."""
+        low, high = 0, len(targets)
+        if all(self.loss.problem(targets[i : i + 1], self.outputs) is not None for i in {0, high // 2, high - 1}):
+            return None
+        while high - low > 1:  # the first is between them
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.loss.problem(targets[:middle], self.outputs) is not None else (middle, high)
+        return low if self.loss.problem(targets[low:high], self.outputs) is not None else None
 
 
-def check_normalisation(stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-    """Check the first micro-batch: one read from the device, before the first step."""
-    for first in stream:
-        for name, x in named_leaves(first.x):
-            if (line := normalisation_warning(x)) is not None:
-                logger.warning(f"{name}: {line}" if name else line)
-        yield first
-        break
-    yield from stream
+def warn_of_images(first: MicroBatch) -> None:
+    """Warn of images that are not normalised."""
+    for name, x in named_leaves(first.x):
+        if (line := normalisation_warning(x)) is not None:
+            logger.warning(f"{name}: {line}" if name else line)
 
 
 def check_waiting(stream: Iterator[MicroBatch], timer: StepTimer, advice: str | None) -> Iterator[MicroBatch]:

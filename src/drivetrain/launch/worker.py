@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from drivetrain.core import energy, files, process, stages, tables
+from drivetrain.core import energy, files, process, stages, tables, user_code
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -157,7 +157,8 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     if (explained := machine_limits.explain(error) or space.explain(error, run_dir)) is not None:
         result.error = explained
         return FAILED
-    result.error = f"{type(error).__name__}: {first_lines(error)}{job.run.compile.advice(error)}"
+    place = user_code.place_of(error)
+    result.error = f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}{job.run.compile.advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             echo_traceback(error, file)

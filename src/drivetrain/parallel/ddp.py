@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
@@ -174,10 +175,27 @@ class AccumulatingStep(WrappingStep):
     """All-reduces gradients only in the last micro-batch of an update."""
 
     model: Any  # DistributedDataParallel
+    checked: bool = False  # whether all of its parameters got gradients
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         if batch.last:
             self.inner.micro_batch(batch, loss_sum)
+            if not self.checked:
+                self._check()
         else:
             with self.model.no_sync():  # needed around forward and backward
                 self.inner.micro_batch(batch, loss_sum)
+
+    def _check(self) -> None:
+        """Raise UserError where DDP waits for gradients that never come: it has averaged none of their bucket."""
+        self.checked = True
+        if self.model.find_unused_parameters or self.model.static_graph:
+            return
+        unused = [name for name, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None]
+        if unused:
+            names = [name.removeprefix("model.").replace("_orig_mod.", "") for name in unused]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise UserError(
+                f"parallel=ddp waits for the gradients of all parameters, and {', '.join(names[:3])}{more} got none in an "
+                "update: set parallel.find_unused_parameters=true, or freeze them (model.freeze)"
+            )

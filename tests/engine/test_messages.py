@@ -1,0 +1,59 @@
+"""What goes wrong in code of the user's is told with what to set, and where it stands."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+import torch
+
+from drivetrain.core.errors import UserError
+from tests.support import my_messages
+
+OWN = ["trust=[my_messages]", "data=own", "data.target=my_messages.Numbers"]
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path, monkeypatch):
+    """The code as a file beside the run, which its ranks can import too."""
+    shutil.copy(my_messages.__file__, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sys.modules.pop("my_messages", None)
+    yield
+    sys.modules.pop("my_messages", None)
+
+
+def test_a_wrong_shape_names_the_users_line_first(train, caplog):
+    result = train(*OWN, "model=own", "model.target=my_messages.Wrong")
+    assert result.status == "failed"
+    assert result.error.startswith("my_messages.py:")
+    assert ": return self.head(x): RuntimeError: " in result.error
+    assert "mat1 and mat2 shapes cannot be multiplied (12x6 and 7x3)" in result.error
+    assert not [line for line in caplog.messages if "no MFU" in line]
+
+
+def test_parameters_without_gradients_are_named_under_ddp(train):
+    words = [*OWN, "model=own", "model.target=my_messages.Unused", "parallel=ddp", "parallel.nproc=2"]
+    with pytest.raises(
+        UserError, match=r"spare.weight, spare.bias got none in an update: set parallel.find_unused_parameters=true"
+    ):
+        train(*words)
+    assert train(*words, "parallel.find_unused_parameters=true").status == "completed"
+
+
+def test_halves_of_a_dataset_train(make):
+    trainer = make(*OWN, "data.kwargs={kind: half}")
+    trainer.fit()
+    assert next(
+        iter(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, torch.contiguous_format))
+    ).x.dtype == (torch.float32)
+
+
+@pytest.mark.parametrize(("kind", "described"), [("image", r"a tensor \(n, 3, 4, 4\)"), ("several", "a dict of")])
+def test_targets_that_are_no_classes_are_told_what_to_set(make, kind, described):
+    with pytest.raises(
+        UserError, match=rf"the targets of .* are {described}.*set data.targets=values where they are numbers or images"
+    ):
+        make(*OWN, f"data.kwargs={{kind: {kind}}}")
