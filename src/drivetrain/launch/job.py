@@ -28,12 +28,46 @@ from drivetrain.core.typed import fits
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import directory, drift, environment, hydra_folder, identity, recipe_file
+from drivetrain.run import directory, drift, environment, identity, recipe_file
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
+
+
+from drivetrain.core import files
+from drivetrain.core.overrides import redact
+from drivetrain.recipe import write
+
+OURS = "# written by drivetrain\n"  # the first line of our hydra.yaml
+
+
+def _leave_hydras_folder(run_dir: Path, config: str, composed: Composed, settings: HydraSettings, resumed: bool = False) -> None:
+    """Write `config`, the unresolved config as YAML, overrides.yaml and hydra.yaml; for a resumed run config.yaml alone.
+
+    What Hydra itself wrote, for a script with @hydra.main that this run is part of, is left as it is.
+    """
+    if settings.folder is None:
+        return
+    folder = run_dir / settings.folder
+    if folder.is_symlink():  # it would be followed to a folder elsewhere
+        return
+    if (folder / "hydra.yaml").exists() and not _is_ours(folder / "hydra.yaml"):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write_text(folder / "config.yaml", config)
+    if not resumed:
+        files.write_text(folder / "overrides.yaml", OmegaConf.to_yaml([redact(word) for word in composed.overrides]))
+        files.write_text(folder / "hydra.yaml", OURS + write.block({"hydra": settings.node(composed, run_dir)}))
+
+
+def _is_ours(file: Path) -> bool:
+    try:
+        return files.read_text(file).startswith(OURS)
+    except (OSError, ValueError):
+        return False
+
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +131,7 @@ class Job:
         config = OmegaConf.to_yaml(self.composed.config)
         write_text(run_dir / "config.yaml", config)
         write_json(run_dir / "environment.json", about)
-        hydra_folder.leave(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
+        _leave_hydras_folder(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
 
     def _origin(self, run_dir: Path) -> Any:
         """Where the recipe came from, for the record; of a run that is resumed it is in the record already."""

@@ -11,9 +11,8 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast import here, memory, page, roofline
-from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, known
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast import here, memory, page, replay
+from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, Figure, known
 from drivetrain.measure.forecast.memory import Ranks
 from drivetrain.measure.forecast.replay import Row
 
@@ -33,14 +32,14 @@ def row(kind: str = "product", flops: int = 0, nbytes: int = 0, times: int = 1, 
 
 
 def seconds(rows: Sequence[Row], device: Device = DEVICE) -> float:
-    return roofline.step_time(rows, device).seconds.value
+    return replay.step_time(rows, device).seconds.value
 
 
 def test_an_operation_takes_as_long_as_its_arithmetic_or_its_traffic():
     assert seconds([row(flops=2 * 10**12)]) == 2.0
     assert seconds([row(flops=10**12, nbytes=3 * 10**9)]) == 3.0
     assert seconds([row(flops=10**12, times=4), row("view", nbytes=10**12)]) == 4.0
-    assert roofline.step_time([row(flops=10**12), row("pointwise", nbytes=3 * 10**9)], DEVICE).shares == {
+    assert replay.step_time([row(flops=10**12), row("pointwise", nbytes=3 * 10**9)], DEVICE).shares == {
         "compute": 0.25, "memory bandwidth": 0.75,
     }  # fmt: skip
 
@@ -51,24 +50,24 @@ def test_what_was_measured_here_counts_in_place_of_the_roofline():
 
 def test_a_step_of_small_operations_is_limited_by_the_launch():
     slow_host = replace(DEVICE, host_s=Figure(0.1, 0.05, 0.2))
-    found = roofline.step_time([row(flops=10**9, times=10)], slow_host)
+    found = replay.step_time([row(flops=10**9, times=10)], slow_host)
     assert found.seconds == pytest.approx((1.0, 0.5, 2.0))
     assert found.shares == {"launch": 1.0}
-    waiting = roofline.step_time([row(flops=10**12)], replace(slow_host, asynchronous=False))
+    waiting = replay.step_time([row(flops=10**12)], replace(slow_host, asynchronous=False))
     assert waiting.seconds.value == pytest.approx(1.1)  # on a CPU nothing is queued: both take their time
 
 
 def test_compiling_saves_traffic_of_pointwise_operations_alone():
-    half = roofline.Compiled(Figure.exactly(0.5), EXACT)
+    half = replay.Compiled(Figure.exactly(0.5), EXACT)
     rows = [row("pointwise", nbytes=10**9), row("product", nbytes=10**9), row("pointwise", nbytes=10**9, phase="update")]
-    assert roofline.step_time(rows, DEVICE, compiled=half).seconds.value == 2.5
+    assert replay.step_time(rows, DEVICE, compiled=half).seconds.value == 2.5
 
 
 def test_tensor_cores_compute_float32_where_tf32_is_on():
     device = replace(DEVICE, flops={"float32": 1e12, "tf32": 1e13})
     rows = [row(flops=10**13)]
-    assert roofline.step_time(rows, device).seconds.value == 10.0
-    assert roofline.step_time(rows, device, tf32=True).seconds.value == 1.0
+    assert replay.step_time(rows, device).seconds.value == 10.0
+    assert replay.step_time(rows, device, tf32=True).seconds.value == 1.0
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -115,9 +114,9 @@ def test_the_peak_has_kernels_own_buffers_where_they_were_measured_else_an_allow
 
 
 def test_network_time_hides_behind_the_backward():
-    nothing_hidden = roofline.network_seconds(0.7e9, DEVICE, 0.0)
+    nothing_hidden = replay.network_seconds(0.7e9, DEVICE, 0.0)
     assert nothing_hidden.value == nothing_hidden.high == pytest.approx(1.0)
-    hidden = roofline.network_seconds(0.7e9, DEVICE, 10.0)
+    hidden = replay.network_seconds(0.7e9, DEVICE, 10.0)
     assert hidden.value == hidden.low == 0.0
     assert hidden.high == pytest.approx(1.0)
 

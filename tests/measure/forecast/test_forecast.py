@@ -20,7 +20,7 @@ from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.engine.rehearsal.search import peak_bytes
 from drivetrain.measure.forecast import examine, page, what_if
 from drivetrain.measure.forecast import forecast as forecast_module
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.devices import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import Plan, plan
 from tests.support import json_keys

@@ -18,7 +18,7 @@ from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims.write import recommend
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.tune import candidates, range_test, tune
+from drivetrain.measure.tune import range_test, tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.recipe import reader as recipe
 from tests.support import json_keys
@@ -47,17 +47,17 @@ def test_words_over_words():
 def test_whatever_loads_or_compiles_is_tried():
     """A new option is tried without a word anywhere else."""
     job = prepare(["data=digits", "loader=sync"])
-    assert {w.split()[0] for w in candidates.loaders(job)} == {f"loader={o}" for o in options()["loader"]} - {
+    assert {w.split()[0] for w in tune.loaders(job)} == {f"loader={o}" for o in options()["loader"]} - {
         "loader=sync",
         "loader=auto",
     }
-    assert set(candidates.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
+    assert set(tune.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
 
 
 def test_a_whole_step_is_tried_with_what_it_wants():
     """What says how an update is made op by op would be refused beside it, and the fastest way never be seen."""
     job = prepare(["recipe=naive", "data=digits", "optimizer.fused=true"])
-    (words,) = [w for w in candidates.compilers(job) if w.startswith("compile=step")]
+    (words,) = [w for w in tune.compilers(job) if w.startswith("compile=step")]
     assert set(words.split()[1:]) == {"optimizer.fused=null", "optimizer.foreach=null", "runtime.zero_grad=none"}
     prepare(overrides.apply(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
 
@@ -74,15 +74,15 @@ def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
 
 def test_what_the_run_has_is_not_tried():
     job = prepare(["data=digits", "model=mlp", "loader=threads", "loader.num_threads=1", "batch.global_batch=12"])
-    assert "loader=threads loader.num_threads=1" not in candidates.loaders(job)
-    assert "loader=threads loader.num_threads=2" in candidates.loaders(job)
-    assert candidates.micro_batches(job) == [
+    assert "loader=threads loader.num_threads=1" not in tune.loaders(job)
+    assert "loader=threads loader.num_threads=2" in tune.loaders(job)
+    assert tune.micro_batches(job) == [
         "batch=accumulate batch.accumulation_steps=2",
         "batch=accumulate batch.accumulation_steps=4",
     ]
-    assert candidates.micro_batches(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
-    assert candidates.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
-    assert candidates.arithmetic(prepare(["model=mlp", "precision=bf16"])) == []  # no convolution whose layout matters
+    assert tune.micro_batches(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
+    assert tune.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
+    assert tune.arithmetic(prepare(["model=mlp", "precision=bf16"])) == []  # no convolution whose layout matters
 
 
 # --- the range test ---

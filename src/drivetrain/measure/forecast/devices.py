@@ -4,10 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.peak_flops import from_table
-from drivetrain.measure.forecast.figure import Figure
+
+
+class Figure(NamedTuple):
+    """A value with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def exactly(cls, value: float) -> Figure:
+        """A value that is counted."""
+        return cls(value, value, value)
+
+    @classmethod
+    def within(cls, value: float, low: float, high: float) -> Figure:
+        """A value with an interval that is given by factors of it."""
+        return cls(value, value * low, value * high)
+
+    def __add__(self, other: Figure) -> Figure:  # type: ignore[override]
+        """The sum, with the sum of the intervals: the parts may be wrong together."""
+        return Figure(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Figure:
+        """The figure so many times."""
+        return Figure(*(factor * each for each in self))
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies in the interval."""
+        return self.low <= value <= self.high
+
 
 GIB, GB, TB = 2**30, 1e9, 1e12
 # Eager kernels reach about 60 % of the peak in large matrix products, and less in convolutions and attention. Of the bandwidth

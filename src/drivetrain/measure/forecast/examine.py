@@ -16,9 +16,8 @@ from drivetrain.engine import build
 from drivetrain.engine.rehearsal import fake_step
 from drivetrain.engine.rehearsal.autocast import autocast_of
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
-from drivetrain.measure.forecast import replay, roofline
-from drivetrain.measure.forecast.devices import HERE, Device, known
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast import replay
+from drivetrain.measure.forecast.devices import HERE, Device, Figure, known
 from drivetrain.measure.forecast.here import this_device
 from drivetrain.measure.forecast.memory import Memory, peak_memory, sent_bytes
 from drivetrain.measure.forecast.plan import Plan
@@ -156,10 +155,10 @@ def examine(subject: Subject, budget_s: float, until: float | None = None) -> Fo
     at_most = max((row.at_most for row in rows), default=0)
     ranks = plan.ranks(trainer.model)
     memory = subject.memory(record, at_most, subject.here)
-    took = roofline.step_time(rows, subject.device, bool(getattr(plan.run.precision, "matmul", "")), plan.compiled())
+    took = replay.step_time(rows, subject.device, bool(getattr(plan.run.precision, "matmul", "")), plan.compiled())
     weights = float(record.peak.get(fake_step.PARAMETERS, 0))
     nbytes = sent_bytes(weights, ranks, micro_batches)
-    network = roofline.network_seconds(nbytes, subject.device, took.backward_s) if nbytes else Figure.exactly(0.0)
+    network = replay.network_seconds(nbytes, subject.device, took.backward_s) if nbytes else Figure.exactly(0.0)
     waits = Figure.within(reading * micro_batches, 0.7, 1.5)
     step = took.seconds + waits + network
     shares = {limit: share * took.seconds.value / step.value for limit, share in took.shares.items()}
@@ -171,7 +170,7 @@ def examine(subject: Subject, budget_s: float, until: float | None = None) -> Fo
         sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
         took.seconds, waits, network, shares, trainer.max_updates, _first_updates(trainer),
         Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0), trees.nbytes(sample.x) / trees.length(sample.x),
-        roofline.timed_share(rows, subject.device),
+        replay.timed_share(rows, subject.device),
     )  # fmt: skip
     if until is not None and not plan.run.batch.buckets_lengths:
         found.largest = _largest(subject, record, at_most, until)

@@ -13,8 +13,7 @@ from drivetrain.core.option import Positive
 from drivetrain.engine import child
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms
-from drivetrain.measure.forecast.devices import NAMES, known
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.devices import NAMES, Figure, known
 from drivetrain.measure.forecast.plan import Plan, plan
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps

@@ -16,8 +16,7 @@ from drivetrain.core.peak_flops import measured
 from drivetrain.core.typed import fits
 from drivetrain.core.user_state import user_state
 from drivetrain.measure.forecast import replay
-from drivetrain.measure.forecast.devices import HERE, Device
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.devices import HERE, Device, Figure
 from drivetrain.run import environment
 
 VERSION = 2  # of what is measured: raised where older files no longer serve

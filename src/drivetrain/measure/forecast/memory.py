@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from drivetrain.engine.rehearsal.fake_step import BATCH, GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast.devices import Device
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.devices import Device, Figure
 
 KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from drivetrain.measure.forecast.devices import FORECAST_ONLY
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.devices import FORECAST_ONLY, Figure
 from drivetrain.measure.forecast.what_if import best
 from drivetrain.ui.terminal import duration
 

@@ -15,10 +15,9 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import arms
-from drivetrain.measure.forecast.devices import HERE
-from drivetrain.measure.forecast.figure import Figure
+from drivetrain.measure.forecast.devices import HERE, Figure
 from drivetrain.measure.forecast.memory import Ranks
-from drivetrain.measure.forecast.roofline import ASKED_HOST, COMPILED_HOST, EAGER, FUSED_BYTES, RECORDED_HOST, Compiled
+from drivetrain.measure.forecast.replay import ASKED_HOST, COMPILED_HOST, EAGER, FUSED_BYTES, RECORDED_HOST, Compiled
 from drivetrain.measure.overrides import apply
 
 ALONE = ("parallel=single", "compile=none", "debug=none", "logger=[files]")  # as it is built to be looked at

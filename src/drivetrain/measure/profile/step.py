@@ -25,7 +25,7 @@ from drivetrain.debug.profile import silence_profiler
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.agent import WARMUP_UPDATES
 from drivetrain.measure.forecast.here import this_device
-from drivetrain.measure.forecast.roofline import number_format
+from drivetrain.measure.forecast.replay import number_format
 from drivetrain.measure.profile.attribution import WAITING, Line
 from drivetrain.measure.profile.lines import UPDATES, TrackedStream, profile_lines, read_update, reading_lines, update
 from drivetrain.measure.profile.sites import user_line

@@ -12,6 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from drivetrain.compile import eager_only_settings
+from drivetrain.config.catalog import option_keys, options
+from drivetrain.core import accelerators
+from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.engine import child
@@ -25,14 +29,73 @@ from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_sto
 from drivetrain.measure.benchmark.overview import titled
 from drivetrain.measure.benchmark.row import Row, behind
 from drivetrain.measure.claims.write import check_file, recommend
-from drivetrain.measure.overrides import apply, groups_of, unchanged
-from drivetrain.measure.tune import candidates, range_test
+from drivetrain.measure.overrides import apply, groups_of, unchanged, with_channels_last
+from drivetrain.measure.tune import range_test
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Sheet, commands, sentence, under, words
+
+MAX_ACCUMULATION_STEPS = 16
+
+
+def loaders(job: Job) -> list[str]:
+    """Every loader, with several numbers of readers, workers or threads where it has such a key."""
+    cores = usable_cores()
+    counts = sorted({1, max(1, cores // 2), cores, 2 * cores})  # more than the cores: for readers that wait
+    found = []
+    for option in options()["loader"]:
+        counted = sorted(key for key in option_keys("loader", option, ()) if key.startswith("num_"))
+        found += [f"loader={option} loader.{counted[0]}={n}" for n in counts] if counted else [f"loader={option}"]
+    return _not_current([c for c in found if c != "loader=auto"], job, "loader")  # auto itself chooses among the others
+
+
+def micro_batches(job: Job) -> list[str]:
+    """Other splits of the same global batch into micro-batches."""
+    if not job.run.batch.fixed_micro_batches:
+        return []
+    ranks, size = job.run.parallel.data_ranks(), job.run.batch.size(0)
+    powers = (2**k for k in range(1, MAX_ACCUMULATION_STEPS.bit_length()))
+    steps = [n for n in powers if size % (n * ranks) == 0]
+    return _not_current(["batch=fixed", *(f"batch=accumulate batch.accumulation_steps={n}" for n in steps)], job, "batch")
+
+
+def arithmetic(job: Job) -> list[str]:
+    """Precision and memory layout, alone and together, because one may be faster only with the other."""
+    layouts = with_channels_last(job.run)
+    # float16 is for devices without bfloat16; hardly any CPU has it.
+    faster = ("bf16", "amp") if accelerators.device_count() else ("bf16",)
+    precisions = [f"precision={name}" for name in faster] if job.run.precision.full_float32 else []
+    return [*precisions, *layouts, *(f"{precision} {layout}" for precision in precisions for layout in layouts)]
+
+
+def compilers(job: Job) -> list[str]:
+    """Every way to compile the step; a captured step gets the keys reset that would make parts of it run op by op."""
+    reset = {"step": "".join(f" {key}={free}" for key, (_, free) in eager_only_settings(job.run).items())}
+    return _not_current([f"compile={option}{reset.get(option, '')}" for option in options()["compile"]], job, "compile")
+
+
+def updates(job: Job) -> list[str]:
+    """The optimizer's step in one kernel, and no recomputation in the backward."""
+    found = ["optimizer.fused=true"] if getattr(job.run.optimizer, "fused", None) is False else []  # null: already the fastest
+    return found + (["checkpointing=none"] if job.run.checkpointing.active else [])
+
+
+def _not_current(candidates: Sequence[str], job: Job, group: str) -> list[str]:
+    """The candidates without the one that the run already uses."""
+
+    def is_current(candidate: str) -> bool:
+        option, *keys = candidate.split()
+        settings = [key.partition("=") for key in keys]
+        current = getattr(job.run, group)
+        return option == job.run.named(group) and all(
+            str(getattr(current, key.partition(".")[2], None)) == value for key, _, value in settings
+        )
+
+    return [candidate for candidate in candidates if not is_current(candidate)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +114,14 @@ class Stage(NamedTuple):
     candidates: Callable[[Job], list[str]]
 
 
-LOADERS, MICRO_BATCHES = Stage("how data is read", candidates.loaders), Stage("how a batch is split", candidates.micro_batches)
+LOADERS, MICRO_BATCHES = Stage("how data is read", loaders), Stage("how a batch is split", micro_batches)
 STAGES = {
     "all": (
         LOADERS,
-        Stage("precision and memory layout", candidates.arithmetic),
-        Stage("the optimizer's step", candidates.updates),
+        Stage("precision and memory layout", arithmetic),
+        Stage("the optimizer's step", updates),
         MICRO_BATCHES,
-        Stage("compiling", candidates.compilers),
+        Stage("compiling", compilers),
     ),
     "workers": (LOADERS,),
     "batch": (MICRO_BATCHES,),
