@@ -18,6 +18,7 @@ from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import ImageFolder, Normalize, decode
 from drivetrain.data.bad_samples import SkipBadSamples
+from drivetrain.data.ranges import Range
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -210,7 +211,7 @@ def picture() -> Image.Image:
 
 
 def halves(path: Path) -> tuple[list[float], list[float]]:
-    out = decode(path.read_bytes(), str(path), 32, 10**6).float()
+    out = decode(path.read_bytes(), str(path), 32, 10**6, scale=Range(0, 65535)).float()
     assert out.shape == (3, 32, 32)
     return out[:, :14].mean((1, 2)).tolist(), out[:, 18:].mean((1, 2)).tolist()
 

@@ -204,7 +204,41 @@ def test_a_table_beside_images_gives_a_class_labels_or_numbers(tmp_path):
     assert torch.equal(splits.units(y)[:, 0].round() * 6, x[:, 0, 0, 0].float())  # each image has its own row's target
 
 
+def test_the_rows_of_an_image_stay_together(tmp_path, caplog):
+    """Three rows for each image, as of several annotators: no image is in two sets."""
+    for i in range(40):
+        Image.new("RGB", (4, 4), (6 * i, 0, 9)).save(tmp_path / f"{i}.png")
+    path = written(tmp_path, "image,kind,by", *(f"{i}.png,{'ab'[i % 2]},{by}" for by in "xyz" for i in range(40)))
+    splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3, validation=0.3)).load_sets(CPU)
+    sets = [{source.name(i) for i in range(len(source))} for source in (splits.train, splits.test, splits.validation)]
+    assert [len(source) for source in (splits.train, splits.test, splits.validation)] == [3 * len(names) for names in sets]
+    assert sum(map(len, sets)) == len(set.union(*sets)) == 40
+    assert "are in training too" not in caplog.text
+    test = written(tmp_path, "image,kind,by", "3.png,b,x", name="test.csv")
+    asked(LabelsCsv(path, test=test, target="kind", size=8)).load(CPU)
+    assert "1 images of data.test are in training too, the first is 3.png" in caplog.text
+
+
+def test_paths_are_as_they_are_written_and_true_and_false_are_classes(tmp_path):
+    names = ["a\\b.png", "0012.png", "á.png", "a b.png"] + [f"{n}.png" for n in range(20)]
+    for name in names:
+        Image.new("RGB", (4, 4), (9, len(name), 200)).save(tmp_path / name)
+    path = written(tmp_path, "image,kind", *(f"{name},{n % 2 == 0}" for n, name in enumerate(names)))
+    splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3)).load(CPU)
+    assert splits.names == ["False", "True"]
+    found = [source.name(i) for source in (splits.train, splits.test) for i in range(len(source))]
+    assert sorted(found) == sorted(str(tmp_path / name) for name in names)
+
+
 def test_an_image_that_is_not_there_is_named(tmp_path):
+    for i in range(20):
+        Image.new("RGB", (4, 4), (6 * i, 0, 9)).save(tmp_path / f"{i}.png")
+    path = written(tmp_path, "image,kind", *(f"{i}.png,{'ab'[i % 2]}" for i in range(22)))
+    splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3, on_error="skip", max_skipped=2)).load(CPU)
+    for source in (splits.train, splits.test):
+        source.fetch(torch.arange(len(source)))
+    skipped = [*splits.train.skipped(), *splits.test.skipped()]
+    assert sorted(skipped) == [str(tmp_path / f"{i}.png") for i in (20, 21)]
     path = written(tmp_path, "image,y", "gone.png,1", "lost.png,2")
     with pytest.raises(UserError, match=r"names 2 images that are not there, the first is .*gone.png: set data.root"):
         asked(LabelsCsv(path, test=path, target="y")).load(CPU)

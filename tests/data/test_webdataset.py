@@ -366,6 +366,16 @@ def test_samples_that_are_none_are_named(tmp_path, extra, says):
         data(tmp_path, train=str(path), test=str(path)).load(CPU)
 
 
+def test_an_empty_shard_is_passed_over_and_said(tmp_path, caplog):
+    shard(tmp_path / "0.tar", range(20))
+    shard(tmp_path / "1.tar", [])
+    splits = data(tmp_path, train=str(tmp_path / "{0,1}.tar"), test=None, holdout=0.3, validation=None).load(CPU)
+    assert len(splits.train) + len(splits.test) == 20
+    assert "1 of 2 shards hold no samples and are passed over, the first is" in caplog.text
+    with pytest.raises(UserError, match="gives 0 training and 0 test images"):
+        data(tmp_path, train=str(tmp_path / "1.tar"), test=None).load(CPU)
+
+
 @pytest.mark.parametrize("how", ["in a header", "in a member", "between members", "without an end", "empty", "gzip", "garbage"])
 def test_a_shard_that_is_cut_short_is_named(tmp_path, how):
     path = shard(tmp_path / "set/a.tar", range(30))
@@ -462,7 +472,7 @@ def test_remote_shards_give_the_same_samples_in_the_same_order(four, server, nam
     assert epoch(remote, LOADERS[name]()) == epoch(local, Loader())
     asked = len(Ranged.asked)
     data(f"{server}/set").load(CPU)
-    assert len(Ranged.asked) == asked + 5  # one byte of each shard, to see whether it is still the same
+    assert len(Ranged.asked) == asked + 5 + 8  # one byte of each shard, to see whether it is the same; images for their range
 
 
 def test_a_server_that_stumbles_is_asked_again_and_one_that_fails_is_named(four, server):

@@ -26,6 +26,7 @@ from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data import named_sets
 from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.named_sets import SPLITS as SPLITS
+from drivetrain.data.ranges import Range
 from drivetrain.data.validation import count as held_out_count
 from drivetrain.data.validation import hold_out
 
@@ -58,6 +59,7 @@ class Splits:
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type
+    pixels: Range | None = None  # of the values of image files of more than 8 bits, or those that the user gave
     images: str | None = None  # the key of the images, where inputs are a dict: they are augmented and normalised
     validation: Source | Mapping[str, Source] | None = None  # None: there is none, and a run selects on the test set
     origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known

@@ -15,6 +15,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import CropBox, Source
 from drivetrain.data.bad_samples import OnError, bad_sample_policy
+from drivetrain.data.ranges import Range
 
 CropShare = Annotated[float, Gt(0), Le(1)]
 ORIENTATION = 0x0112  # the EXIF tag
@@ -40,6 +41,8 @@ class ImageFileSource(Source):
     parallel_read = True  # decoding is work that threads share
     crops = True  # fetch takes crop boxes
     decodes_files = True  # a loader may decode the files itself (image_file_and_layout)
+    range: Range | None = None  # of the values of files of more than 8 bits
+    looked_at = 64  # files, spread evenly, for that range
 
     def __init__(self, how: Decoding, targets: torch.Tensor) -> None:
         self.how, self.targets = how, targets  # (n, …)
@@ -81,7 +84,7 @@ class ImageFileSource(Source):
     def decoded(self, index: int, box: CropBox | None = None) -> torch.Tensor:
         """Return the image of a sample itself, uint8 (3, size, size). Raises DataError naming it."""
         size, max_pixels, crop_pct, *_ = self.how
-        return decode(self.content(index), self.name(index), size, max_pixels, box, crop_pct)
+        return decode(self.content(index), self.name(index), size, max_pixels, box, crop_pct, self.range)
 
     def image_file(self, index: int) -> tuple[bytes, int]:
         """Return a sample's file, unchanged, and its index; those of its replacement if the file cannot be decoded."""
@@ -101,7 +104,9 @@ class ImageFileSource(Source):
 
         def read(candidate: int) -> tuple[bytes, Layout, int]:
             content = self.content(candidate)
-            return content, read_layout(content, self.name(candidate), self.how.max_pixels, box, self.how.crop_pct), candidate
+            layout = read_layout(content, self.name(candidate), self.how.max_pixels, box, self.how.crop_pct)
+            plain = layout.plain_jpeg and not (self.range is not None and self.range.said)
+            return content, layout._replace(plain_jpeg=plain), candidate
 
         return self.policy.read(index, read)
 
@@ -203,17 +208,26 @@ def open_image(content: bytes | BinaryIO, name: str) -> Iterator[Any]:
 
 
 def decode(
-    content: bytes, name: str, size: int, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0
+    content: bytes,
+    name: str,
+    size: int,
+    max_pixels: int,
+    box: CropBox | None = None,
+    crop_pct: float = 1.0,
+    scale: Range | None = None,
 ) -> torch.Tensor:
     """Decode an image file, crop it to `box` or to a square in its middle, and resize it: uint8 (3, size, size).
 
-    Memory is channels last. Raises DataError with the file's name.
+    `scale` is the range of its values, which a file of more than 8 bits needs. Memory is channels last. Raises DataError with
+    the file's name.
     """
     layout = read_layout(content, name, max_pixels, box, crop_pct)
-    return decode_crop(content, name, layout, size, "bilinear" if box is None else box.interpolation)
+    return decode_crop(content, name, layout, size, "bilinear" if box is None else box.interpolation, scale)
 
 
-def decode_crop(content: bytes, name: str, layout: Layout, size: int, interpolation: str) -> torch.Tensor:
+def decode_crop(
+    content: bytes, name: str, layout: Layout, size: int, interpolation: str, scale: Range | None = None
+) -> torch.Tensor:
     """Decode the crop of an image file whose layout is known: uint8 (3, size, size). Raises DataError with the file's name."""
     whole, crop, orientation, plain = layout
     # The smallest width and height to decode at that still gives the crop `size` pixels a side.
@@ -221,7 +235,10 @@ def decode_crop(content: bytes, name: str, layout: Layout, size: int, interpolat
     pixels = _decode_jpeg(content, needed) if plain else None
     if pixels is None:
         with open_image(content, name) as image:
-            pixels = _decode_with_pillow(image, needed[::-1] if orientation >= 5 else needed, orientation)
+            image.draft("RGB", tuple(needed[::-1] if orientation >= 5 else needed))  # JPEG: a half, a quarter or an eighth
+            pixels = upright(pixels_of(image, name, scale), orientation)
+    elif scale is not None and scale.said:
+        pixels = scale(pixels, name)
     return crop_and_resize(pixels, whole, crop, (size, size), interpolation)
 
 
@@ -246,14 +263,6 @@ def _decode_jpeg(content: bytes, needed: Sequence[int]) -> Any:
         return None
 
 
-def _decode_with_pillow(image: Any, needed: Sequence[int], orientation: int) -> Any:
-    """Decode an opened image (h, w, 3) and turn it upright; `needed` is width and height before turning."""
-    import numpy as np
-
-    image.draft("RGB", tuple(needed))  # JPEG: half, a quarter or an eighth of the size
-    return upright(np.asarray(to_rgb(image)), orientation)
-
-
 def crop_and_resize(
     pixels: Any, full: tuple[int, int], crop: Sequence[int], size: tuple[int, int], interpolation: str
 ) -> torch.Tensor:
@@ -272,11 +281,43 @@ def crop_and_resize(
     return resize(part.unsqueeze(0), size, mode=interpolation, antialias=True).squeeze(0)
 
 
-def to_rgb(image: Any) -> Any:
-    """Convert a Pillow image of any mode to RGB. 16 bits are scaled to 8: Pillow's conversion would clip them at 255."""
+def pixels_of(image: Any, name: str, scale: Range | None, mode: str = "RGB") -> Any:
+    """Return an opened image's pixels, uint8 (h, w, 3), or (h, w) with the mode L.
+
+    Values of more than 8 bits become 0 to 255 by their range, and those of 8 bits where the user gave it. Raises DataError for
+    more bits without a range.
+    """
     import numpy as np
     from PIL import Image
 
-    if image.mode.startswith("I"):
-        image = Image.fromarray((np.asarray(image).clip(0, 65535) >> 8).astype(np.uint8))
-    return image.convert("RGB")
+    values = values_of(image)
+    if values is None and (scale is None or not scale.said):
+        return np.asarray(image.convert(mode))
+    if scale is None:
+        raise DataError(
+            f"{name} has numbers of more than 8 bits, and nothing says which of them is black and which is white: set "
+            "data.range=[low,high]"
+        )
+    pixels = scale(np.asarray(image.convert("RGB")) if values is None else values, name)
+    return np.asarray(Image.fromarray(pixels).convert(mode))
+
+
+def values_of(image: Any) -> Any:
+    """Return the numbers (h, w) or (h, w, 3) of an opened image of more than 8 bits; None for one of 8 bits.
+
+    Of colours with 16 bits Pillow keeps the upper 8, so they are read by torchvision. Raises DataError where it cannot.
+    """
+    import numpy as np
+
+    if image.mode[0] in "IF":
+        return np.asarray(image)
+    how = image.tile[0][3] if image.tile else ""
+    if ";16" not in str(how if isinstance(how, str) else how[0]):
+        return None
+    if image.format != "PNG":
+        raise DataError(f"a {image.format} of colours with 16 bits each is not read: save it as PNG")
+    from torchvision.io import decode_png
+
+    image.fp.seek(0)
+    values = decode_png(torch.frombuffer(bytearray(image.fp.read()), dtype=torch.uint8)).numpy()
+    return values[:3].transpose(1, 2, 0) if len(values) > 2 else values[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from drivetrain.core.source import Source
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import FileSets, Fraction, Splits, Validation
 from drivetrain.data.decoding import CropShare, ImageFileSource
-from drivetrain.data.images import ImageData, Normalization, image_normalization
+from drivetrain.data.images import ImageData, Normalization
 from drivetrain.data.untrusted import read_image_file
 
 VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
@@ -45,6 +45,7 @@ class HuggingFace(ImageData):
         crop_pct: CropShare = 1.0,
         length: Count = 256,
         normalize: Normalization = "imagenet",
+        range: Sequence[float] | None = None,
         max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
@@ -55,10 +56,12 @@ class HuggingFace(ImageData):
         self.image, self.text, self.label, self.train, self.test = image, text, label, train, test
         self.holdout, self.validation = holdout, validation
         self.size, self.crop_pct, self.length, self.normalize = size, crop_pct, length, normalize
-        self.max_pixels, self.on_error, self.max_skipped, self.drop_last = max_pixels, on_error, max_skipped, drop_last
+        self.max_pixels, self.range, self.drop_last = max_pixels, range, drop_last
+        self.on_error, self.max_skipped = on_error, max_skipped
         self.order = order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not self.root:
             yield OperatorGives("data=huggingface needs data.root, the folder that save_to_disk wrote")
         elif not Path(self.root).is_dir():
@@ -83,9 +86,12 @@ class HuggingFace(ImageData):
         labels = [self._labels(rows, names) for rows in splits]
         classes = len(names) if names else 1 + max(int(each.max()) for each in labels)
         sources = [self._source(rows, each) for rows, each in zip(splits, labels, strict=True)]
-        normalize = image_normalization(self.normalize, sources[0]) if self.image else None
-        validation = sources[2] if len(sources) > 2 else None
-        return Splits(sources[0], sources[1], self.shape(), classes, normalize, names, validation=validation)
+        images = [source for source in sources if isinstance(source, Images)]
+        normalize = self.scaled(images) if images else None
+        return Splits(
+            sources[0], sources[1], self.shape(), classes, normalize, names,
+            validation=sources[2] if len(sources) > 2 else None, pixels=images[0].range if images else None,
+        )  # fmt: skip
 
     def _labels(self, rows: Any, names: list[str] | None) -> torch.Tensor:
         """Return the classes of a split (n,) by the numbers that their names have in training. Raises DataError."""

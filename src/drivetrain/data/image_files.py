@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import WHOLE, Fraction, Sets, Splits, beside
 from drivetrain.data.cells import Cells, absent
 from drivetrain.data.decoding import CropShare
-from drivetrain.data.images import ImageData, Images, Normalization, image_normalization
+from drivetrain.data.images import ImageData, Images, Normalization
 from drivetrain.data.named_sets import expanded
 from drivetrain.data.schema import Schema, check_names
 from drivetrain.data.styles import words_of
@@ -28,6 +29,8 @@ from drivetrain.data.untrusted import Encoding, as_kept
 
 TableKind = Literal["class", "labels", "values"]
 Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
+
+logger = logging.getLogger(__name__)
 
 
 class LabelsCsv(ImageData):
@@ -56,6 +59,7 @@ class LabelsCsv(ImageData):
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
         normalize: Normalization = "imagenet",
+        range: Sequence[float] | None = None,
         max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
@@ -66,10 +70,11 @@ class LabelsCsv(ImageData):
         self.image, self.target, self.separator, self.kind = image, target, separator, kind
         self.delimiter, self.encoding = delimiter, encoding
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
-        self.max_pixels, self.crop_pct = max_pixels, crop_pct
+        self.max_pixels, self.range, self.crop_pct = max_pixels, range, crop_pct
         self.on_error, self.max_skipped, self.drop_last, self.order = on_error, max_skipped, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not self.path:
             yield OperatorGives("data=labels_csv needs data.path, the table that has a row for each image")
         for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
@@ -92,9 +97,13 @@ class LabelsCsv(ImageData):
         reader.learn(rows, sets[0])
         sets += [self._rows(own, schema)[0]] if own else []
         images = [self._images(part, reader.read(part)) for part in sets]
+        for knob, source in zip(("test", "validation"), images[1:], strict=False):
+            if twice := sorted({*images[0].paths} & {*source.paths}):
+                logger.warning("%d images of data.%s are in training too, the first is %s", len(twice), knob, twice[0])
+        normalize = self.scaled(images)
         return Splits(
-            images[0], images[1], self.shape(), reader.outputs, image_normalization(self.normalize, images[0]), reader.classes,
-            units=reader.units, validation=images[2] if own else None, files={KEPT: schema.to_json()},
+            images[0], images[1], self.shape(), reader.outputs, normalize, reader.classes, units=reader.units,
+            validation=images[2] if own else None, files={KEPT: schema.to_json()}, pixels=images[0].range,
         )  # fmt: skip
 
     def load_whole(self, own: Splits) -> Splits:
@@ -103,9 +112,10 @@ class LabelsCsv(ImageData):
         reader = self._reader()
         rows, _ = self._rows(self.other_file(), schema)
         every = self._images(rows, reader.read_known(rows, own))
+        normalize = self.scaled([every], own)
         return Splits(
-            every, every, self.shape(), reader.outputs, own.normalize, reader.classes, units=reader.units, files=own.files,
-            origins=WHOLE,
+            every, every, self.shape(), reader.outputs, normalize, reader.classes, units=reader.units, files=own.files,
+            origins=WHOLE, pixels=every.range,
         )  # fmt: skip
 
     def _reader(self) -> TargetReader:

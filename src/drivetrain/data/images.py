@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.core.errors import OperatorGives, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.data import folders, listing
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
-from drivetrain.data.decoding import CropShare, Decoding, ImageFileSource
+from drivetrain.data.decoding import CropShare, Decoding, ImageFileSource, check_pixels, open_image, values_of
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
+from drivetrain.data.ranges import Range, of_values
 from drivetrain.data.untrusted import ordinary, read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
@@ -65,6 +67,12 @@ class ImageData(Data):
     max_pixels: int
     on_error: OnError = "raise"
     max_skipped: float = 0.0
+    normalize: Normalization
+    range: Sequence[float] | None  # of the values that become 0 and 255; None: as the training files have them
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        if self.range is not None and (len(self.range) != 2 or not self.range[0] < self.range[1]):
+            yield f"data.range={list(self.range)}: give the lowest and the highest value, such as [0,4095]"
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.size, self.size)
@@ -75,6 +83,54 @@ class ImageData(Data):
     def how(self) -> Decoding:
         """Return how the image files become samples."""
         return Decoding(self.size, self.max_pixels, self.crop_pct, self.on_error, self.max_skipped)
+
+    def scaled(self, sources: Sequence[ImageFileSource], own: Splits | None = None) -> Normalize:
+        """Give sources the range of their pixels: the user's, that of a run's `own` data, or that of the first source's files.
+
+        Returns their normalisation. Raises DataError where there is no range, or all pixels are alike.
+        """
+        if self.range is not None:
+            found: Range | None = Range(self.range[0], self.range[1], said=True)
+        else:
+            found = own.pixels if own is not None else measure_range(sources[0])
+        for source in sources:
+            source.range = found
+        return own.normalize if own is not None and own.normalize is not None else image_normalization(self.normalize, sources[0])
+
+
+def measure_range(source: ImageFileSource) -> Range | None:
+    """Return the range of the files of more than 8 bits among some that are looked at; None where there are none.
+
+    Raises DataError where all pixels of these files are alike.
+    """
+    import numpy as np
+
+    low, high, whole, deep, plain = math.inf, -math.inf, True, 0, set[int]()
+    count = min(len(source), source.looked_at)
+    for index in (torch.arange(count) * len(source) // max(1, count)).tolist():
+        name = source.name(index)
+        try:
+            with open_image(source.content(index), name) as image:
+                check_pixels(image.size, name, source.how.max_pixels)
+                if (values := values_of(image)) is not None:
+                    deep += 1
+                    low, high = float(np.minimum(low, values.min())), float(np.maximum(high, values.max()))
+                    whole = whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
+                elif len(plain) < 2:
+                    plain.update(value for ends in image.convert("RGB").getextrema() for value in ends)
+        except DataError as error:  # whoever reads it says so
+            logger.debug("%s", error)
+    where = f"the {count} images that were looked at for their range"
+    if not deep:
+        if len(plain) == 1:
+            raise DataError(f"all pixels of {where} have the value {min(plain)}, so there is nothing to learn: mend them")
+        return None
+    found = of_values(low, high, whole, where)
+    logger.info(
+        "%d of %s have more than 8 bits, with values from %g to %g: %g becomes black and %g white (data.range)",
+        deep, where, low, high, found.low, found.high,
+    )  # fmt: skip
+    return found
 
 
 class ImageFolder(ImageData):
@@ -97,6 +153,7 @@ class ImageFolder(ImageData):
         validation: Validation = "auto",
         normalize: Normalization = "imagenet",
         verify: CountOrZero = 1000,
+        range: Sequence[float] | None = None,
         max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
@@ -105,10 +162,12 @@ class ImageFolder(ImageData):
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
-        self.verify_files, self.max_pixels, self.drop_last, self.order = verify, max_pixels, drop_last, order
+        self.verify_files, self.max_pixels, self.range = verify, max_pixels, range
+        self.drop_last, self.order = drop_last, order
         self.crop_pct, self.on_error, self.max_skipped = crop_pct, on_error, max_skipped
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not self.root:
             yield OperatorGives("data=imagefolder needs data.root, the folder that holds one folder per class")
         elif not Path(self.root).is_dir():
@@ -127,7 +186,8 @@ class ImageFolder(ImageData):
             return None
         every = self._source(*self._files(folder, classes))
         origins = {"test": "the whole folder"} if layout.test is None else layout.origins("")
-        return Splits(every, every, self.shape(), len(classes), own.normalize, classes, origins=origins)
+        normalize = self.scaled([every], own)
+        return Splits(every, every, self.shape(), len(classes), normalize, classes, origins=origins, pixels=every.range)
 
     def _layout(self) -> folders.Layout:
         root = str(self.root)
@@ -173,6 +233,7 @@ class ImageFolder(ImageData):
             )
         if layout.validation is not None:
             sources.append(self._source(*self._files(layout.validation, classes, layout.train)))
+        normalize = self.scaled(sources)
         left = self.verify_files
         for source in sources:
             for index in range(min(left, len(source))):
@@ -180,11 +241,10 @@ class ImageFolder(ImageData):
             left -= min(left, len(source))
         for line in enlarged(self.root, self.size, list(map(sources[0].name, range(len(sources[0]))))):
             logger.info("%s", line)
-        normalize = image_normalization(self.normalize, sources[0])
         validation = sources[2] if len(sources) > 2 else None
         return Splits(
             sources[0], sources[1], self.shape(), len(classes), normalize, classes, validation=validation,
-            origins=layout.origins(f"{self.holdout:g} of the files"),
+            origins=layout.origins(f"{self.holdout:g} of the files"), pixels=sources[0].range,
         )  # fmt: skip
 
     def _files(self, folder: Folder, classes: list[str], train: Folder | None = None) -> tuple[list[str], list[int]]:

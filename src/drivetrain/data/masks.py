@@ -29,7 +29,7 @@ from drivetrain.data.decoding import (
     read_layout,
     upright,
 )
-from drivetrain.data.images import ImageData, Normalization, image_normalization
+from drivetrain.data.images import ImageData, Normalization
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
 
@@ -72,6 +72,7 @@ class Masks(ImageData):
         holdout: Fraction = 0.1,
         validation: Fraction | None = 0.1,
         normalize: Normalization = "imagenet",
+        range: Sequence[float] | None = None,
         max_pixels: Count = 50_000_000,
         drop_last: bool = True,
         order: Sampling = "shuffled",
@@ -79,9 +80,10 @@ class Masks(ImageData):
         self.root = os.path.expanduser(root) if root else None
         self.images, self.masks, self.classes, self.values, self.ignore = images, masks, classes, values, ignore
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
-        self.max_pixels, self.drop_last, self.order = max_pixels, drop_last, order
+        self.max_pixels, self.range, self.drop_last, self.order = max_pixels, range, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not self.root:
             yield OperatorGives(f"data=masks needs data.root, the folder that holds {self.images}/ and {self.masks}/")
             return
@@ -110,16 +112,15 @@ class Masks(ImageData):
                 f"{self.root} gives {len(train)} training and {len(test)} test images: add images, or set data.holdout"
             )
         sources = [MaskedImages(str(self.root), files, self.how(), reading) for files in (train, test)]
-        names = [_named(value) for value in reading.values]
-        return Splits(sources[0], sources[1], self.shape(), len(names), image_normalization(self.normalize, sources[0]), names)
+        names, normalize = [_named(value) for value in reading.values], self.scaled(sources)
+        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names, pixels=sources[0].range)
 
     def load_whole(self, own: Splits) -> Splits:
         pairs, known = list(self._pairs().values()), [_number(name) for name in own.names or ()]
         reading = self._reading(pairs, known)
         every = MaskedImages(str(self.root), pairs, self.how(), reading)
-        return Splits(
-            every, every, self.shape(), own.classes, own.normalize, own.names, origins={"test": "the whole folder"}
-        )  # fmt: skip
+        normalize, origins = self.scaled([every], own), {"test": "the whole folder"}
+        return Splits(every, every, self.shape(), own.classes, normalize, own.names, origins=origins, pixels=every.range)
 
     def _pairs(self) -> dict[str, Pair]:
         """Return each image and its mask by their common name, in the order of names. Raises UserError."""
@@ -354,7 +355,8 @@ class MaskedImages(ImageFileSource):
         content, name, size = self.content(index), self.name(index), self.how.size
         layout = read_layout(content, name, self.how.max_pixels, box)
         mask = self.reading.read(os.path.join(self.root, self.pairs[index][1]), name, layout, size)
-        return decode_crop(content, name, layout, size, "bilinear" if box is None else box.interpolation), mask
+        interpolation = "bilinear" if box is None else box.interpolation
+        return decode_crop(content, name, layout, size, interpolation, self.range), mask
 
 
 def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple[np.ndarray, bool]:

@@ -17,8 +17,9 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.lazy import torch
 from drivetrain.data.base import SPLITS, Source, Splits
-from drivetrain.data.decoding import ImageFileSource, to_rgb
+from drivetrain.data.decoding import ImageFileSource, open_image, orientation_of, pixels_of, upright
 from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
+from drivetrain.data.ranges import Range
 
 CHUNK = 32 << 20  # bytes written between two entries of the journal, about
 TASK = 16  # samples that a thread decodes at a time
@@ -63,19 +64,22 @@ class Jpeg:
     def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
         if not isinstance(source, ImageFileSource):
             raise UserError("drivetrain pack --jpeg keeps image files, and this data has none: leave --jpeg out")
-        return [(self.encode(content), int(source.targets[found])) for content, found in map(source.image_file, indices)]
+        read = map(source.image_file, indices)
+        return [(self.encode(content, source.name(found), source.range), int(source.targets[found])) for content, found in read]
 
-    def encode(self, content: bytes) -> bytes:
+    def encode(self, content: bytes, name: str, scale: Range | None) -> bytes:
         """Return an image file as a JPEG whose shorter side is at most `size`."""
-        from PIL import Image, ImageOps
+        import numpy as np
+        from PIL import Image
 
-        with Image.open(io.BytesIO(content)) as image:
-            if min(image.size) <= self.size and image.format == "JPEG":
+        with open_image(content, name) as image:
+            if min(image.size) <= self.size and image.format == "JPEG" and not (scale and scale.said):
                 return content
+            orientation = orientation_of(image, name, image.width * image.height)
             image.draft("RGB", (self.size, self.size))
-            upright = to_rgb(ImageOps.exif_transpose(image))
-        factor = min(1.0, self.size / min(upright.size))
-        small = upright.resize([max(1, round(side * factor)) for side in upright.size], Image.Resampling.BILINEAR)
+            whole = Image.fromarray(np.ascontiguousarray(upright(pixels_of(image, name, scale), orientation)))
+        factor = min(1.0, self.size / min(whole.size))
+        small = whole.resize([max(1, round(side * factor)) for side in whole.size], Image.Resampling.BILINEAR)
         out = io.BytesIO()
         small.save(out, "JPEG", quality=self.quality)
         return out.getvalue()

@@ -236,13 +236,13 @@ def scan(shard: str, size: int) -> Index:
         why = "it is compressed" if shard.endswith(("gz", "bz2", "xz", "zst")) else str(error)
         raise DataError(f"{shard} is cut short or no plain tar archive ({why}): mend or remove it") from None
     label_of = labels[".json"] | labels[".cls"]
-    if not images:
+    if not images and end:  # an empty archive is one
         raise DataError(f"{shard} holds no image ({' '.join(IMAGES)}): mend or remove it")
     if incomplete := sorted(set(images) ^ set(label_of)):
         lacks = "label (.cls or .json)" if incomplete[0] in images else "image"
         raise DataError(f"{shard}: sample {incomplete[0]!r} has no {lacks}: mend the shard")
     spans, numbers = list(images.values()), [label_of[name] for name in images]
-    return Index(list(images), np.array(spans, np.int64), np.array(numbers, np.int64))
+    return Index(list(images), np.array(spans, np.int64).reshape(-1, 2), np.array(numbers, np.int64))
 
 
 def _open(shard: str, size: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,13 @@ from drivetrain.data import shards
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Fraction, Sets, Splits, hash_fraction
 from drivetrain.data.decoding import CropShare, ImageFileSource
-from drivetrain.data.images import ImageData, Normalization, image_normalization
+from drivetrain.data.images import ImageData, Normalization
 from drivetrain.data.untrusted import number_of_classes
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
+REMOTE_LOOKED_AT = 8  # samples on a web server, for the range of their pixels
 MIN_SHARDS = 10  # of which whole ones are held out for the validation
+logger = logging.getLogger(__name__)
 SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 
 
@@ -50,6 +53,7 @@ class WebDataset(ImageData):
         buffer: Count = 10_000,
         cache: str | None = None,
         normalize: Normalization = "imagenet",
+        range: Sequence[float] | None = None,
         max_pixels: Count = 50_000_000,
         on_error: OnError = "raise",
         max_skipped: MaxSkipped = 0.01,
@@ -58,10 +62,11 @@ class WebDataset(ImageData):
     ) -> None:
         self.train, self.test, self.size, self.holdout, self.classes = train, test, size, holdout, classes
         self.validation, self.buffer, self.cache, self.normalize = validation, buffer, cache, normalize
-        self.max_pixels, self.crop_pct = max_pixels, crop_pct
+        self.max_pixels, self.range, self.crop_pct = max_pixels, range, crop_pct
         self.on_error, self.max_skipped, self.drop_last, self.order = on_error, max_skipped, drop_last, order
 
     def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
         if not self.train:
             yield OperatorGives("data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'")
         for knob, pattern in (("train", self.train), ("test", self.test), ("validation", self._own())):
@@ -80,7 +85,7 @@ class WebDataset(ImageData):
         if self.test:
             test = SampleTable.load(shards.expand(self.test), cache)
         else:
-            held_out = torch.tensor([hash_fraction(name) < self.holdout for name in train.names])
+            held_out = torch.tensor([hash_fraction(name) < self.holdout for name in train.names], dtype=torch.bool)
             train, test = train.select(~held_out), train.select(held_out)
         if not len(train.names) or not len(test.names):
             raise UserError(
@@ -92,9 +97,9 @@ class WebDataset(ImageData):
         highest = int(max(table.labels.max() for table in tables))
         classes = number_of_classes(highest, len(train.names), self.classes, f"data.train={self.train}")
         sources = [ShardImages(table, self) for table in tables]
-        normalize = image_normalization(self.normalize, sources[0])
+        normalize = self.scaled(sources)
         validation = sources[2] if own else None
-        return Splits(sources[0], sources[1], self.shape(), classes, normalize, validation=validation)
+        return Splits(sources[0], sources[1], self.shape(), classes, normalize, validation=validation, pixels=sources[0].range)
 
     def _own(self) -> str | None:
         """Return the shards of the validation set, which are beside those of training; None where they are no shards."""
@@ -118,6 +123,10 @@ class SampleTable(NamedTuple):
 
         with ThreadPoolExecutor(MAX_CONCURRENT) as pool:  # scanning waits for the disk or the network
             indices = list(pool.map(lambda shard: shards.load_index(shard, cache), files))
+        if empty := [file for file, index in zip(files, indices, strict=True) if not index.names]:
+            logger.warning(
+                "%d of %d shards hold no samples and are passed over, the first is %s", len(empty), len(files), empty[0]
+            )
         names = np.array([name for index in indices for name in index.names])
         shard = torch.arange(len(files)).repeat_interleave(torch.tensor([len(index.names) for index in indices]))
         spans, labels = (torch.from_numpy(np.concatenate([index[i] for index in indices])) for i in (1, 2))
@@ -134,6 +143,7 @@ class ShardImages(ImageFileSource):
     def __init__(self, table: SampleTable, data: WebDataset) -> None:
         self.table, self.buffer = table, data.buffer
         self.remote = any(map(shards.is_remote, table.files))
+        self.looked_at = REMOTE_LOOKED_AT if self.remote else self.looked_at
         super().__init__(data.how(), table.labels)
 
     def order(self, seed: int, epoch: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from drivetrain.core.process import __version__
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Normalize, Splits, Units
+from drivetrain.data.ranges import Range
 from drivetrain.model.base import Model
 
 
@@ -46,6 +47,7 @@ def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
         "vocabulary": data.vocabulary,
         "normalize": normalize and {"mean": normalize.mean.flatten().tolist(), "std": normalize.std.flatten().tolist()},
         "files": {name: _sha256(text) for name, text in data.files.items()},
+        "pixels": data.pixels and {"low": data.pixels.low, "high": data.pixels.high, "said": data.pixels.said},
         "units": units and {"mean": units.mean.tolist(), "std": units.std.tolist()},
     }
 
@@ -74,6 +76,7 @@ def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
         dtype=about["dtype"] and getattr(torch, about["dtype"]),
         vocabulary=about["vocabulary"],
         units=units and Units(torch.tensor(units["mean"]), torch.tensor(units["std"])),
+        pixels=about.get("pixels") and Range(**about["pixels"]),
         files=RunFiles(run_dir, about.get("files") or {}),
         example=example,
         images=about["images"],

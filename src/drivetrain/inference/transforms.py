@@ -83,7 +83,12 @@ class Transforms:
         content = read_image_file(path, limit)
         if self._decodes_images:
             return decoding.decode(
-                content, str(path), self.image_shape()[-1], limit, crop_pct=getattr(self._option, "crop_pct", 1.0)
+                content,
+                str(path),
+                self.image_shape()[-1],
+                limit,
+                crop_pct=getattr(self._option, "crop_pct", 1.0),
+                scale=self._data.pixels,
             )
         return self._of_exact_size(content, path)
 
@@ -97,7 +102,7 @@ class Transforms:
                 raise DataError(
                     f"{path} has {image.size[0]}×{image.size[1]} pixels, and the model takes {width}×{height}: resize it"
                 )
-            pixels = np.array(image.convert("L") if channels == 1 else decoding.to_rgb(image))
+            pixels = np.array(decoding.pixels_of(image, str(path), self._data.pixels, "L" if channels == 1 else "RGB"))
         x = torch.from_numpy(pixels.reshape(height, width, channels)).permute(2, 0, 1)
         top = self._option.max_value
         return x if top in (None, 255.0) else x.float() * (top / 255.0)

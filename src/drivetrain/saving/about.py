@@ -38,6 +38,7 @@ def problem(about: Mapping[str, Any]) -> str | None:
         "vocabulary": about["vocabulary"] is None or _is_size(about["vocabulary"]),
         "normalize": _are_moments(about["normalize"]),
         "files": fits(about.get("files"), dict[str, str] | None),
+        "pixels": _is_range(about.get("pixels")),
         "units": _are_moments(about.get("units")),
     }
     return next((f"{name}={about.get(name)!r:.80}" for name, is_good in good.items() if not is_good), None)
@@ -66,6 +67,15 @@ def _is_tree(value: Any, deep: int = 0) -> bool:
     if "items" in value:
         return isinstance(value["items"], list) and all(_is_tree(each, deep + 1) for each in value["items"])
     return _is_shape(value.get("shape")) and value.get("dtype") in DTYPES
+
+
+def _is_range(value: Any) -> bool:
+    """Whether it is the range of pixel values, as engine/description.py writes it."""
+    if value is None:
+        return True
+    if not isinstance(value, dict) or value.keys() != {"low", "high", "said"} or not fits(value["said"], bool):
+        return False
+    return fits([value["low"], value["high"]], list[float]) and -math.inf < value["low"] < value["high"] < math.inf
 
 
 def _are_moments(value: Any) -> bool:
