@@ -225,7 +225,7 @@ def test_paths_are_as_they_are_written_and_true_and_false_are_classes(tmp_path):
         Image.new("RGB", (4, 4), (9, len(name), 200)).save(tmp_path / name)
     path = written(tmp_path, "image,kind", *(f"{name},{n % 2 == 0}" for n, name in enumerate(names)))
     splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3)).load(CPU)
-    assert splits.names == ["False", "True"]
+    assert splits.names == ["false", "true"]
     found = [source.name(i) for source in (splits.train, splits.test) for i in range(len(source))]
     assert sorted(found) == sorted(str(tmp_path / name) for name in names)
 
