@@ -1,4 +1,4 @@
-"""`from drivetrain.core.lazy import torch`: torch, loaded at its first use.
+"""`from drivetrain.core.lazy import torch`: torch, loaded at its first use; and other packages that take long.
 
 Importing torch takes two seconds. Modules that a config is checked with take it from here, so a
 bad option is answered at once; modules that only training needs import torch as usual.
@@ -34,9 +34,15 @@ def import_torchao(module: str) -> Any:
 
 
 if TYPE_CHECKING:
+    import numpy as numpy
+    import pyarrow as pyarrow
     import torch as torch
+    from pyarrow import compute, csv
+
+    arrow_compute, arrow_csv = compute, csv
 else:
-    torch = _Lazy("torch")
+    arrow_compute, arrow_csv = _Lazy("pyarrow.compute"), _Lazy("pyarrow.csv")
+    numpy, pyarrow, torch = _Lazy("numpy"), _Lazy("pyarrow"), _Lazy("torch")
 
 
 def start_autograd_engine() -> None:

@@ -17,7 +17,6 @@ _PART = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}'"]+""")
 _PART_OF_MAPPING = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\](){}:'"]+""")
 _OF_TABLES = re.compile(r"data\.(target|columns|image|text|label|delimiter|decimal|na)")  # keys whose values name columns
 _PART_OF_NAMES = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\]'"]+""")
-_PART_OF_COLUMNS = re.compile(r"""'[^']*'|"[^"]*"|[^,\[\]{}:'"]+""")
 MAX_LENGTH = 2**15  # characters of one override: Hydra's parser takes minutes for those that the system would allow
 MAX_DEPTH = 8  # levels of lists and mappings in a value, on the command line as in a recipe
 SECRET = re.compile(r"(api_?key|token|secret|password)$", re.I)
@@ -45,6 +44,8 @@ def parse(text: str) -> Any:
     `~/` in front of a path becomes the user's home, as in a shell. An address of a recipe needs no quotes for its # and =,
     nor does a target for its comparison, nor a text for letters that Hydra's grammar does not know, such as ö.
     """
+    from hydra.errors import HydraException
+
     key, equals, value = text.partition("=")
     if equals and value.startswith("~/"):
         text = f"{key}={format_value(os.path.expanduser(value))}"
@@ -56,33 +57,28 @@ def parse(text: str) -> Any:
     if not value.isascii() and not re.search(r"\\|\$\{", value):
         part = _PART_OF_MAPPING if "{" in value else _PART
         text = f"{key}={part.sub(lambda found: _quoted(found[0]), value)}"
-    if _OF_TABLES.fullmatch(key):
-        from hydra.errors import HydraException
+    if key == "data.columns" and value.startswith("{") and value.endswith("}"):
+        text = f"{key}={format_value(_typed_columns(value))}"
+    try:
+        return _parse(text)
+    except HydraException:
+        if not _OF_TABLES.fullmatch(key):
+            raise
+        return _parse(f"{key}={_with_columns(value)}")
 
-        try:
-            parsed = _parse(text)
-        except HydraException:
-            parsed = _parse(f"{key}={_with_columns(value)}")
-        if isinstance(parsed.value(), dict):  # no key of a config may have such letters: the knob is a list
-            types = [f"{name}:{kind}" for name, kind in parsed.value().items()]
-            others = [] if "*:unused" in types else ["*"]
-            return _parse(f"{key}={format_value([name for name in types if name != '*:unused'] + others)}")
-        return parsed
-    return _parse(text)
+
+def _typed_columns(value: str) -> list[str]:
+    """The columns that a mapping gives types to, as a list: a config's keys are plain names. The others go with them."""
+    pairs = [part.rpartition(":") for part in value[1:-1].split(",") if part.strip()]
+    types = [f"{name.strip().strip(chr(39) + chr(34))}:{kind.strip()}" for name, _, kind in pairs]
+    return [name for name in types if name != "*:unused"] + ([] if "*:unused" in types else ["*"])
 
 
 def _with_columns(value: str) -> str:
     """A value whose names of columns are quoted: they may have any letters, as in `data.columns=[x#1,sepal length (cm)]`."""
     if value and set(value) <= set(",;|\t "):
         return format_value(value)
-
-    def quoted(found: re.Match[str]) -> str:
-        part = found[0].strip()
-        if not part or part[0] in "'\"":
-            return found[0]
-        return _key(part) if value[found.end() : found.end() + 1] == ":" and "{" in value else format_value(part)
-
-    return (_PART_OF_COLUMNS if "{" in value else _PART_OF_NAMES).sub(quoted, value)
+    return _PART_OF_NAMES.sub(lambda found: found[0] if found[0][0] in "'\"" else format_value(found[0].strip()), value)
 
 
 def _quoted(part: str) -> str:

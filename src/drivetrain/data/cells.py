@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from drivetrain.core.lazy import arrow_compute as pc
+from drivetrain.core.lazy import numpy as np
+from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data.validation import hash_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
 
 
 class Words:
@@ -22,8 +21,6 @@ class Words:
     @classmethod
     def of(cls, array: Any, missing: Collection[str]) -> Words:
         """Return the words of an array of texts, without the spaces around them."""
-        import numpy as np
-        import pyarrow.compute as pc
 
         found = array.dictionary_encode()
         trimmed = pc.utf8_trim_whitespace(found.dictionary).dictionary_encode()
@@ -60,7 +57,6 @@ class Cells:
 
     def __getitem__(self, rows: Any) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
-        import numpy as np
 
         line, number = self.line, np.arange(len(self))[rows]
         columns = {name: values[rows] for name, values in self.columns.items()}
@@ -72,7 +68,6 @@ class Cells:
 
     def keys(self) -> np.ndarray:
         """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""
-        import numpy as np
 
         total = np.zeros(len(self), np.uint64)
         for name, values in self.columns.items():
@@ -92,7 +87,6 @@ class Cells:
 
 def _mixed(bits: np.ndarray) -> np.ndarray:
     """Return splitmix64 of numbers (n,) uint64."""
-    import numpy as np
 
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -101,7 +95,6 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
 
 def absent(values: np.ndarray | Words) -> np.ndarray:
     """Return where values are missing, bool (n,)."""
-    import numpy as np
 
     missing: np.ndarray = values.codes < 0 if isinstance(values, Words) else np.isnan(values.reshape(len(values), -1)[:, 0])
     return missing
@@ -109,8 +102,6 @@ def absent(values: np.ndarray | Words) -> np.ndarray:
 
 def strings(texts: Collection[str]) -> pa.StringArray:
     """Return texts as an array. `pyarrow.array` would import pandas where it is installed."""
-    import numpy as np
-    import pyarrow as pa
 
     encoded = [text.encode(errors="surrogatepass") for text in texts]
     ends = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
@@ -119,8 +110,6 @@ def strings(texts: Collection[str]) -> pa.StringArray:
 
 def numbers_of(array: Any) -> np.ndarray:
     """Return an array's numbers or truths, whatever they are where one is missing. `to_numpy` would import pandas."""
-    import numpy as np
-    import pyarrow as pa
 
     if pa.types.is_boolean(array.type):
         return _bits(array, 1)
@@ -130,7 +119,6 @@ def numbers_of(array: Any) -> np.ndarray:
 
 
 def _bits(array: Any, buffer: int) -> np.ndarray:
-    import numpy as np
 
     packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
     return np.unpackbits(packed, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
@@ -138,12 +126,10 @@ def _bits(array: Any, buffer: int) -> np.ndarray:
 
 def with_nan(array: Any) -> np.ndarray:
     """Return an array of float64, NaN where a number is missing."""
-    import numpy as np
 
     return np.where(_bits(array, 0), numbers_of(array), np.nan) if array.null_count else numbers_of(array)
 
 
 def _codes(indices: Any) -> np.ndarray:
-    import numpy as np
 
     return np.where(_bits(indices, 0), numbers_of(indices), -1) if indices.null_count else numbers_of(indices)

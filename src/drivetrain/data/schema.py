@@ -7,14 +7,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.files import parse_json
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.typed import fits
 from drivetrain.data.cells import Cells, Words
-from drivetrain.data.separated import MISSING
+from drivetrain.data.separated import MISSING, NO_NAME
 from drivetrain.data.styles import (
     FORMS,
     PARTS,
@@ -31,9 +32,6 @@ from drivetrain.data.styles import (
     spread,
     styles_of,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ColumnType = Literal["number", "category", "date"]
 TYPES = (*get_args(ColumnType), "unused")  # that the user may give
@@ -79,7 +77,6 @@ class Column:
 
     def learn(self, values: np.ndarray | Words, normalize: bool) -> None:
         """Find the categories, or mean and deviation, of training rows. Raises UserError."""
-        import numpy as np
 
         if isinstance(values, Words):
             present = np.unique(values.codes).tolist()
@@ -96,7 +93,6 @@ class Column:
 
     def encode(self, values: np.ndarray | Words) -> torch.Tensor:
         """Return float32 (n, outputs). A category that no training row has is all zeros."""
-        import numpy as np
 
         if isinstance(values, Words):
             return torch.nn.functional.one_hot(torch.from_numpy(self._codes(values)), self.outputs + 1)[:, :-1].float()
@@ -111,7 +107,6 @@ class Column:
         return len(rows), sorted({NO_VALUE if code < 0 else values.texts[code] for code in rows.tolist()})
 
     def _codes(self, words: Words) -> np.ndarray:
-        import numpy as np
 
         code_of = {category: number for number, category in enumerate(self.categories or ())}
         return np.array([code_of.get(text, len(code_of)) for text in (*words.texts, NO_VALUE)])[words.codes]
@@ -155,13 +150,13 @@ class Schema:
         schema, styles = cls({}, missing), dict[str, list[Style]]()
         for name, values in cells.columns.items():
             wanted = types.get(name, "")
-            if isinstance(values, Words):
-                if name == "(column 1)":
-                    schema.left_out[name] = "it has no name: an index"
-                elif not len(values.words):
+            if name == NO_NAME:
+                schema.left_out[name] = "it has no name: an index"
+            elif isinstance(values, Words):
+                if not len(values.words):
                     schema.left_out[name] = "it has no value"
                 else:
-                    styles[name] = [] if wanted in ("category", "date") else list(styles_of(values.words, wanted == NUMBER))
+                    styles[name] = [] if wanted in ("category", "date") else styles_of(values.words, wanted == NUMBER)
         known = decimal or decimal_of(cells, styles) or hint
         for name, values in cells.columns.items():
             if name not in schema.left_out and types.get(name) != "unused":
@@ -192,7 +187,6 @@ class Schema:
         return Column(name, "number", asdict(styles[0]))
 
     def _of_texts(self, name: str, values: np.ndarray | Words, wanted: str, cells: Cells) -> Column:
-        import numpy as np
 
         if wanted or not isinstance(values, Words):
             return Column(name, "category")
@@ -217,7 +211,6 @@ class Schema:
 
     def read(self, cells: Cells) -> Cells:
         """Return the values of the columns that the cells have. Raises DataError, also for an infinite number."""
-        import numpy as np
 
         values = {name: column.read(cells) for name, column in self.columns.items() if name in cells.columns}
         for name, found in values.items():

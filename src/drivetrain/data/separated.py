@@ -9,18 +9,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import arrow_compute as pc
+from drivetrain.core.lazy import arrow_csv
+from drivetrain.core.lazy import numpy as np
+from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data import untrusted
 from drivetrain.data.cells import Block, Cells, Words, numbers_of, with_nan
 
-if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
-
 SEPARATORS = ",;\t|"  # that a file may have without being asked
 MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "none", "?", "-", "--", ".")  # cells without a value, in lower case
+NO_NAME = "(column 1)"  # the name of a first column without one: the numbers of rows
 FIRST = 1 << 18  # bytes that show which columns hold fractions
 BLOCK = 1 << 22  # bytes that pyarrow reads at a time: the longest row
 MOST_LINES = 1000  # of one row, which quotes hold together
@@ -54,7 +55,7 @@ class Layout:
         separator = form.separator or max(SEPARATORS, key=lambda sep: len(_split(line, sep)))
         cells = [cell.strip() for cell in _split(line, separator)]
         if len(cells) == 1 and form.separator is None and len(line.split()) > 1 and re.fullmatch(r"[\s\d.+-]+", line):
-            raise UserError(f"{source}: line 1 holds numbers between spaces: set data.separator=' '")
+            raise UserError(f"{source}: line 1 holds numbers between spaces: set data.delimiter=' '")
         if form.header is None and (any(map(_is_fraction, cells)) or (cells and all(map(_is_number, cells)))):
             raise UserError(
                 f"{source}: line 1 holds the number {next(filter(_is_number, cells))} where names of columns are expected: set "
@@ -64,7 +65,7 @@ class Layout:
             return cls([str(n) for n in range(len(cells))], separator, form, source, b"")
         if twice := sorted({name for name in cells if name and cells.count(name) > 1}):
             raise UserError(f"{source} has several columns of one name ({', '.join(twice)}): its first line must name each once")
-        return cls([name or f"(column {n})" for n, name in enumerate(cells, 1)], separator, form, source, first)
+        return cls([name or NO_NAME.replace("1", str(n)) for n, name in enumerate(cells, 1)], separator, form, source, first)
 
     def parse(
         self, content: Any, plain: Collection[str], wanted: Collection[str] | None, line: Callable[[int], int] | None = None
@@ -73,23 +74,22 @@ class Layout:
 
         `line` gives the line of a row of this content; without it, it is the text's, from its first line on.
         """
-        import pyarrow as pa
-        from pyarrow import csv as arrow
 
+        first = len(_LINE_END.findall(self.header)) + 1
         if self.separator == " ":
             content = re.sub(rb"[ \t]+", b" ", re.sub(rb"(?m)^[ \t]+|[ \t]+(?=\r?$)", b"", bytes(content)))
         columns = {name: pa.float64() if name in plain else pa.string() for name in self.names}
-        convert = arrow.ConvertOptions(
+        convert = arrow_csv.ConvertOptions(
             column_types=columns, include_columns=None if wanted is None else [n for n in self.names if n in wanted],
             null_values=["NaN", *(form for word in self.form.missing for form in {word, word.upper(), word.title()})],
         )  # fmt: skip
 
         def read(quoted: bool) -> pa.Table:
-            parse = arrow.ParseOptions(
+            parse = arrow_csv.ParseOptions(
                 delimiter=self.separator, newlines_in_values=quoted, ignore_empty_lines=len(self.names) > 1
             )
             data = pa.BufferReader(pa.py_buffer(content))
-            return arrow.read_csv(data, arrow.ReadOptions(column_names=self.names, block_size=BLOCK), parse, convert)
+            return arrow_csv.read_csv(data, arrow_csv.ReadOptions(column_names=self.names, block_size=BLOCK), parse, convert)
 
         try:
             table = read(quoted := b'"' in bytes(memoryview(content)[:FIRST]))  # where there are none, it is faster
@@ -103,39 +103,34 @@ class Layout:
                 ) from None
             if plain:
                 return self.parse(content, (), wanted, line)
-            self._refuse_rows(content, line)
+            self._refuse_rows(content, first if line is None else line(0))
             raise DataError(f"{self.source} cannot be read as a table: {error}") from None
         return Cells(
             {name: _column(table.column(name), self.form.missing) for name in table.column_names}, self.source,
-            line or (lambda row: next(number for n, (number, _) in enumerate(self._records(content)) if n == row)),
+            line or (lambda row: next(islice(self._records(content, first), row, None))[0]),
         )  # fmt: skip
 
-    def _refuse_rows(self, content: Any, line: Callable[[int], int] | None) -> None:
-        """Raise DataError for the first row that is no row, with its line."""
-        number, row = 0, -1
-        try:
-            for row, (number, cells) in enumerate(self._records(content)):
-                if len(cells) != len(self.names):
-                    raise DataError(
-                        f"{self.source}:{line(row) if line else number} has {len(cells)} cells, and "
-                        f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
-                    )
-        except csv.Error as error:
-            where = line(row + 1) if line else number
-            raise DataError(f'{self.source}:{where}: a quote (") is not closed, or stands within a text: {error}') from None
+    def _refuse_rows(self, content: Any, first: int) -> None:
+        """Raise DataError for the first row that is no row, with its line; `first` is that of the first row."""
+        for number, cells in self._records(content, first):
+            if len(cells) != len(self.names):
+                raise DataError(
+                    f"{self.source}:{number} has {len(cells)} cells, and "
+                    f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
+                )
 
-    def _records(self, content: Any) -> Iterator[tuple[int, list[str]]]:
-        """Yield the number of each row's first line, and its cells. Raises DataError for bytes that are no text."""
-        first = len(_LINE_END.findall(self.header)) + 1
-        lines = (
-            untrusted.decode(line, self.source, number)
-            for number, line in enumerate(io.BytesIO(bytes(content).replace(b"\r\n", b"\n").replace(b"\r", b"\n")), first)
-        )
-        reader, number = csv.reader(lines, delimiter=self.separator, strict=True), first
-        for cells in reader:
-            if cells or len(self.names) == 1:
-                yield number, cells or [""]
-            number = first + reader.line_num
+    def _records(self, content: Any, first: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of each row's first line, and its cells. Raises DataError for what is no text, and an open quote."""
+        lines = io.BytesIO(bytes(content).replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+        texts = (untrusted.decode(line, self.source, number) for number, line in enumerate(lines, first))
+        reader, number = csv.reader(texts, delimiter=self.separator, strict=True), first
+        try:
+            for cells in reader:
+                if cells or len(self.names) == 1:
+                    yield number, cells or [""]
+                number = first + reader.line_num
+        except csv.Error as error:
+            raise DataError(f'{self.source}:{number}: a quote (") is not closed, or stands within a text: {error}') from None
 
 
 class TextTable:
@@ -146,6 +141,8 @@ class TextTable:
     def __init__(self, content: Any, form: Form, source: str) -> None:
         content = untrusted.as_utf8(content, form.encoding, source)
         end, most = 0, len(content)
+        if not bytes(content[:FIRST]).strip():
+            raise UserError(f"{source} has no rows")
         while end < most and (end == 0 or content[:end].count(b'"') % 2):
             found = _LINE_END.search(content, end, end + untrusted.MOST_LINE)
             if found is None and most - end > untrusted.MOST_LINE:
@@ -227,7 +224,6 @@ class Stream:
 
 def _column(array: Any, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a column of texts or of float64."""
-    import pyarrow as pa
 
     array = array.combine_chunks()
     return with_nan(array) if pa.types.is_floating(array.type) else Words.of(array, missing)
@@ -257,8 +253,6 @@ def _is_fraction(cell: str) -> bool:
 
 def _has_fractions(words: Words) -> bool:
     """Whether all words are plain numbers, and one has a fraction that is no group of thousands, as 1.234 may be."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
     try:
         words.words.cast(pa.float64())

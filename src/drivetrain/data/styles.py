@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from drivetrain.core.lazy import arrow_compute as pc
+from drivetrain.core.lazy import numpy as np
+from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data.cells import Cells, Words, numbers_of, strings, with_nan
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
 
 PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
 FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
@@ -33,9 +32,6 @@ class Style:
 
     def numbers(self, words: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers that words stand for, NaN for those that are not of this style; and which are, bool."""
-        import numpy as np
-        import pyarrow as pa
-        import pyarrow.compute as pc
 
         if self == PLAIN:
             try:
@@ -54,15 +50,12 @@ class Style:
 
     def is_of(self, words: pa.StringArray) -> bool:
         """Whether all words are numbers of this style, and its marks are among them."""
-        import pyarrow.compute as pc
 
-        marks, bare = [self.thousands, self.decimal.replace(".", "")], self._bare(words)
-        found = (numbers_of(pc.match_substring(bare, mark)).any() for mark in marks)
-        return all(found) and bool(self.numbers(words)[1].all())
+        mark = self.thousands or self.decimal.replace(".", "")
+        return bool(numbers_of(pc.match_substring(self._bare(words), mark)).any() and self.numbers(words)[1].all())
 
     def _bare(self, words: pa.StringArray) -> pa.StringArray:
         """Return words without the unit, with plain spaces and signs."""
-        import pyarrow.compute as pc
 
         words = pc.replace_substring(pc.replace_substring_regex(words, f"[{SPACES}]", " "), "−", "-")
         unit = re.escape(self.unit)
@@ -89,7 +82,6 @@ def as_text(number: float) -> str:
 
 def as_words(values: np.ndarray, known: Sequence[str] = ()) -> Words:
     """Return numbers as words. A category that is known by another text of the same number, such as 007, has that one."""
-    import numpy as np
 
     numbers, codes = np.unique(values, return_inverse=True)
     codes = np.where(np.isnan(values), -1, codes)
@@ -107,8 +99,6 @@ def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
 
 
 def lowered(words: Words) -> Words:
-    import numpy as np
-    import pyarrow.compute as pc
 
     lower = pc.utf8_lower(words.words).dictionary_encode()
     return Words(np.append(numbers_of(lower.indices), -1)[words.codes], lower.dictionary)
@@ -116,35 +106,33 @@ def lowered(words: Words) -> Words:
 
 def spread(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return each row's value of its word's; NaN where there is none."""
-    import numpy as np
 
     nothing: np.ndarray = np.full((1, *values.shape[1:]), np.nan)
     return np.concatenate([values, nothing])[codes]
 
 
-def styles_of(words: pa.StringArray, codes_too: bool) -> Iterator[Style]:
-    """Yield the styles in which all words are numbers. Whole numbers with a leading zero, or too large for a float, are codes."""
-    import numpy as np
-    import pyarrow.compute as pc
+def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
+    """Return the styles in which all words are numbers, of those that give the same numbers one.
 
+    Whole numbers with a leading zero, or too large for a float, are codes.
+    """
+    numbers, right = PLAIN.numbers(words)
+    found = [(PLAIN, numbers)] if right.all() else []
+    are_whole = bool(found) and not codes_too and numbers_of(pc.match_substring_regex(words, r"^[-+]?\d+$")).all()
+    if are_whole and (numbers_of(pc.match_substring_regex(words, r"^[-+]?0\d")).any() or (np.abs(numbers) >= EXACT).any()):
+        return []
     marks = pc.replace_substring_regex(words, rf"^[-+−]|[eE][-+]?\d+$|[\d.,'\s{SPACES}]", "")
     units = pc.replace_substring(marks, "-", "").dictionary_encode().dictionary.to_pylist()
-    if len(units) != 1 or not re.fullmatch(f"({UNIT})?", units[0]):
-        return
-    whole = numbers_of(pc.match_substring_regex(words, r"^[-+]?\d+$"))
-    if whole.all() and not codes_too:
-        zeros = numbers_of(pc.match_substring_regex(words, r"^[-+]?0\d")).any()
-        if zeros or (np.abs(PLAIN.numbers(words)[0]) > EXACT).any():
-            return
-    for decimal, thousands in STYLES:
-        style = Style(decimal, thousands, units[0])
-        if style.is_of(words):
-            yield style
+    if len(units) == 1 and re.fullmatch(f"({UNIT})?", units[0]):
+        for style in (Style(*marks, units[0]) for marks in STYLES):
+            if style != PLAIN and style.is_of(words):
+                numbers = style.numbers(words)[0]
+                found += [] if any(np.array_equal(numbers, others) for _, others in found) else [(style, numbers)]
+    return [style for style, _ in found]
 
 
 def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | None:
     """Return the decimal mark that the columns have which can be read in one way; None where they have none, or both."""
-    import pyarrow.compute as pc
 
     found = {"." for values in cells.columns.values() if not isinstance(values, Words)}
     for name, fitting in styles.items():
@@ -157,7 +145,6 @@ def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | Non
 
 def date_form(words: Words) -> list[Any] | None:
     """Return the one form in which all words are dates, and how many parts they have; None where there is none."""
-    import pyarrow.compute as pc
 
     if not numbers_of(pc.match_substring_regex(words.words, r"^\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ]\d[\d:.+-]+Z?)?$")).all():
         return None
@@ -172,7 +159,6 @@ def date_form(words: Words) -> list[Any] | None:
 
 def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the parts (n, parts) of dates, NaN for texts that are none of this form; and which are, bool."""
-    import numpy as np
 
     found = np.full((len(texts), parts), np.nan)
     for n, text in enumerate(texts):

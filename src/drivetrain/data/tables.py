@@ -6,16 +6,15 @@ import io
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import arrow_compute as pc
+from drivetrain.core.lazy import numpy as np
+from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data import untrusted
 from drivetrain.data.cells import Block, Cells, Words, strings, with_nan
-from drivetrain.data.separated import MISSING, Form, TextTable
-
-if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
+from drivetrain.data.separated import MISSING, NO_NAME, Form, TextTable
 
 KINDS = "CSV and other separated text, Parquet, NumPy; text may be packed by gzip, bzip2, xz or zstd"
 
@@ -74,7 +73,6 @@ class NativeTable:
 
 
 def _parquet(content: Any, source: str) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
-    import pyarrow as pa
     from pyarrow import parquet
 
     file = parquet.ParquetFile(pa.BufferReader(pa.py_buffer(content)))
@@ -86,13 +84,11 @@ def _parquet(content: Any, source: str) -> dict[str, Callable[[tuple[str, ...]],
 
 def _index_name(name: str) -> str:
     """The name of a column; that of the rows' numbers which pandas leaves is as a CSV has it."""
-    return "(column 1)" if name.startswith("__index_level_") else name
+    return NO_NAME if name.startswith("__index_level_") else name
 
 
 def _typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a typed column as numbers, or as the texts that a CSV would have."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
 
     array = read().column(0).combine_chunks()
     kind = array.type
@@ -115,7 +111,6 @@ def _typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[
 
 def _numpy(content: Any, path: Path) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
     """The columns of arrays: of one with two dimensions by their numbers, after the array's name where it has one."""
-    import numpy as np
 
     loaded = np.load(io.BytesIO(bytes(content)), allow_pickle=False)
     columns: dict[str, np.ndarray] = {}
@@ -133,7 +128,6 @@ def _numpy(content: Any, path: Path) -> dict[str, Callable[[tuple[str, ...]], np
 
 def of_array(values: np.ndarray, missing: tuple[str, ...] = MISSING) -> np.ndarray | Words:
     """Return an array's values as a column. Raises UserError."""
-    import numpy as np
 
     if values.dtype.kind in "fiu":
         numbers = values.astype(np.float64)

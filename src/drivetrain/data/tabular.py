@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, FileName, Text
 from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
@@ -25,9 +26,6 @@ from drivetrain.data.separated import MISSING, Form, Stream, TextTable
 from drivetrain.data.tables import KINDS, NativeTable, open_table
 from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import Encoding, as_kept
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KEPT = "table.json"  # in the run's directory: how rows are read and become inputs
 TableKind = Literal["class", "values", "labels"]

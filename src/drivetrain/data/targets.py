@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Splits, Units
 from drivetrain.data.cells import Cells, Words, absent
 from drivetrain.data.schema import named
 from drivetrain.data.styles import as_text, mean_and_std, words_of
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass
@@ -84,7 +81,6 @@ class TargetReader:
         return values
 
     def _class_numbers(self, rows: Cells) -> torch.Tensor:
-        import numpy as np
 
         assert self.classes is not None
         numbers = {name: number for number, name in enumerate(self.classes)}
@@ -97,7 +93,6 @@ class TargetReader:
 
     def _numbers(self, rows: Cells) -> np.ndarray:
         """Return the columns as float64 (n, k). Truths are 1 and 0."""
-        import numpy as np
 
         found = []
         for name in self.names:
