@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Literal
 
 import pytest
+import torch
+from bench.gpu import speed
+from bench.gpu.loops import Work
 from omegaconf import OmegaConf
 
 from drivetrain.config import catalog
+from drivetrain.config.validate import knob_problems
 from drivetrain.config.values import type_problems
 from drivetrain.core.allowed import FileName
 from drivetrain.data.base import Fraction
+from drivetrain.launch.job import prepare
+from drivetrain.optimizer import AdamW
+from drivetrain.recipe.safe_yaml import MAX_WHOLE
 from tests.support import composed
 
 
@@ -56,3 +64,58 @@ def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypat
 def test_a_message_names_all_that_a_value_may_be(hint, value, must):
     text = str(value).lower() if isinstance(value, bool) else value
     assert list(type_problems("data", {"validation": (hint, value)})) == ([f"data.validation={text}: {must}"] if must else [])
+
+
+# --- what a setting's value may be, whoever gives it ---
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_is_finite(value):
+    assert ["finite" in told for told in type_problems("part", {"knob": (float, value)})] == [True]
+
+
+@pytest.mark.parametrize("hint", [int, float, list[int]])
+def test_a_whole_number_is_one_that_a_library_takes(hint):
+    def problems(number: int) -> list[str]:
+        return list(type_problems("part", {"knob": (hint, [number] if hint == list[int] else number)}))
+
+    assert not problems(MAX_WHOLE)
+    assert len(problems(MAX_WHOLE + 1)) == len(problems(-MAX_WHOLE - 1)) == 1
+
+
+def test_a_knob_that_the_class_does_not_take():
+    """The second guard: Hydra's own refuses such a key first, wherever it knows the option's keys."""
+    assert list(knob_problems("optimizer", AdamW, {"lr": 0.1, "lrr": 0.1})) == ["optimizer.lrr: AdamW takes no such argument"]
+
+
+# --- recipes that ship hold what their descriptions promise; tests/test_zoo.py checks whether each is valid ---
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A folder of packed images."""
+    folder = tmp_path_factory.mktemp("images") / "packed"
+    speed.pack(Work((), (3, 224, 224), 2, batch=4, steps=1), folder)
+    return folder
+
+
+def test_the_recipe_for_a_gpu_is_fast_and_what_only_a_gpu_gains_from():
+    fast, gpu = (prepare([f"recipe={name}"]).run for name in ("fast", "fast_gpu"))
+    differ = {group for group in fast.choices if fast.choices[group] != gpu.choices[group]}
+    assert differ == {"loader", "compile"}
+    assert (gpu.choices["loader"], gpu.choices["compile"]) == ("resident", "step")
+
+
+@pytest.mark.parametrize("words", [[], ["model.name=vit_base_patch16_224", "optimizer=adamw", "optimizer.lr=0.001"]])
+def test_the_recipe_for_large_models_trains_them_compiled_on_bytes(words, packed):
+    large = prepare(["recipe=imagenet_gpu", f"data.root={packed}", *words]).run
+    assert (large.choices["loader"], large.choices["compile"], large.choices["precision"]) == ("device", "inductor", "bf16")
+    assert large.loader.augments_on_device
+    assert large.optimizer.fused
+
+
+def test_on_a_cpu_the_recipe_for_a_gpu_says_what_it_cannot_do_there(packed):
+    loader = prepare(["recipe=imagenet_gpu", f"data.root={packed}"]).run.loader
+    (line,) = loader.autotune(None, 1, 9, torch.device("cpu"))
+    assert "loader=device: the device is the CPU" in line
+    assert loader.autotune(None, 1, 9, torch.device("cuda")) == []

@@ -1,16 +1,20 @@
 """Finding devices without starting them."""
 
+from __future__ import annotations
+
 import ctypes
 import json
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from drivetrain.core import accelerators, nvidia_driver
+from drivetrain.core import accelerators, energy, nvidia_driver
 from drivetrain.core.accelerators import Accelerator
+from drivetrain.core.device import is_out_of_memory, sum_dtype
 from drivetrain.core.nvidia_driver import Devices
 
 
@@ -157,3 +161,76 @@ def test_other_devices_are_asked_for_by_torch_in_a_child(monkeypatch, module, fo
     assert accelerators.find() == found
     assert len(module.asked) == asked_here
     accelerators._find.cache_clear()
+
+
+# --- what devices are asked ---
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 17.9 GiB, other allocations: 384 KiB)"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
+        (RuntimeError("out of memory"), False),  # a measured arm that ends itself, so as not to go on with half a batch
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+    ],
+)
+def test_running_out_of_memory_is_told_from_other_errors(error, is_it):
+    assert is_out_of_memory(error) is is_it
+
+
+@pytest.mark.parametrize(("has_fp64", "dtype"), [(True, torch.float64), (False, torch.float32)])
+def test_sums_are_in_float64_where_the_device_has_it(monkeypatch, has_fp64, dtype):
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda device: SimpleNamespace(has_fp64=has_fp64))
+    assert sum_dtype(torch.device("xpu", 0)) is dtype
+    assert sum_dtype(torch.device("cuda", 0)) is sum_dtype(torch.device("cpu")) is torch.float64
+    assert sum_dtype(torch.device("mps")) is torch.float32
+
+
+# --- the energy that a device used, by the counters of NVML, which are made up here ---
+
+
+class NVMLError(Exception):
+    pass
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """A GPU whose counter says what is set, in millijoules."""
+    made = SimpleNamespace(NVMLError=NVMLError, counter=5_000, asked=[])
+
+    def total(handle):
+        if made.counter is None:
+            raise NVMLError("not supported")
+        return made.counter
+
+    made.nvmlInit = lambda: None
+    made.nvmlDeviceGetHandleByUUID = lambda uuid: made.asked.append(uuid)
+    made.nvmlDeviceGetTotalEnergyConsumption = total
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-12"))
+    return made
+
+
+def test_joules_are_read_from_the_devices_counter(nvml):
+    assert energy.used(torch.device("cuda", 0)) == ("GPU-ab-12", 5.0)
+    assert nvml.asked == ["GPU-ab-12"]
+
+
+def test_where_nothing_tells_there_is_none(nvml, monkeypatch):
+    assert energy.used(torch.device("cpu")) is None
+    nvml.counter = None  # a MIG slice, or an old card
+    assert energy.used(torch.device("cuda", 0)) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert energy.used(torch.device("cuda", 0)) is None
+
+
+def test_each_device_of_all_ranks_counts_once():
+    assert energy.total([("a", 1.0), ("b", 5.0)], [("a", 4.0), ("b", 7.5)]) == 5.5
+    assert energy.total([("a", 1.0), ("a", 1.5)], [("a", 4.0), ("a", 4.5)]) == 3.0
+    assert energy.total([("a", 1.0), None], [("a", 4.0), None]) is None
+    assert energy.total([None], [("a", 4.0)]) is None
+    assert energy.total([], []) is None

@@ -1,9 +1,21 @@
 """metrics.jsonl with spoilt lines: what can be read is kept, and resuming and reporting go on."""
 
-import json
+from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import drivetrain
 from drivetrain.logger.files import Files
 from drivetrain.run import reader, records
+from drivetrain.run.identity import differences
+from drivetrain.run.reader import read
+from drivetrain.run.result import Result
+from drivetrain.saving import manifest
+from drivetrain.ui import terminal
 
 GOOD = [{"event": "train", "update": n, "loss": 1.0 / n, "samples": 8 * n, "time": 100.0 + n} for n in (1, 2, 3)]
 SPOILT = [
@@ -54,3 +66,93 @@ def test_the_best_evaluation_need_not_be_the_last(tmp_path):
     run = reader.read(tmp_path)
     assert (run.best(), run.final()) == (0.25, 0.375)
     assert run.rates() == [80.0, 90.0], "the first one includes the warm-up"
+
+
+# --- what is read of a run's directory ---
+
+
+def test_the_pause_before_a_resume_is_no_time_of_the_run(tmp_path: Path) -> None:
+    """An evaluation, an hour in which the run was down, and another one two seconds after it went on."""
+    events = [("train", 100.0), ("evaluate", 101.0), ("resume", 3701.0), ("train", 3702.0), ("evaluate", 3703.0)]
+    lines = [json.dumps({"event": event, "update": n, "epoch": 0, "time": at}) for n, (event, at) in enumerate(events)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    run = read(tmp_path)
+    assert run.evaluated.seconds == [1.0, 3.0]
+    assert run.train.seconds == [0.0, 2.0]
+    assert run.evaluated.updates == [1, 4]
+
+
+def test_a_resumed_run_says_so_in_its_records(train) -> None:
+    first = train("updates=2", "saving.every_updates=1", "stop=none")
+    assert not [line for line in (first.run_dir / "metrics.jsonl").read_text().splitlines() if '"resume"' in line]
+    second = train(f"resume={first.run_dir}", "resume_changed=true", "updates=4")
+    records = [json.loads(line) for line in (second.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [r["update"] for r in records if r["event"] == "resume"] == [2]
+    assert read(second.run_dir).evaluated.seconds == sorted(read(second.run_dir).evaluated.seconds)
+
+
+# --- how two configs differ ---
+
+
+def test_a_run_may_become_longer_and_not_shorter():
+    assert differences({"epochs": 5, "updates": None}, {"epochs": 9, "updates": None}, set()) == []
+    assert differences({"epochs": 5, "updates": None}, {"epochs": 4, "updates": None}, set()) == ["epochs: 5 → 4"]
+    assert differences({"epochs": 5, "updates": None}, {"epochs": 5, "updates": 7}, set()) == ["updates: null → 7"]
+
+
+def test_a_spoilt_length_is_no_error_of_its_own():
+    assert differences({"epochs": "many", "updates": None}, {"epochs": 4, "updates": None}, set()) == ["epochs: many → 4"]
+
+
+# --- what tables say of a run's best evaluation beside its last one ---
+
+
+def result(best: float, at: int, **final: float) -> Result:
+    validation = {"final": {"loss": 0.5, "accuracy": 0.8, **final}, "best": {"loss": 0.6, "accuracy": best, "update": at}}
+    test = {"final": {"accuracy": 0.7}, "best": {"accuracy": 0.75, "update": at}}
+    selection = {"metric": "accuracy", "better": "max"}
+    return Result("completed", metrics={"validation": validation, "test": test}, selection=selection, updates=80, epochs=10)
+
+
+def test_the_best_is_named_with_its_epoch_and_what_does_not_select_with_its_value_there():
+    run = result(0.9, at=48)
+    assert run.note_on_best("validation", "accuracy") == "(best 0.9 after epoch 6)"
+    assert run.note_on_best("validation", "loss") == "(0.6 at the best epoch)"
+    assert run.note_on_best("test", "accuracy") == "(0.75 at the best epoch)"
+    assert run.note_on_best("test", "loss") == ""
+    last = result(0.8, at=80)
+    assert [last.note_on_best(s, n) for s in ("validation", "test") for n in ("accuracy", "loss")] == ["(the best)", "", "", ""]
+    assert result(0.9, at=47).when({"update": 47}) == " at update 47"
+
+
+def test_a_sweep_shows_by_what_it_ranks_and_marks_the_winner(capsys):
+    terminal.show_jobs([(0, "a", result(0.85, at=80)), (1, "b", result(0.9, at=48))], "accuracy", 1)
+    header, first, second, *_ = (line for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert header.split() == [
+        "job", "overrides", "status", "validation", "loss", "validation", "accuracy", "best", "validation", "accuracy",
+        "samples/s", "time",
+    ]  # fmt: skip
+    assert "0.8500 after epoch 10" in first
+    assert second.split()[:2] == ["1", "*"]
+    assert "0.9000 after epoch 6" in second
+
+
+def test_a_rate_that_jumps_is_told(train, caplog):
+    """Where the schedule is that of a longer run now."""
+    first = train("epochs=2", "updates=null", "scheduler=cosine")
+    caplog.clear()
+    drivetrain.train([f"resume={first.run_dir}", "epochs=6"])
+    (said,) = [message for message in caplog.messages if "the learning rate goes up" in message]
+    assert "the schedule is now that of" in said
+    assert f"model.weights={first.run_dir}" in said
+    assert float(said.split(" to ")[1].split(":")[0]) > 1e-3 * 0.5
+
+
+@pytest.mark.parametrize("words", [("scheduler=cosine",), ("scheduler=cyclic", "scheduler.up=1")])
+def test_a_rate_that_goes_on_as_its_schedule_has_it_is_not_told(words, train, caplog):
+    first = train("epochs=4", "updates=null", "saving.keep=99", "saving.every_updates=1", *words)
+    for checkpoint in sorted(manifest.checkpoints(first.run_dir), key=lambda path: int(path.name))[1:]:
+        shutil.rmtree(checkpoint)
+    again = drivetrain.train([f"resume={first.run_dir}"])
+    assert again.resumed_at == 1
+    assert not [message for message in caplog.messages if "goes up" in message]
