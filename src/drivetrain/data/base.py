@@ -166,6 +166,7 @@ class Data(Option):
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
     tokens: bool | None = False  # inputs are sequences of tokens, which may differ in length; None where only the user knows
+    each_token_counts = True  # each token of a sample is a target of the loss, where targets are tokens
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows

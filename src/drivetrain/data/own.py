@@ -37,6 +37,7 @@ class Own(Data):
     machine_local_keys = ("target", "collate")
     may_differ_in_length = True
     tokens = None
+    each_token_counts = False
     max_value = None
     targets = None
     tokens = None

@@ -38,8 +38,9 @@ class NextToken(Loss):
         self.chunks, self.z_loss = chunks, z_loss
 
     def setup(self, context: BuildContext) -> None:
-        # Where the lengths are known, the batch weights micro-batches by their tokens already.
-        self.counted = context.batch.lengths is None or not context.batch.weighs_by_length
+        # Where each token of a sample is a target, and the lengths are known, the batch weights micro-batches by them already.
+        weighed = context.batch.lengths is not None and context.batch.weighs_by_length
+        self.counted = not (weighed and context.run.data.each_token_counts)
 
     def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""

@@ -1,0 +1,138 @@
+"""model=transformers takes the updates of Hugging Face's own Trainer: equal losses from equal weights and samples, in float32."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import slow
+
+transformers = pytest.importorskip("transformers")
+
+UPDATES, SHORT, BATCH = 50, 4, 8
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+MODELS = {  # architecture → its class, and a config without dropout
+    "bert": ("BertForSequenceClassification", {**SIZES, "vocab_size": 40, "num_labels": 3, "hidden_dropout_prob": 0.0,
+             "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16}),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 40, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}),
+    "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1, "vocab_size": 40}),
+    "vit": ("ViTForImageClassification", {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 3}),
+}  # fmt: skip
+LANGUAGE = ("gpt2", "llama")
+ARMS = ("plain", "accumulated", "clipped", "lora")
+SAMPLES = """
+import torch
+
+class Samples(torch.utils.data.Dataset):
+    num_classes = {classes}
+
+    def __init__(self, split):
+        draw = torch.Generator().manual_seed(5)
+        self.ids = [torch.randint(1, 40, (int(n),), generator=draw) for n in torch.randint(3, 13, ({count},), generator=draw)]
+        self.images, self.labels = torch.randn({count}, 3, 8, 8, generator=draw), torch.randint(0, 3, ({count},), generator=draw)
+
+    def __len__(self):
+        return {count}
+
+    def __getitem__(self, i):
+        if "{kind}" == "vit":
+            return self.images[i], self.labels[i]
+        x = {{"input_ids": self.ids[i]}}
+        return x, self.labels[i] if "{kind}" == "bert" else torch.cat([self.ids[i][1:], torch.tensor([-100])])
+"""
+
+
+def theirs(model: Any, kind: str, samples: Any, arm: str, updates: int, folder: Path) -> list[float]:
+    """The losses that the Trainer of transformers logs at each update."""
+    split = 4 if arm == "accumulated" and kind in LANGUAGE else 1  # of classification it logs 4 times the loss
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH // split, gradient_accumulation_steps=split,
+        max_steps=updates, learning_rate=0.003, weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch",
+        logging_steps=1, max_grad_norm=0.3 if arm == "clipped" else 0.0, train_sampling_strategy="sequential", report_to=[],
+        save_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+    )  # fmt: skip
+
+    def collate(batch: list[Any]) -> dict[str, torch.Tensor]:
+        x, y = zip(*batch, strict=True)
+        if kind == "vit":
+            return {"pixel_values": torch.stack(x), "labels": torch.stack(y)}
+        ids = torch.nn.utils.rnn.pad_sequence([each["input_ids"] for each in x], batch_first=True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each["input_ids"]) for each in x], batch_first=True)
+        labels = ids.masked_fill(mask == 0, -100) if kind in LANGUAGE else torch.stack(y)
+        if kind == "gpt2":  # of GPT-2 it counts the first token of a text, which is no target: this label tells it so
+            labels[:, 0] = -100
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collate)
+    trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+    trainer.train()
+    return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+def with_peft(model: Any, ours: torch.nn.Module, kind: str) -> Any:
+    """The model with peft's adapters, which begin as ours."""
+    from peft import LoraConfig, get_peft_model
+
+    task = {"bert": "SEQ_CLS", "vit": None}.get(kind, "CAUSAL_LM")
+    also = {"bert": ["classifier"], "vit": ["classifier"]}.get(kind)
+    layers = r"vit.*\.(\w*proj|fc1|fc2|query|key|value|dense)" if kind == "vit" else "all-linear"
+    config = LoraConfig(task_type=task, r=4, lora_alpha=8, target_modules=layers, modules_to_save=also)
+    made = get_peft_model(model, config)
+    parameters = dict(ours.named_parameters())
+    found = 0
+    for name, p in made.named_parameters():
+        for mark, part in (("lora_A.default.weight", "lora_a"), ("lora_B.default.weight", "lora_b")):
+            if name.endswith(mark):
+                p.data.copy_(parameters[name.removeprefix("base_model.model.").replace(mark, part)].data)
+                found += 1
+    assert found == sum(name.endswith(("lora_a", "lora_b")) for name in parameters) > 0
+    return made
+
+
+def in_short(case: tuple[str, str, int]) -> bool:
+    return case[2] == SHORT
+
+
+CASES = [(kind, arm, updates) for kind in MODELS for arm in ARMS for updates in (SHORT, UPDATES)]
+
+
+@pytest.mark.parametrize(("kind", "arm", "updates"), slow.but(in_short, CASES, lambda case: " ".join(map(str, case))))
+def test_each_update_has_the_loss_of_their_trainer(kind, arm, updates, make, monkeypatch, tmp_path):
+    name, sizes = MODELS[kind]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**sizes))
+    model.save_pretrained(tmp_path / "model")
+    classes = 40 if kind in LANGUAGE else 3
+    (tmp_path / "samples.py").write_text(SAMPLES.format(kind=kind, count=updates * BATCH, classes=classes))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "samples", raising=False)
+    (tmp_path / "run").mkdir()
+    trainer = make(
+        "model=transformers", f"model.name={tmp_path / 'model'}", "model.pretrained=true", "data=own", "trust=[samples]",
+        "data.target=samples.Samples", "data.order=sequential", "data.validation=null", f"updates={updates}", "epochs=1",
+        f"batch.global_batch={BATCH}", "optimizer=adamw", "optimizer.lr=0.003", "optimizer.weight_decay=0.01",
+        *(["loss=next_token", "data.targets=tokens"] if kind in LANGUAGE else ["data.targets=class"]),
+        *(["batch=accumulate", "batch.accumulation_steps=4"] if arm == "accumulated" else []),
+        *(["clip=norm", "clip.max_norm=0.3"] if arm == "clipped" else []),
+        *(["adapter=lora", "adapter.rank=4", "adapter.alpha=8"] if arm == "lora" else []),
+        *(["adapter.train_also=[]"] if arm == "lora" and kind in LANGUAGE else []),
+    )  # fmt: skip
+    import samples
+
+    theirs_model = cls.from_pretrained(tmp_path / "model")
+    if arm == "lora":
+        theirs_model = with_peft(theirs_model, trainer.model, kind)
+    start = copy.deepcopy(trainer.model.state_dict())
+    trainer.fit()
+    own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+    expected = theirs(theirs_model, kind, samples.Samples("train"), arm, updates, tmp_path / "theirs")
+    assert len(own) == len(expected) == updates
+    assert own == pytest.approx(expected, rel=0, abs=1e-5)
+    assert own[0] != own[-1]
+    assert any(not torch.equal(tensor, start[key]) for key, tensor in trainer.model.state_dict().items())
