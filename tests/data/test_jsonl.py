@@ -172,3 +172,62 @@ def test_what_is_no_plain_text(tmp_path, problems):
     assert "data.path=gone.txt is no file" in problems("data=text", "data.path=gone.txt")
     assert any("set task=language_modelling, which sets model and loss" in p for p in problems("data=text"))
     assert "data=text needs data.path, a .txt file, or a folder of them" in problems("data=text")
+
+
+# --- one decoder for every text, with file and line ---
+
+
+def test_texts_of_other_encodings(tmp_path):
+    text = "".join(f"größe {n} ñ\n" for n in range(40))
+    lines = "".join(json.dumps({"text": line}, ensure_ascii=False) + "\n" for line in text.splitlines())
+    for name, content, option in (("t.txt", text, TextFiles), ("t.jsonl", lines, Jsonl)):
+        path = tmp_path / name
+        path.write_text(content, encoding="utf-8")
+        expected = option(str(path), length=8, holdout=0.4).load(CPU).train.text
+        for encoding, given in (("utf-8-sig", None), ("utf-16", None), ("latin-1", "latin-1")):
+            path.write_bytes(content.encode(encoding))
+            assert torch.equal(option(str(path), length=8, encoding=given, holdout=0.4).load(CPU).train.text, expected)
+        path.write_bytes(content.encode().replace(b" 7 ", b"\xe9"))
+        with pytest.raises(
+            UserError, match=rf"{name}:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or name .* data.encoding"
+        ):
+            option(str(path), length=8).load(CPU)
+        path.write_bytes(content.encode().replace(b" 7 ", b"\0"))
+        with pytest.raises(UserError, match=rf"{name}:8 holds a zero byte: it is no text"):
+            option(str(path), length=8).load(CPU)
+
+
+def test_half_of_a_character_in_json_is_named(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n{"text": "b \\ud83d c"}\n')
+    with pytest.raises(UserError, match=r"t.jsonl:2: '\\ud83d' is half of a character: mend the text"):
+        Jsonl(str(tmp_path / "t.jsonl")).load(CPU)
+
+
+def test_one_long_line_is_cut_at_its_spaces_and_held_out(tmp_path):
+    words = " ".join(f"word{n}ß" for n in range(2000))
+    (tmp_path / "text8.txt").write_text(words)
+    train, test = TextFiles(str(tmp_path / "text8.txt"), length=16, holdout=0.2)._lines()
+    passages = [line.text for line in (*train, *test)]
+    assert sorted(word for passage in passages for word in passage.split()) == sorted(words.split())
+    assert all(64 <= len(passage.encode()) < 80 for passage in passages if not passage.endswith("word1999ß"))
+    assert 0 < len(test) < len(train)
+    (tmp_path / "text8.txt").write_text("ß" * 1000)  # no space: no character is cut through
+    assert sorted({*TextFiles(str(tmp_path / "text8.txt"), length=16)._read(tmp_path / "text8.txt")}) == [
+        ("ß" * 104, ""),
+        ("ß" * 128, ""),
+    ]
+
+
+def test_the_texts_of_a_folder_are_read_by_their_ending_and_hidden_ones_are_not(tmp_path):
+    for name in ("a.txt", "B.TXT", ".hidden.txt", "__MACOSX/c.txt", ".git/d.txt", "in/e.txt", "f.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = {line.text for line in TextFiles(str(tmp_path))._read(tmp_path)}
+    assert found == {"a.txt", "B.TXT", "in/e.txt"}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_empty_text_is_encoded(texts, tokenizer):
+    for label in ("animal", None):
+        option = Jsonl(str(texts), str(texts), label=label, tokenizer=tokenizer, vocabulary=300)
+        assert len(option.encode("", option.load(CPU))) == 1

@@ -353,6 +353,23 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch,
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts) + "\n"))
     assert predict(result, "-") == 0
     assert [row["label"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [row["label"] for row in found]
-    path.write_text('{"text": "the cat"}\n{"body": 1}\n')
+    odd = [
+        b'{"text": "the cat"}',
+        b'{"body": 1}',
+        b'{"text": ""}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "\xe9"}',
+        b'{"text": "the dog"}',
+    ]
+    path.write_bytes(b"\n".join(odd))
     assert predict(result, path) == 1
-    assert "texts.jsonl:2 has no 'text'" in capsys.readouterr().err
+    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [bool(row["label"]) for row in found] == [True, False, True, False, False, True]
+    for row, says in zip(found, ("", ":2 has no 'text'", "", ":4: '", ":5: the byte 0xe9", ""), strict=True):
+        assert says in row["error"]
+    lines = io.TextIOWrapper(io.BytesIO(b"the cat\n\ncaf\xe9\nthe dog\n"))
+    monkeypatch.setattr("sys.stdin", lines)
+    assert predict(result, "-") == 1
+    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [bool(row["label"]) for row in found] == [True, True, False, True]
+    assert "standard input:3: the byte 0xe9 is no UTF-8" in found[2]["error"]
