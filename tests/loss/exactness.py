@@ -12,9 +12,8 @@ import torch
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
-from drivetrain.engine.counted_step import CountedStep
-from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.step import PlainStep
+from drivetrain.engine.update_step import TwoPasses, UpdateStep, Weighed
 from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
@@ -67,9 +66,9 @@ def update(
         plain = PlainStep(twin, own, precision, None, lambda: None, lambda: None)
         step: Any = plain
         if isinstance(own, ComparingLoss):
-            step = GlobalStep(plain, own, twin, twin, precision)
+            step = UpdateStep(plain, TwoPasses(own, twin, twin, precision))
         elif own.counted:
-            step = CountedStep(plain, own, parallel)
+            step = UpdateStep(plain, Weighed(own, parallel))
         loss_sum = torch.zeros((), dtype=torch.float64)
         for i, part in enumerate(ranks[rank]):
             rows = torch.tensor(list(part) or [0])

@@ -169,7 +169,7 @@ class Run:
 
     def __init__(self, kind):
         self.data = type("Data", (), {"targets": kind, "byte_tokens": True})
-        self.values = {"epochs": 1, "trust": []}
+        self.values = {"epochs": 1, "trust": [], "phases": None}
 
 
 class Source:

@@ -20,7 +20,7 @@ from tests.support.context import context
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 devices = pytest.mark.parametrize("device", ["cuda:0", pytest.param("lazy:0", marks=pytest.mark.slow)])
 BESIDE = {"schedulefree": ["scheduler=constant"]}
-READS = {"adafactor"}  # torch's implementation reads values back, as the option's documentation says
+READS = {"adafactor", "lbfgs"}  # torch's implementations read values back
 
 
 class WithKernels(TorchDispatchMode):
@@ -40,6 +40,12 @@ def give_gradients(model: nn.Module) -> None:
         p.grad = torch.randn_like(p)
 
 
+def model_loss(model: nn.Module, device: str) -> torch.Tensor:
+    """What a closure does: new gradients, and a loss."""
+    give_gradients(model)
+    return torch.zeros((), device=device)
+
+
 @devices
 @pytest.mark.parametrize("name", sorted(options()["optimizer"]))
 def test_an_optimizer_makes_two_steps_on_the_device_alone(name, device):
@@ -50,13 +56,14 @@ def test_an_optimizer_makes_two_steps_on_the_device_alone(name, device):
     with FakeTensorMode(), WithKernels(), torch.compiler.set_stance("force_eager"):  # torchao compiles its update
         model = model_on(device)
         optimizer = option.create(model)
+        closure = (lambda: model_loss(model, device),) if option.takes_closure else ()
         for _ in range(2):
             give_gradients(model)
             if name in READS:
                 with pytest.raises(DataDependentOutputException):
-                    optimizer.step()
+                    optimizer.step(*closure)
             else:
-                optimizer.step()
+                optimizer.step(*closure)
 
 
 @devices

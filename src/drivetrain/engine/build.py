@@ -30,16 +30,15 @@ from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, facts, flops, input_checks, phased_step
 from drivetrain.engine.callbacks import Callbacks
-from drivetrain.engine.counted_step import CountedStep
 from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import AVERAGE, PLAIN, Evaluator, evaluated_sets
-from drivetrain.engine.global_step import GlobalStep
 from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.training_log import TrainingLog
+from drivetrain.engine.update_step import ClosureStep, Passes, TwoPasses, UpdateStep, Weighed
 from drivetrain.loader import Pipeline
 from drivetrain.loss import Loss
 from drivetrain.loss.embedding import ComparingLoss
@@ -171,22 +170,26 @@ def _step(
         return compiler.wrap_step(wrapped, context)
 
     if not phases:
-        noise, step = _with_noise_scale(graph(loss, run.clip.build(context)), batch, parameters, context)
-        return noise, _step_for_loss(step, loss, forward, context)
+        clip = run.clip.build(context)
+        noise, step = _with_noise_scale(graph(loss, clip), batch, parameters, context)
+        return noise, _of_update(step, loss, clip, forward, context)
     of_run = context.optimizer, context.precision
     for phase in phases:
         context.optimizer, context.precision, of_phase = phase.optimizer, phase.precision, loss.of_phase(phase.name)
         with phase.alone(parameters):
-            phase.step = _step_for_loss(graph(of_phase, phase.clip), of_phase, forward, context)
+            phase.step = _of_update(graph(of_phase, phase.clip), of_phase, phase.clip, forward, context)
     context.optimizer, context.precision = of_run
     return None, phased_step.PhasedStep(phases, parameters, context.progress)
 
 
-def _step_for_loss(step: Step, loss: Any, forward: Callable[..., Any], context: BuildContext) -> Step:
-    """Wrap the step for a loss that has to see all micro-batches of an update."""
+def _of_update(step: Step, loss: Any, clip: Callable[[], None], forward: Callable[..., Any], context: BuildContext) -> Step:
+    """Wrap the step for a loss that has to see all micro-batches of an update, or for an optimizer that runs them itself."""
+    passes: Passes | None = Weighed(loss, context.parallel) if loss.counted else None
     if isinstance(loss, ComparingLoss):
-        return GlobalStep(step, loss, forward, context.model, context.precision)
-    return CountedStep(step, loss, context.parallel) if loss.counted else step
+        passes = TwoPasses(loss, forward, context.model, context.precision)
+    if context.run.optimizer.takes_closure:
+        return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.loss.parts)
+    return step if passes is None else UpdateStep(step, passes)
 
 
 def _with_noise_scale(
@@ -198,7 +201,8 @@ def _with_noise_scale(
     # A graph of the whole step has used and cleared the gradients when it returns, and calls no hooks. Within a compiled
     # forward nothing can watch the weights that are gathered for it.
     watched = not compiler.captures_step and (parallel.keeps_own_gradients or not compiler.active)
-    if not several or not parallel.own_gradients or not watched or isinstance(context.loss, ComparingLoss):
+    once = not isinstance(context.loss, ComparingLoss) and not context.run.optimizer.takes_closure  # each micro-batch is run once
+    if not several or not parallel.own_gradients or not watched or not once:
         return None, step
     noise = NoiseScale(context.device, batch.size)
     return noise, NoiseScaleStep(step, noise, parameters, parallel)

@@ -1,4 +1,4 @@
-"""Losses that compare samples with each other. They are computed from the global batch of all ranks (engine/global_step.py)."""
+"""Losses that compare samples with each other. They are computed from the global batch of all ranks (engine/update_step.py)."""
 
 from __future__ import annotations
 

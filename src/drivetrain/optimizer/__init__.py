@@ -3,6 +3,7 @@
 from drivetrain.optimizer.adamw8bit import AdamW8bit
 from drivetrain.optimizer.apex import ApexAdam, ApexLamb, ApexNovoGrad, ApexSgd
 from drivetrain.optimizer.base import Optimizer
+from drivetrain.optimizer.closures import Lbfgs, Sam
 from drivetrain.optimizer.layerwise import Lamb, Lars, NovoGrad, NvLamb
 from drivetrain.optimizer.lion import Lion
 from drivetrain.optimizer.muon import Muon
@@ -14,5 +15,6 @@ from drivetrain.optimizer.torch_optim import Adafactor, Adagrad, Adam, AdamW, Rm
 
 __all__ = [
     "Adafactor", "Adagrad", "Adam", "AdamW", "AdamW8bit", "ApexAdam", "ApexLamb", "ApexNovoGrad", "ApexSgd", "Lamb", "Lars",
-    "Lion", "Muon", "NovoGrad", "NvLamb", "Optimizer", "RmsProp", "ScheduleFree", "Sgd", "Shampoo", "Soap", "Timm",
+    "Lbfgs", "Lion", "Muon", "NovoGrad", "NvLamb", "Optimizer", "RmsProp", "Sam", "ScheduleFree", "Sgd", "Shampoo", "Soap",
+    "Timm",
 ]  # fmt: skip

@@ -42,6 +42,7 @@ class Optimizer(Hyperparameters):
     by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
     by_parameter: ClassVar[bool] = False  # whether a parameter's update needs only that parameter's gradient, but all of it
     for_whole_weights: ClassVar[bool] = False  # whether its updates are made for whole weights, not for thin factors of them
+    takes_closure: ClassVar[bool] = False  # whether it runs an update's micro-batches itself, several times
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -62,7 +63,24 @@ class Optimizer(Hyperparameters):
                 "optimizer.final_weight_decay and compile=step exclude each other (its graph keeps the weight decay): set it to "
                 "null, or compile=inductor"
             )
+        if self.takes_closure:
+            yield from self._closure_problems(run)
         yield from self._lr_multiplier_problems()
+
+    def _closure_problems(self, run: RunSpec) -> Iterator[str]:
+        """Yield what excludes that forward and backward are run again within an update."""
+        excluded = {
+            "precision": (run.precision.scales_loss or run.precision.owns_weights, "set precision=bf16"),
+            "compile": (run.compile.captures_step, "set compile=inductor"),
+            "parallel": (not run.parallel.calls_parts, "set parallel=ddp"),
+            "batch": (bool(run.batch.untried) or run.batch.preallocate, "set batch=accumulate batch.preallocate=false"),
+        }
+        for group, (is_so, remedy) in excluded.items():
+            if is_so:
+                yield (
+                    f"{run.named('optimizer')} and {run.named(group)} exclude each other (it runs an update's forward and "
+                    f"backward several times): {remedy}"
+                )
 
     def _lr_multiplier_problems(self) -> Iterator[str]:
         multipliers = flatten(self.lr_multipliers)

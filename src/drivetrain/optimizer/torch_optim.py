@@ -19,7 +19,11 @@ class TorchOptimizer(Optimizer):
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
         flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
-        return getattr(torch.optim, self.torch_name)(groups, **flags, **self.arguments())
+        return self.algorithm()(groups, **flags, **self.arguments())  # type: ignore[no-any-return]
+
+    def algorithm(self) -> Any:
+        """The class that makes the updates."""
+        return getattr(torch.optim, self.torch_name)
 
     @property
     def fused_class(self) -> str | None:

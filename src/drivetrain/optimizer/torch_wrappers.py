@@ -73,8 +73,8 @@ def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
     """
     arithmetic = inspect.unwrap(type(optimizer).step)
 
-    def step() -> None:
+    def step(*closure: Any) -> None:
         with torch.no_grad():
-            arithmetic(optimizer)
+            arithmetic(optimizer, *closure)
 
     optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -70,8 +70,9 @@ class ScheduleFree(FlatOptimizer):
                     p.lerp_(z.to(p.dtype), weight)
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_([p.detach() for p in self._trained], list(self._trained.values()))
+            if self._trained:  # none before the first update
+                with torch.no_grad():
+                    torch._foreach_copy_([p.detach() for p in self._trained], list(self._trained.values()))
             self._trained = {}
 
     def _parameters(self) -> list[Tensor]:

@@ -1,0 +1,179 @@
+"""A step that sees all micro-batches of an update before the first forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from drivetrain.core import streams, trees
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step import Step, WrappingStep
+from drivetrain.loss.base import SMALLEST, Loss
+from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
+from drivetrain.parallel.base import Parallel
+from drivetrain.precision.base import Precision
+
+
+class Passes:
+    """Runs forward and backward of an update's micro-batches: one after the other."""
+
+    def __call__(self, step: Step, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
+        for batch in batches:
+            step.micro_batch(batch, loss_sum)
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Passes:
+        """Return the same with another forward of the model."""
+        return self
+
+
+@dataclass(eq=False)
+class Weighed(Passes):
+    """Weights each micro-batch by its share of the update's items (pixels, class weights), over all micro-batches and ranks.
+
+    For losses that average over items whose number only the targets tell: these are there before the first forward, so the
+    step has the right weight from the start. The mean is that of one big batch with any precision, strategy and clipping. The
+    counts are summed over the ranks on the device, and nothing is read back.
+    """
+
+    loss: Loss
+    parallel: Parallel
+
+    def __call__(self, step: Step, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
+        super().__call__(step, self._shared(batches), loss_sum)
+
+    def _shared(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """The micro-batches of an update with their weights. One that only fills up, of weight 0, keeps it."""
+        counts = torch.stack([self.loss.items(batch) * batch.weight.sign() for batch in batches])
+        total = self.parallel.all_reduce_sum(counts.sum(0))
+        shares = (counts * self.parallel.data_world.size / total.clamp(min=SMALLEST)).to(batches[0].weight.dtype)
+        rows = zip(batches, shares.unbind(), strict=True)
+        if counts.dim() == 1:
+            return [replace(batch, weight=share) for batch, share in rows]
+        # A sum of losses multiplies by the shares itself, each part by its own.
+        return [replace(batch, weight=torch.ones_like(batch.weight), shares=share) for batch, share in rows]
+
+
+@dataclass(eq=False)
+class TwoPasses(Passes):
+    """Computes a loss that compares samples from those of all micro-batches and ranks: exactly that of one big batch.
+
+    With one micro-batch that is one forward. With several, a first forward of each without gradients gives the embeddings, the
+    loss gives their gradients, and a second forward of each goes on with these (GradCache, Gao et al. 2021). Both forwards
+    draw the same random numbers, and buffers (BatchNorm's statistics) change in the second alone.
+    """
+
+    loss: ComparingLoss
+    forward: Callable[..., Any]
+    model: torch.nn.Module
+    precision: Precision
+
+    def __call__(self, step: Step, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
+        targets: list[Any] = [self._target(batch) for batch in batches]
+        if len(batches) == 1:
+            weight = torch.ones_like(batches[0].weight)
+            step.micro_batch(replace(batches[0], y=targets[0], weight=weight), loss_sum)
+        else:
+            self._in_two_passes(step, batches, _joined(targets), loss_sum)
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Passes:
+        return replace(self, forward=forward)
+
+    def _target(self, batch: MicroBatch) -> Gathered:
+        """The micro-batch's targets; none of its samples is valid where it only fills up (weight 0)."""
+        return Gathered(batch.y if self.loss.views == 1 else None, (batch.weight > 0).repeat(trees.length(batch.x)))
+
+    def _in_two_passes(self, step: Step, batches: list[MicroBatch], gathered: Gathered, loss_sum: torch.Tensor) -> None:
+        random_states, found = [], []
+        with torch.no_grad(), self._buffers_kept(), self.precision.autocast():
+            for batch in batches:
+                random_states.append(streams.state())
+                found.append(self.loss.embeddings(self.forward(self.loss.joined(batch.x))))
+        embeddings = torch.cat(found).requires_grad_()
+        loss = self.loss.over_ranks(embeddings, gathered)
+        (gradient,) = torch.autograd.grad(loss, embeddings)
+        loss_sum += loss.detach()
+        ranks = self.loss.ranks
+        unused = torch.zeros_like(loss_sum)
+        parts: Any = gradient.split([len(f) for f in found])  # type: ignore[no-untyped-call]
+        for batch, state, part in zip(batches, random_states, parts, strict=True):
+            streams.restore(state)
+            target: Any = Gradient(part * ranks)
+            step.micro_batch(replace(batch, y=target, weight=torch.ones_like(batch.weight)), unused)
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        buffers = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        yield
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _joined(targets: list[Gathered]) -> Gathered:
+    given = [t.target for t in targets if t.target is not None]
+    return Gathered(torch.cat(given) if given else None, torch.cat([t.valid for t in targets]))
+
+
+@dataclass(eq=False)
+class UpdateStep(WrappingStep):
+    """Keeps an update's micro-batches, which wait on the device, until the last one is there, and runs them then."""
+
+    passes: Passes
+    waiting: list[MicroBatch] = field(default_factory=list, kw_only=True)
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.waiting.append(batch)
+        if batch.last:
+            waiting, self.waiting = self.waiting, []
+            self.passes(self.inner, waiting, loss_sum)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients, and what waits: an update that ran out of memory is repeated."""
+        self.waiting = []
+        super().zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward), passes=self.passes.with_forward(forward), waiting=[])
+
+
+@dataclass(eq=False)
+class ClosureStep(UpdateStep):
+    """Lets the optimizer run the micro-batches itself, as often as it wants to: it gets a closure (LBFGS, SAM).
+
+    Each run draws the same random numbers. It returns the mean loss over all ranks, and the first one is logged.
+    """
+
+    optimizer: torch.optim.Optimizer
+    clip: Callable[[], None]
+    parallel: Parallel
+    log_sums: Callable[[], dict[str, torch.Tensor]]
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.waiting.append(batch)
+        self._loss_sum = loss_sum
+
+    def update(self) -> bool:
+        state = streams.state()
+        losses: list[torch.Tensor] = []
+
+        def closure() -> torch.Tensor:
+            sums = {name: total.clone() for name, total in self.log_sums().items()}
+            if losses:
+                streams.restore(state)
+            self.inner.zero_grad()
+            loss = torch.zeros_like(self._loss_sum)
+            with torch.enable_grad():
+                self.passes(self.inner, self.waiting, loss)
+            self.clip()
+            if losses:
+                for name, total in self.log_sums().items():
+                    total.copy_(sums[name])
+            losses.append(loss)
+            return self.parallel.all_reduce_sum(loss.clone()) / self.parallel.data_world.size
+
+        self.optimizer.step(closure)  # type: ignore[arg-type]
+        self._loss_sum += losses[0]
+        return True
