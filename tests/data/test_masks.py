@@ -197,7 +197,7 @@ def test_a_value_that_comes_later_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("data.values=[[0,0,999]]", "a colour is [red,green,blue], each from 0 to 255"),
+        ("data.values=[[0,0,999]]", "a colour is three numbers in brackets (red, green, blue), each from 0 to 255"),
         ("data.values=[0,[1,2,3]]", "list the numbers or the colours of the classes, each once"),
         ("data.values=[1,1]", "each once"),
         ("data.values=[1,2] data.classes=3", "data.classes=3, but data.values lists 2"),

@@ -307,11 +307,11 @@ def test_a_run_whose_loss_has_exploded_says_so(train, log_every):
     run = train(*words)
     assert (run.status, run.error) == ("completed", None)
     assert run.judged("final")["loss"] > 1e6
-    assert run.warning.startswith(f"the loss has exploded: loss is {run.judged('final')['loss']:.4g} at the end")
-    assert "the loss of the first update was 1.391" in run.warning
-    assert run.warning in (run.run_dir / "log.txt").read_text()
-    assert Result.read(run.run_dir).warning == run.warning
+    assert run.remarks[0].startswith(f"the loss has exploded: loss is {run.judged('final')['loss']:.4g} at the end")
+    assert "the loss of the first update was 1.391" in run.remarks[0]
+    assert run.remarks[0] in (run.run_dir / "log.txt").read_text()
+    assert Result.read(run.run_dir).remarks == run.remarks
     half = train(*words[:1], "updates=4", *words[2:])
     rest = drivetrain.train([f"resume={half.run_dir}", "updates=8"])
-    assert rest.warning == run.warning
-    assert train(*words[1:]).warning is None
+    assert rest.remarks == run.remarks
+    assert not any("exploded" in line for line in train(*words[1:]).remarks)

@@ -35,9 +35,9 @@ from tests.support.command import (
 RESULT_KEYS = {
     "status", "error", "metrics", "updates", "epochs", "samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction",
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
-    "overrides", "config_hash", "warning",
+    "overrides", "config_hash",
     "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables", "data",
-    "energy_joules", "resumed_at", "target", "batch", "own_process",
+    "energy_joules", "resumed_at", "target", "batch", "own_process", "remarks",
 }  # fmt: skip
 TRAIN_KEYS = {
     "event",

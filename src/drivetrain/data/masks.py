@@ -93,7 +93,7 @@ class Masks(ImageData):
         if self.values is not None:
             given = [list(v) if isinstance(v, Sequence) else v for v in self.values]
             if any(isinstance(v, list) and (len(v) != 3 or max(v) > 255) for v in given):
-                yield f"data.values={given}: a colour is [red,green,blue], each from 0 to 255"
+                yield f"data.values={given}: a colour is three numbers in brackets (red, green, blue), each from 0 to 255"
             if len({isinstance(v, list) for v in given}) != 1 or any(given.count(v) > 1 for v in given):
                 yield f"data.values={given}: list the numbers or the colours of the classes, each once"
             if self.classes not in (None, len(given)):
@@ -184,7 +184,7 @@ def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes
     given = "" if classes is None else f", and data.classes={classes}"
     if found[-1] >= COLOUR:
         colours = sorted({_colour(value) for value in found})
-        listed = str(list(map(list, colours))).replace(" ", "") if len(colours) <= 20 else "[[red,green,blue],…]"
+        listed = str(list(map(list, colours))).replace(" ", "") if len(colours) <= 20 else "[[R,G,B],…]"
         what = (
             f"set data.values={listed}, in the order of the classes" if len(colours) <= MOST_COLOURS else "which are no classes"
         )

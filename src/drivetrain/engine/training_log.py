@@ -80,16 +80,16 @@ class TrainingLog:
             self.first = self.loss_sum.clone()
         yield from stream
 
-    def exploded(self, metrics: Mapping[str, Any]) -> str | None:
-        """What to know of the last evaluation where a loss in it is far beyond that of the run's first update."""
+    def exploded(self, metrics: Mapping[str, Any]) -> Iterator[str]:
+        """Yield what to know of the last evaluation where a loss in it is far beyond that of the run's first update."""
         losses = [(value, name) for name, value in metrics.items() if Figure.parse(name).metric == "loss"]
         if self.first is None or not losses:
-            return None
+            return
         (loss, name), first = max(losses), float(self.first)
         if loss <= EXPLODED * max(abs(first), 1.0):
-            return None
+            return
         grew = f"{name} is {loss:.4g} at the end, and the loss of the first update was {first:.4g}"
-        return f"the loss has exploded: {grew}: {REMEDY.format('')}"
+        yield f"the loss has exploded: {grew}: {REMEDY.format('')}"
 
     def train(self, lr: float) -> None:
         """Write the record of the updates since the last one, if any. Raises Diverged if their loss is not finite."""

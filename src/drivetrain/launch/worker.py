@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -23,13 +24,15 @@ from drivetrain.core.errors import (
     is_peer_failure,
     wants_traceback,
 )
+from drivetrain.core.figure import Figure
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
 from drivetrain.launch.kept import evaluate_kept, rate_jump, record, restore, test_final
-from drivetrain.run import environment, identity
+from drivetrain.run import environment, identity, reader, remarks
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
 from drivetrain.ui import table_picture, terminal
@@ -108,15 +111,33 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
     _record_measurements(result, trainer)
     if tested is not None:
         record(result, "test", "final", tested)
-    result.warning = trainer.log.exploded(trainer.progress.final)
-    if result.warning is not None:
-        logger.warning("%s", result.warning)
+    result.remarks += trainer.log.exploded(trainer.progress.final)
     evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
         from drivetrain.data.fingerprint import fingerprint
 
         _show_tables(result, trainer, trainer.run_dir)
         result.data = fingerprint(trainer.train_data.source)
+        result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
+        for remark in result.remarks:
+            logger.info("%s", remark)
+
+
+def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
+    """What the run's curves and its accuracies say."""
+    evaluator = trainer.evaluator
+    if not result.stopped:
+        loss = str(Figure("loss", set=Figure.parse(trainer.selection.name).set))
+        yield from remarks.of_curves(*reader.points(trainer.run_dir / "metrics.jsonl"), loss)
+    if evaluator.max_batches is None and trainer.train_data.classes and not trainer.train_data.masks:
+        yield from remarks.of_test(result, {name: counted(each.source) for name, each in evaluator.sets["test"].items()})
+
+
+def counted(source: Source) -> remarks.Counted:
+    """How many samples a set has, and the share of its commonest class where its labels are known without reading the samples."""
+    labels = source.labels() if source.own_code is None else None
+    commonest = None if labels is None or labels.ndim != 1 else labels.unique(return_counts=True)[1].max().item() / len(labels)
+    return remarks.Counted(len(source), commonest)
 
 
 def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:

@@ -165,7 +165,7 @@ def read(path: Path) -> RunFiles:
     changed |= {k: v for k, v in flatten(recipe).items() if k in config and k not in changed}
     spoilt = result is None and (path / "result.json").exists()
     status = result.status if result else "running" if directory.is_locked(path) else "unreadable" if spoilt else "killed"
-    train, evaluated = _points(path / "metrics.jsonl")
+    train, evaluated = points(path / "metrics.jsonl")
     words = result.overrides if result else environment.get("overrides", [])
     label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
     return RunFiles(path, label, result, status, config, environment, train, evaluated, changed)
@@ -199,7 +199,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _points(path: Path) -> tuple[Points, Points]:
+def points(path: Path) -> tuple[Points, Points]:
     """The training and the evaluation records of metrics.jsonl. Seconds count from the first, without the pause of a resume."""
     train, evaluated = Points(), Points()
     began, last, samples = None, None, 0

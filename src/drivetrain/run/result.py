@@ -19,7 +19,7 @@ class Result:
 
     status: str = "failed"  # completed, failed, diverged, interrupted
     error: str | None = None
-    warning: str | None = None  # what its figures say: that its loss has exploded
+    remarks: list[str] = field(default_factory=list)  # what its figures say: exploded, at chance, overfitted, still improving
     # By set (validation, which selects; test, at the end) and weights: final, best, and averaged where checkpoints were averaged.
     metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"test": {}})
     selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
@@ -57,6 +57,11 @@ class Result:
         content = asdict(self)
         del content["run_dir"]
         write_json(run_dir / "result.json", content)
+
+    @property
+    def in_short(self) -> str:
+        """Its error in one line, or else what its figures say above all; "" where there is nothing to say."""
+        return (self.error or next(iter(self.remarks), "").partition(":")[0]).split("\n")[0]
 
     @property
     def judged_by(self) -> str:
@@ -130,7 +135,7 @@ class Result:
         rows: list[tuple[str, Any]] = [
             ("status", self.status),
             ("error", self.error),
-            ("warning", self.warning),
+            *(("note", remark) for remark in self.remarks),
             ("updates", f"{self.updates:,} in {self.passes}"),
         ]
         for figures in self.metrics:

@@ -191,8 +191,8 @@ def _since(result: Result) -> str:
 
 def show_result(result: Result) -> None:
     """Show a run's result as a table."""
-    said = result.error or result.warning
-    rows = [("status", result.status + (f": {said}" if said else ""))]
+    rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
+    rows += [("note", remark) for remark in result.remarks]
     for figures, by_weights in result.metrics.items():
         for name, value in by_weights.get("final", {}).items():
             rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(figures, name, number)}".rstrip()))
@@ -249,10 +249,10 @@ def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None 
         ]
         rate = number(r.samples_per_second) if r.samples_per_second else "–"
         star = f"{job} *" if job == winner else str(job)
-        rows.append([star, label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", (r.error or r.warning or "").split("\n")[0]])
+        rows.append([star, label, r.status, *metrics, rate, f"{r.wall_s:.1f} s", r.in_short])
     bests = [f"best {of} {ranked_by}" for of in ranks]
     figures_of = [" ".join(name) for name in names]
-    header = ["job", "overrides", "status", *figures_of, *bests, "samples/s", "time", "error"]
+    header = ["job", "overrides", "status", *figures_of, *bests, "samples/s", "time", "note"]
     spare = ["samples/s", "time", *(name for name in figures_of if f"best {name}" in bests), *reversed(figures_of)]
     if not any(row[-1] for row in rows):
         del header[-1]

@@ -418,5 +418,5 @@ def _figures(run: RunFiles, target: Target, metric: str) -> dict[str, str]:
         "samples/s, middle 80 %": f"{rates[len(rates) // 10]:,.0f}–{rates[len(rates) * 9 // 10]:,.0f}" if rates else "–",
         "updates made": str(r.updates if r else run.train.updates[-1] if run.train.updates else 0),
         "folder": str(run.path),
-        "error": ((r.error or r.warning or "") if r else UNREADABLE if run.status == "unreadable" else "").split("\n")[0],
+        "error": r.in_short if r else UNREADABLE if run.status == "unreadable" else "",
     }

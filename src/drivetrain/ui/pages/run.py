@@ -84,7 +84,7 @@ def verdict(run: RunFiles) -> str:
     on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
     if run.status == "completed":
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
-        early += f"; {result.warning}" if result.warning else ""
+        early += "".join(f"; {remark}" for remark in result.remarks)
         return f"{what} reached {figures or 'no figures'} after {length}{on}; {early}"
     reason = f": {result.error.splitlines()[0]}" if result.error else ""
     return f"{what} {_ended(run.status)} after {length}{on}" + (f", with {figures}" if figures else "") + reason

@@ -1,0 +1,75 @@
+"""What a run's figures say of it, in sentences for its last lines and its page. Where they say nothing, there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from drivetrain.core.figure import Figure
+from drivetrain.run.reader import Points
+from drivetrain.run.result import Result
+
+FEWEST = 4  # evaluations that make a curve
+LEARNT = 0.99  # times the first training loss, which one that has learnt is below
+GROWN = 1.05  # times its least value: a loss on other data that has grown so much
+LATE, FELL = 0.25, 0.05  # a loss that fell by this share within the last part of the run, of this length
+WIDE = 0.1  # an interval of a share
+
+
+class Counted(NamedTuple):
+    """The samples of a set, and the share of its commonest class, where that is known."""
+
+    samples: int
+    commonest: float | None = None
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of so many samples (Wilson 1927)."""
+    z = 1.96
+    middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return (middle - width) / scale, (middle + width) / scale
+
+
+def of_curves(train: Points, evaluated: Points, name: str = "loss") -> Iterator[str]:
+    """Yield where the losses on the training data and on other data part, or whether the latter still falls at the end."""
+    found = [(update, values[name]) for update, values in zip(evaluated.updates, evaluated.values, strict=True) if name in values]
+    seen = [(update, loss) for update, loss in zip(train.updates, train.curve("loss"), strict=True) if loss is not None]
+    if not found or not seen or not all(math.isfinite(loss) and loss > 0 for _, loss in (*found, *seen)):
+        return
+    of_set = f"{evaluated.set} loss"
+    (least_at, least), (end, last) = min(found, key=lambda each: each[1]), found[-1]
+    if least > LEARNT * seen[0][1]:
+        yield f"hardly learnt: the {of_set} is {last:.4g} at the end, and the training loss was {seen[0][1]:.4g} at first"
+    if len(found) < FEWEST or least > LEARNT * seen[0][1]:
+        return
+    before = [loss for update, loss in seen if update <= least_at]
+    if last > GROWN * least and before and seen[-1][1] < before[-1]:
+        yield (
+            f"overfitted since update {least_at:,}: the {of_set} rose from {least:.4g} to {last:.4g}, and the training loss fell "
+            f"from {before[-1]:.4g} to {seen[-1][1]:.4g}: stop=early or saving=best keeps the best, and augment= or a larger "
+            "optimizer.weight_decay may help"
+        )
+        return
+    earlier = [loss for update, loss in found if update <= (1 - LATE) * end]
+    if earlier and last == least and last < (1 - FELL) * min(earlier):
+        yield (
+            f"still improving: the {of_set} fell from {min(earlier):.4g} to {last:.4g} in the run's last quarter: more epochs "
+            "may help"
+        )
+
+
+def of_test(result: Result, sets: Mapping[str, Counted]) -> Iterator[str]:
+    """Yield which accuracies on test sets, by name, are not above chance, and which have too few samples to tell."""
+    for name, counted in sets.items():
+        accuracy = result.tested().get(str(Figure("accuracy", set=name)))
+        if accuracy is None or not counted.samples:
+            continue
+        low, high = interval(accuracy, counted.samples)
+        samples = f"{counted.samples:,} samples of the test set" + f" {name}" * bool(name)
+        if counted.commonest is not None and low <= counted.commonest:
+            alone = f"{counted.commonest:.4g} that its commonest class alone gives"
+            yield f"at chance: the accuracy of {accuracy:.4g} on the {samples} is not surely above the {alone}"
+        elif high - low > WIDE:
+            yield f"few samples: the accuracy of {accuracy:.4g} on the {samples} may be anything from {low:.2f} to {high:.2f}"
