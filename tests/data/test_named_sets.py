@@ -41,6 +41,9 @@ class Marks(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return self.x[index].float(), int(self.y[index])
 
+def size(output, y):
+    return output.square().mean()
+
 class Ignored(Marks):
     def __getitem__(self, index):
         return self.x[index].float(), int(self.y[index]) if self.noise == 0 else -100
@@ -235,3 +238,15 @@ def test_a_set_whose_targets_are_all_ignored_gets_a_sentence(train, their_marks)
     assert run.status == "failed"
     assert "the validation set has no target that counts (all are ignored)" in run.error
     assert (run.run_dir / "checkpoints").is_dir()  # what was trained is kept
+
+
+def test_a_metric_without_targets_is_left_out_beside_a_loss_that_has_some(train, their_marks):
+    words = [word.replace("Marks", "Ignored") for word in RUN]
+    run = train(
+        *words, "data.train={split: train}", "data.test={split: test, noise: 1}", "data.validation=0.2", "data.targets=class",
+        "loss=own", "loss.target=their_marks.size", "metrics=[accuracy,f1]",
+    )  # fmt: skip
+    assert (run.status, run.error) == ("completed", None)
+    assert set(run.metrics["validation"]["final"]) == {"loss", "accuracy", "f1", "ema_loss", "ema_accuracy", "ema_f1"}
+    assert set(run.metrics["test"]["final"]) == {"loss", "ema_loss"}
+    assert "accuracy of the averaged weights on the test set is nan" in (run.run_dir / "log.txt").read_text()

@@ -203,14 +203,20 @@ class Evaluator:
             if not all(map(math.isfinite, figures.values())):
                 raise Diverged(f"the loss {of} is not finite: {figures}")
             for meter in self.meters if figures else ():
-                found, tables = meter.result()
+                found, tables = _result(meter)
                 for metric, value in found.items():
                     if math.isfinite(value):
                         figures[metric] = value
                     else:
                         ranks = str(Figure(metric, averaged, name)) == self.selected
                         so = ": models are ranked by it, so that this evaluation cannot be the best" if ranks else ""
-                        logger.warning("%s %s is %s (as where a class has no sample) and is left out%s", metric, of, value, so)
+                        logger.warning(
+                            "%s %s is %s (as where a class has no sample, or no target counts) and is left out%s",
+                            metric,
+                            of,
+                            value,
+                            so,
+                        )
                 self.tables |= {str(Figure(metric, averaged, name)): table for metric, table in tables.items()}
         self.model.train()
         return {str(Figure(metric, averaged, name)): value for metric, value in figures.items()}
@@ -222,6 +228,14 @@ class Evaluator:
             raise UserError(f"{line}, and models are selected by it: give it samples with targets, or select by another set")
         logger.warning("%s", line)
         return {}
+
+
+def _result(meter: Metric) -> tuple[dict[str, float], dict[str, Table]]:
+    """Return the figures and the tables of a metric. One that has nothing to divide by has no value."""
+    try:
+        return meter.result()
+    except ZeroDivisionError:
+        return dict.fromkeys(meter.directions, math.nan), {}
 
 
 def evaluated_sets(
