@@ -162,6 +162,7 @@ class Data(Option):
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, Any] = None
     test: Any = None  # the test set, or several by name, where the user chooses it
+    beside: frozenset[str] = frozenset()  # what the settings name for other sets of the data, of an option that is `alone`
     max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
@@ -203,6 +204,7 @@ class Data(Option):
     def alone(self, split: str = "", name: str = "") -> Data:
         """Return the option with one set in each split: the set `name` of `split`, and the first ones of others."""
         alone = copy(self)
+        alone.beside = frozenset(str(each) for of in SPLITS for each in self.several(of).values())
         for each in SPLITS:
             if named := self.several(each):
                 vars(alone)[each] = named[name] if each == split else next(iter(named.values()))

@@ -134,7 +134,9 @@ class HuggingFace(ImageData):
             if split is not None and split not in splits:
                 raise UserError(f"data.{knob}={split}: {self.root} has no such split: {did_you_mean(split, splits)}")
         train, validation = splits[self.train], [splits[own]] if own else []
-        test = self.test or next((name for name in ("test", *VALIDATION) if name in splits and name != own), None)
+        test = self.test or next(
+            (name for name in ("test", *VALIDATION) if name in splits and name not in {own, *self.beside}), None
+        )
         if test is not None:
             return [train, splits[test], *validation]
         order = rng.permutation(0, 0, len(train))  # the same split in every run, whatever its seed

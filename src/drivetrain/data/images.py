@@ -199,7 +199,11 @@ class ImageFolder(ImageData):
     def _log_not_read(self, listed: Folder, layout: folders.Layout) -> None:
         """Log the folders and files that are not read."""
         beside = Counter(f"{os.path.splitext(name)[1]} beside the class folders" for name in folders.strays(listed, layout.train))
-        said = [", ".join(f"{name}/" for name in layout.not_read), listing.said(listed.passed_over), listing.said(beside)]
+        said = [
+            ", ".join(f"{name}/" for name in layout.not_read if name not in self.beside),
+            listing.said(listed.passed_over),
+            listing.said(beside),
+        ]
         if any(said):
             logger.warning("%s has folders and files that are not read: %s", self.root, ", ".join(filter(None, said)))
         if listed.twins:
