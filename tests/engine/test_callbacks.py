@@ -10,6 +10,8 @@ import torch
 
 import drivetrain
 from drivetrain.config.plugins import CALLBACKS
+from drivetrain.core.errors import UserError
+from drivetrain.core.world import World
 from drivetrain.engine.callbacks import ToldStep
 from drivetrain.saving import checkpoint_io
 from tests.support.command import run
@@ -167,6 +169,19 @@ def test_weights_that_are_not_evaluated_are_refused(train, hooks):
     assert result.status == "failed"
     assert "callbacks=[hooks.wants_the_average] failed in evaluation" in result.error
     assert "eval_model('average'): this run evaluates the weights plain (see ema)" in result.error
+
+
+def test_one_rank_cannot_use_weights_that_take_all(make, monkeypatch):
+    trainer = make("ema=swa")
+    trainer.ema.stale = True  # the statistics of its norms are those of another average
+    monkeypatch.setattr(trainer.parallel, "world", World(0, 2))
+    with trainer.evaluator.holding("plain"):
+        pass
+    with pytest.raises(UserError, match="all ranks complete this average when they evaluate it"), trainer.evaluator.holding():
+        pass
+    monkeypatch.setattr(trainer.parallel, "lockstep_evaluation", True)
+    with pytest.raises(UserError, match="set parallel=ddp"), trainer.evaluator.holding("plain"):
+        pass
 
 
 def test_without_callbacks_the_step_is_not_wrapped(make, hooks):

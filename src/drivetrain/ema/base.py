@@ -25,6 +25,7 @@ class Ema(Option):
     effect: ClassVar[Effect] = "exact"
     active = False
     started = True  # whether there is an average yet: until then it is the weights themselves
+    stale = False  # whether all ranks have to complete the average before it is used
 
     def update(self) -> None:
         """Add the current weights to the average, after an update that was not skipped."""

@@ -50,7 +50,7 @@ class Swa(Kept):
         self._statistics = NormStatistics(context, self.statistics_updates) if self.statistics_updates else None
         kept = dict(zip(self._names, self._mean + self._copied, strict=True))
         self._of_norms = [(buffer, kept[name]) for name, buffer in self._statistics.buffers()] if self._statistics else []
-        self._stale = False  # whether the norms' statistics are those of another average
+        self.stale = False  # whether the norms' statistics are those of another average
 
     @property
     def started(self) -> bool:  # type: ignore[override]
@@ -64,26 +64,26 @@ class Swa(Kept):
         super().update()
         self._move(self._mean, 1 / self._updates)  # the first weights are taken as they are
         self._copy_buffers()
-        self._stale = True
+        self.stale = True
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
         if not self.started:
             torch._foreach_copy_(self._mean + self._copied, self._live + self._live_copied)
         with super().swapped():
-            if self._stale and self._statistics is not None:
+            if self.stale and self._statistics is not None:
                 self._statistics.estimate()
                 for buffer, kept in self._of_norms:
                     kept.copy_(buffer)
-            self._stale = False
+            self.stale = False
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        if self._stale or not self.started:
+        if self.stale or not self.started:
             with self.swapped():
                 pass
         return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._stale = False  # what was saved has the statistics of its average
+        self.stale = False  # what was saved has the statistics of its average

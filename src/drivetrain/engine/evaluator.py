@@ -90,6 +90,10 @@ class Evaluator:
             raise UserError(f"eval_model({name!r}): this run evaluates the weights {' and '.join(self.weights)} (see ema)")
         if self.parallel.lockstep_evaluation:
             raise UserError("eval_model: each rank holds only a part of the model: set parallel=ddp")
+        if name == AVERAGE and self.ema.stale and self.parallel.world.size > 1:
+            raise UserError(
+                "eval_model('average'): all ranks complete this average when they evaluate it: use it in `evaluation`"
+            )
         held, training = self._held(name), self.model.training
         with held, self.parallel.evaluation_context(), streams.apart(), self.precision.autocast():
             streams.seed_all(self.data.seed)
