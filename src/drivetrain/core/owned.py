@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,6 +78,19 @@ def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]
     return find(kept)
 
 
+def unsavable(name: str, owner: Stateful) -> Iterator[str]:
+    """Yield why the state of what the user calls `name` cannot be saved, where it cannot."""
+    file = io.BytesIO()
+    try:
+        torch.save(owner.state_dict(), file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:
+        yield (
+            f"the state of {name} ({type(owner).__name__}) cannot be saved ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0]}): let its state_dict return tensors, numbers, texts, lists and dicts"
+        )
+
+
 @dataclass
 class OwnState:
     """The state of a run's own objects on all ranks: once where it is the same on all of them, else that of each."""
@@ -87,18 +100,7 @@ class OwnState:
 
     def check(self) -> None:
         """Raise UserError where a checkpoint cannot hold a state: it is loaded without code."""
-        problems = []
-        for name, owner in self.owners.items():
-            file = io.BytesIO()
-            try:
-                torch.save(owner.state_dict(), file)
-                torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-            except Exception as error:
-                problems.append(
-                    f"the state of {name} ({type(owner).__name__}) cannot be saved ({type(error).__name__}: "
-                    f"{str(error).strip().splitlines()[0]}): let its state_dict return tensors, numbers, texts, lists and dicts"
-                )
-        if problems:
+        if problems := [problem for name, owner in self.owners.items() for problem in unsavable(name, owner)]:
             raise UserError(problems)
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.order import Indices, index_of
 
 if TYPE_CHECKING:
+    from contextlib import ExitStack
+
     from drivetrain.core.microbatch import Request
     from drivetrain.core.trees import Tree
+    from drivetrain.core.world import World
 
 
 class Source(Protocol):
@@ -22,6 +25,7 @@ class Source(Protocol):
     decodes_files: bool = False  # samples are image files, which a loader may decode itself
     own_code: OwnCode | None = None  # a user's code reads the samples (OwnCodeSource)
     order: Indices | None = None  # the order that training takes, from (seed, epoch); None: a random permutation
+    in_order: bool = False  # a stream: samples are read one after the other
     # (n,) of sequences: the length of each sample, known without reading it (SequenceSource). Where there is a target for each
     # token, it is the number of those that count in the loss.
     lengths: torch.Tensor | None = None
@@ -56,6 +60,10 @@ class Source(Protocol):
     def skipped(self) -> list[str] | None:
         """Return the names of samples that could not be read and were replaced; None: none ever is."""
         return None
+
+    def taken(self, world: World, seed: int, on_exit: ExitStack) -> Source:
+        """Return the source that training reads until `on_exit`. Of a stream it uses samples up; all else only looks."""
+        return self
 
     def subset(self, indices: torch.Tensor) -> Source:
         """Return a source of the samples `indices` (n,): nothing is read or copied."""
@@ -101,6 +109,7 @@ class Subset(Source):
         self.source, self.indices = source, indices
         self.lengths = None if source.lengths is None else source.lengths[indices]
         self.parallel_read, self.crops, self.own_code = source.parallel_read, source.crops, source.own_code
+        self.in_order = source.in_order
         self.order = None if source.order is None else self._order
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.masks import Masks
 from drivetrain.data.own import Own
 from drivetrain.data.packed import Packed
+from drivetrain.data.stream import Stream
 from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Diabetes, Tabular, Wine
 from drivetrain.data.text import LabelledTexts, Stdlib, Texts
@@ -20,6 +21,6 @@ from drivetrain.data.webdataset import WebDataset
 
 __all__ = [
     "Cifar10", "Data", "Diabetes", "DigitScenes", "Digits", "HuggingFace", "ImageFolder", "Images", "Jsonl", "LabelledTexts",
-    "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Synthetic", "Tabular", "Tensors",
-    "TextFiles", "Texts", "WebDataset", "Wine", "decode",
+    "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Stream", "Synthetic", "Tabular",
+    "Tensors", "TextFiles", "Texts", "WebDataset", "Wine", "decode",
 ]  # fmt: skip

@@ -350,7 +350,7 @@ def measure_normalization(x: torch.Tensor) -> Normalize:
 def measure_on_some(source: Source, images: str | None = None) -> Normalize:
     """Return the normalisation measured on up to 500 samples, spread evenly over a source; `images` is their key in a dict."""
     count = min(len(source), 500)
-    x, _ = source.fetch(torch.arange(count) * (len(source) // count))
+    x, _ = source.fetch(torch.arange(count) * (1 if source.in_order else len(source) // count))
     return measure_normalization(x if images is None else x[images])
 
 

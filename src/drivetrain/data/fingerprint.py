@@ -40,7 +40,9 @@ def _add(digest: Any, source: Source) -> str:
     if names is None and isinstance(source, Tensors) and trees.nbytes((source.x, source.y)) <= MAX_BYTES:
         _add_tensors(digest, (source.x, source.y))
         return "content"
-    spread = torch.arange(count := min(SAMPLES, len(source))) * len(source) // max(1, count)
+    spread = torch.arange(count := min(SAMPLES, len(source)))
+    if not source.in_order:
+        spread = spread * len(source) // max(1, count)
     if names is not None:
         for name in names:
             digest.update(_bytes(name) + b"\0")

@@ -65,7 +65,9 @@ class Own(Data):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:
-            yield OperatorGives("data=own needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures")
+            yield OperatorGives(
+                f"{run.named('data')} needs data.target, the dotted name of your Dataset, such as my_pkg.Pictures"
+            )
         for key, name in (("target", self.target), ("collate", self.collate)):
             if name:
                 yield from user_code.trust_problems(f"data.{key}={name}", name, run.values["trust"])
@@ -115,11 +117,11 @@ class Own(Data):
         """Build the Dataset of a split. Raises UserError."""
         kwargs = {**self.kwargs, **self._split_arguments(target, split)}
         dataset = user_code.make(f"data.target={self.target}", target, kwargs)
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        if not is_map_style(dataset):
             raise UserError(
                 f"data.target={self.target} has no __len__ and __getitem__ (an IterableDataset has not): it must be a map-style "
                 "Dataset, because a run shuffles its samples by their numbers, and resumes at any of them. Where all fit into "
-                "memory, name a function that returns list(your_dataset); for streams of files there is data=webdataset"
+                "memory, name a function that returns list(your_dataset); data=stream takes a stream that has state_dict"
             )
         if not len(dataset):
             raise UserError(f"data.target={self.target} has no {split} samples (made with {kwargs})")
@@ -147,22 +149,29 @@ class Own(Data):
         """Return the sets as sources whose samples are stacked, padded, or put together by the user's function."""
         setting = f"data.target={self.target}"
         if self.collate:
-            named = f"data.collate={self.collate}"
-            together = OwnCollate(user_code.load(named, self.collate), named, self.target_key)
+            together = self._together()
             return [OwnSource(each, setting, together, Lengths(each, self.target_key).given()) for each in (train, *others)]
         padding = padding_for(train, self.pad, self.target_key)
         if padding is None:
-            return [OwnSource(each, setting, Stack(self.target_key)) for each in (train, *others)]
+            return [OwnSource(each, setting, self._together()) for each in (train, *others)]
         pad, lengths = padding
         measured = [Lengths(each, self.target_key).all(pad.sequence) for each in others]
         return [OwnSource(each, setting, pad, n) for each, n in zip((train, *others), (lengths, *measured), strict=True)]
+
+    def _together(self) -> OwnCollate | Stack:
+        """Return what makes a batch of samples that are not padded."""
+        if not self.collate:
+            return Stack(self.target_key)
+        named = f"data.collate={self.collate}"
+        return OwnCollate(user_code.load(named, self.collate), named, self.target_key)
 
     def _example(self, source: OwnSource) -> tuple[Tree, str | None]:
         """Return the inputs of two samples, the longest where they have lengths, and the key of the images in them."""
         lengths = source.lengths if source.lengths is not None else torch.zeros(len(source))
         two = torch.stack([lengths.argmax()] * 2) if lengths.any() else torch.tensor([0, min(1, len(source) - 1)])
         x, y = source.fetch(two)
-        if not source.reader.stateful and not all(map(_same, trees.leaves((x, y)), trees.leaves(source.fetch(two)))):
+        again = (x, y) if source.in_order or source.reader.stateful else source.fetch(two)
+        if not all(map(_same, trees.leaves((x, y)), trees.leaves(again))):
             logger.warning(
                 "a sample of data.target=%s is another one at each read, though torch, numpy and random draw the same, as where "
                 "__getitem__ makes a generator without a seed: such a run cannot be repeated",
@@ -259,6 +268,12 @@ class OwnSource(Source):
             return self.reader.read(chosen, keys(*draws, indices).tolist(), pad_to)
         except DataError as error:
             raise DataError(f"{self.setting}: {error}") from None
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Return whether samples can be read by their numbers."""
+    streams = isinstance(dataset, torch.utils.data.IterableDataset)  # which inherits a __getitem__ that raises
+    return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not streams
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ def stream(trainer: Trainer) -> Iterator[MicroBatch]:
 
     The same where a reader is stuck or was killed. Several ranks would have to agree on it, and some wait for one another.
     """
-    batches = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    batches = trainer.loader.stream(trainer.taken, trainer.requests(), trainer.device, trainer.memory_format)
     between = alone = trainer.parallel.world.size == 1
     while True:
         StopFlag.can_save_now(between)

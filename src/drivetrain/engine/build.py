@@ -137,7 +137,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
         precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
-        train_data=context.train_data, evaluator=evaluator, device=context.device,
+        train_data=context.train_data, taken=context.train_data.taken(world, context.on_exit), evaluator=evaluator,
+        device=context.device,
         memory_format=context.memory_format,
         seed=context.seed, drop_last=run.data.drop_last, epochs=run.values["epochs"], max_updates=context.horizon.updates,
         log_every=run.values["log_every"], evaluate_every=run.values["evaluate_every"], saving=saving, run_dir=context.run_dir,

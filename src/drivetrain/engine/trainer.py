@@ -57,6 +57,7 @@ class Trainer:
     batch: Batch
     loader: Loader
     train_data: Pipeline
+    taken: Pipeline  # the same, as training reads it: a stream is used up
     evaluator: Evaluator
     device: torch.device
     memory_format: torch.memory_format

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import starmap
 from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
@@ -30,6 +31,7 @@ from drivetrain.core.source import (
 )
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
+from drivetrain.core.world import World
 from drivetrain.loader.side_stream import copy_ahead
 
 LOOKED_AT = 16  # samples that show whether a set's samples draw random numbers
@@ -79,6 +81,10 @@ class Pipeline(NamedTuple):
     def own_code(self) -> OwnCode | None:
         """The user's code, where such code reads the samples."""
         return self.source.own_code
+
+    def taken(self, world: World, on_exit: ExitStack) -> Pipeline:
+        """Return the pipeline that training reads until `on_exit`: of a stream, it uses samples up."""
+        return self._replace(source=self.source.taken(world, self.seed, on_exit))
 
     def drawn(self, numbers: torch.Tensor | None = None) -> list[str]:
         """Read samples of a user's code again, by default some of the first, and return what they drew from, such as numpy."""
