@@ -225,7 +225,7 @@ WORDS = {
     "best": "the best metrics so far", "last": "an update's last micro-batch", "sync": "the context of a micro-batch",
     "step": "of optimizer, scheduler and clock", "value": "a metric's", "device": "where tensors are",
     "split": "Tensor.split", "none": "None", "default": "a field's", "ema": "the seam's own name",
-    "tensor": "torch.Tensor", "pipeline": "a data set with its augmentation (loader.Pipeline)",
+    "tensor": "torch.Tensor", "stream": "of micro-batches", "pipeline": "a data set with its augmentation (loader.Pipeline)",
     "precision": "the seam's own name",
 }  # fmt: skip
 

@@ -65,6 +65,7 @@ BESIDE = {
     ("data", "packed"): ["data.root=packed"],
     ("data", "webdataset"): ["data.train=shard.tar", "data.test=shard.tar", "data.size=8", "data.cache=cache"],
     ("data", "own"): ["data.target=outside.Pictures", "trust=[outside]"],
+    ("data", "stream"): ["data.target=outside.Streamed", "data.updates=4", "trust=[outside]"],
     ("data", "huggingface"): ["data.root=hub", "data.size=8"],
     ("data", "stdlib"): TEXT,
     ("model", "gpt"): TEXT,
@@ -172,6 +173,24 @@ class Pictures(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.full((3, 8, 8), (self.offset + index) / 150), index % 2
+
+class Streamed(torch.utils.data.IterableDataset):
+    classes = ("a", "b")
+
+    def __init__(self, split):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 40:
+            self.at += 1
+            yield torch.full((3, 8, 8), self.at / 40), self.at % 2
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
 
 class Labels(Pictures):
     classes = ("striped", "furry", "wild")

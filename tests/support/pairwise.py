@@ -64,6 +64,24 @@ class Pictures(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return self.noise[index], index % 2
 
+class Streamed(torch.utils.data.IterableDataset):
+    classes = ("a", "b")
+
+    def __init__(self, split):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 40:
+            self.at += 1
+            yield torch.full((3, 32, 32), self.at / 40), self.at % 2
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
 class Labels(Pictures):
     def __getitem__(self, index):
         return self.noise[index], torch.tensor([index % 2, 1])
@@ -125,6 +143,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "data=packed": [f"data.root={folder}/packed"],
         "data=webdataset": [*shards, "data.size=32", f"data.cache={folder}/cache"],
         "data=own": ["data.target=pairwise_net.Pictures", "trust=[pairwise_net]"],
+        "data=stream": ["data.target=pairwise_net.Streamed", "data.updates=4", "trust=[pairwise_net]"],
         "data=huggingface": [f"data.root={folder}/hub", "data.size=32"],
         "data=stdlib": [
             "data.max_files=10",
