@@ -55,6 +55,7 @@ class Splits:
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    pad_token: int | None = None  # that texts are padded with, where their tokens are those of the model's own tokenizer
     token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -18,9 +19,10 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, hash_fraction
 from drivetrain.data.named_sets import expanded
 from drivetrain.data.text import LabelledTexts, Texts
-from drivetrain.data.tokenizer import BytePairs, Bytes, Tokenizer, from_json
+from drivetrain.data.tokenizer import BytePairs, Bytes, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import Encoding, as_kept, decode, lines_of
 
+logger = logging.getLogger(__name__)
 KEPT = "tokenizer.json"  # in the run's directory
 
 
@@ -43,6 +45,7 @@ class Jsonl(Data):
     max_value = None
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
     reads_what = "a file with one JSON object on each line"
+    _model: Any = None  # the model option whose own tokenizer is the data's
     instead = "set data.label to its key in the JSON objects"  # where there is no class
 
     def __init__(
@@ -51,7 +54,7 @@ class Jsonl(Data):
         test: str | dict[str, str] | None = None,
         text: ColumnName = "text",
         label: ColumnName | None = None,
-        tokenizer: Literal["bytes", "bpe", "file"] = "bytes",
+        tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto",
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,
@@ -66,7 +69,12 @@ class Jsonl(Data):
         self.length, self.encoding = length, encoding
         self.holdout, self.validation, self.drop_last, self.order = holdout, validation, drop_last, order
         self.targets: TargetKind = "tokens" if label is None else "class"
-        self.byte_tokens = tokenizer == "bytes"
+        self.byte_tokens = tokenizer in ("auto", "bytes")
+
+    def see(self, run: RunSpec) -> None:
+        super().see(run)
+        if self.tokenizer == "auto" and run.model.has_tokenizer:
+            self._model, self.byte_tokens = run.model, False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
@@ -81,7 +89,7 @@ class Jsonl(Data):
                 f"data.tokenizer={self.tokenizer} and data.tokenizer_file={self.tokenizer_file or 'null'} exclude each other: "
                 "a tokenizer is loaded by data.tokenizer=file data.tokenizer_file=PATH"
             )
-        if self.tokenizer != "bytes":
+        if not self.byte_tokens:
             yield from needs_extra("tokenizers", "text", f"data.tokenizer={self.tokenizer}")
         if self.tokenizer == "bpe" and self.vocabulary < Bytes.size:
             yield f"data.vocabulary={self.vocabulary}: the {Bytes.size} bytes are tokens of their own: set it to more"
@@ -100,14 +108,15 @@ class Jsonl(Data):
     def encode(self, text: str, data: Splits) -> torch.Tensor:
         """Return a text's tokens: the first ones for its class; the last ones, after which comes the next, else."""
         tokenizer = self._kept_tokenizer(data)
-        tokens = tokenizer([text])[0].long()
         if self.label is not None:
-            return tokens[: self.length] + 1 if len(tokens) else torch.zeros(1, dtype=torch.int64)  # as LabelledTexts has them
-        return torch.cat([torch.tensor([tokenizer.size]), tokens])[-self.length :]
+            tokens = tokenizer.whole([text], self.length)[0][: self.length].long() + tokenizer.shift
+            return tokens if len(tokens) else torch.full((1,), tokenizer.padding or 0)  # as LabelledTexts has them
+        return torch.cat([torch.tensor([tokenizer.begin]), tokenizer([text])[0].long()])[-self.length :]
 
     def decode(self, tokens: Sequence[int], data: Splits) -> str:
         """Return the text of an input's tokens, without the one before its first, and padding."""
-        tokenizer, shift = self._kept_tokenizer(data), 0 if self.label is None else 1
+        tokenizer = self._kept_tokenizer(data)
+        shift = 0 if self.label is None else tokenizer.shift
         return tokenizer.text([t - shift for t in tokens if 0 <= t - shift < tokenizer.size])
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
@@ -136,43 +145,58 @@ class Jsonl(Data):
 
     def _encoded(self, sets: Sequence[Sequence[Line]], tokenizer: Tokenizer, names: list[str]) -> Splits:
         """Return the lines of each set as tokens, and with `label` the numbers of their classes."""
-        parts = [tokenizer([line.text for line in lines]) for lines in sets]
+        texts = [[line.text for line in lines] for lines in sets]
         files = {KEPT: tokenizer.to_json()}
-        shape = self.shape()
+        shape, vocabulary = self.shape(), tokenizer.vocabulary
         if self.label is None:
-            texts = [Texts(tokens, self.length, begin=tokenizer.size) for tokens in parts]
+            pieces = [Texts(tokenizer(each), self.length, begin=tokenizer.begin) for each in texts]
             lengths = tokenizer.token_bytes()
-            if lengths is not None:
+            if lengths is not None and vocabulary > len(lengths):
                 lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
             return Splits(
-                texts[0], texts[1], shape, tokenizer.size + 1, None, dtype=torch.int64, token_bytes=lengths, files=files,
-                validation=texts[2] if len(texts) > 2 else None,
+                pieces[0], pieces[1], shape, vocabulary, None, dtype=torch.int64, token_bytes=lengths, files=files,
+                validation=pieces[2] if len(pieces) > 2 else None, pad_token=tokenizer.padding,
+            )  # fmt: skip
+        parts = [tokenizer.whole(each, self.length) for each in texts]
+        if cut := sum(len(tokens) >= self.length for tokens in parts[0]):
+            logger.info(
+                "%d of %d training texts have data.length=%d tokens or more: a longer text is read to there",
+                cut, len(parts[0]), self.length,
             )  # fmt: skip
         sources = [
-            LabelledTexts(tokens, [names.index(line.label) for line in lines], self.length, 1)
+            LabelledTexts(
+                tokens, [names.index(line.label) for line in lines], self.length, 1, tokenizer.shift, tokenizer.padding or 0
+            )
             for tokens, lines in zip(parts, sets, strict=True)
         ]
-        vocabulary = tokenizer.size + 1
         return Splits(
             sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files,
-            validation=sources[2] if len(sources) > 2 else None,
+            pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
         )  # fmt: skip
 
     def _kept_tokenizer(self, data: Splits) -> Tokenizer:
         """The run's tokenizer. Raises UserError where it is none, or has more tokens than the model."""
         with as_kept(KEPT):
-            tokenizer = _kept(data.files[KEPT], self.tokenizer_file)
+            tokenizer = self._of_model() or _kept(data.files[KEPT], self.tokenizer_file)
+            if tokenizer.to_json() != data.files[KEPT]:
+                raise ValueError(f"it is not that of model.name={self._model.name}, which it was trained with")
             most = data.classes if self.label is None else data.vocabulary
-            if most is None or tokenizer.size >= most:  # the model has one more: before a text, or after it
+            if most is None or tokenizer.vocabulary > most:
                 raise ValueError(f"it has {tokenizer.size:,} tokens, which are not the model's")
         return tokenizer
 
     def _tokenizer(self, texts: list[str]) -> Tokenizer:
-        if self.own is not None and (self.tokenizer != "bytes" or KEPT in self.own.splits.files):
+        if self.own is not None and (not self.byte_tokens or KEPT in self.own.splits.files):
             return self._kept_tokenizer(self.own.splits)
+        if (of_model := self._of_model()) is not None:
+            return of_model
         if self.tokenizer == "bpe":
             return BytePairs.trained(texts, self.vocabulary)
         return BytePairs.loaded(Path(str(self.tokenizer_file))) if self.tokenizer == "file" else Bytes()
+
+    def _of_model(self) -> OfModel | None:
+        """The model's own tokenizer, where the data takes that. Raises UserError."""
+        return None if self._model is None else OfModel.read(*self._model.tokenizer_files())
 
     def _lines(self) -> list[list[Line]]:
         """Return the lines of training, test and, where it is a file, validation. Raises UserError."""

@@ -193,7 +193,8 @@ class Texts(Pieces):
         document = torch.repeat_interleave(pieces)  # of each piece
         number = torch.arange(len(document)) - (pieces.cumsum(0) - pieces)[document]  # of the piece in its document
         begins = (sizes + 1).cumsum(0) - sizes - 1
-        dtype = torch.int16 if begin < 2**15 else torch.int32
+        largest = max([begin, *(int(d.max()) for d in documents if isinstance(d, torch.Tensor) and len(d))])
+        dtype = torch.int16 if largest < 2**15 else torch.int32
         self.text = torch.full((int(sizes.sum()) + len(documents),), begin, dtype=dtype)
         for first, content in zip((begins + 1).tolist(), documents, strict=True):
             self.text[first : first + len(content)] = as_tokens(content)
@@ -215,17 +216,27 @@ class Texts(Pieces):
 class LabelledTexts(Pieces):
     """Pieces of documents as a source: inputs (n, longest of the batch), and each piece's class, which is its document's.
 
-    An input is the token + 1, and 0 is padding. Of a document there are at most `max_pieces`, spread evenly.
+    An input is the token + `shift`, and what follows a shorter text is `padding`. Of a document there are at most `max_pieces`,
+    spread evenly.
     """
 
-    def __init__(self, documents: Sequence[torch.Tensor], labels: Sequence[int], length: int, max_pieces: int) -> None:
+    def __init__(
+        self,
+        documents: Sequence[torch.Tensor],
+        labels: Sequence[int],
+        length: int,
+        max_pieces: int,
+        shift: int = 1,
+        padding: int = 0,
+    ) -> None:
         sizes = torch.tensor([len(d) for d in documents])
         all_pieces = (-(-sizes // length)).clamp(min=1)
         pieces = all_pieces.clamp(max=max_pieces)
         document = torch.repeat_interleave(pieces)  # of each piece
         chosen = torch.arange(len(document)) - (pieces.cumsum(0) - pieces)[document]  # its number among its document's
         number = chosen * all_pieces[document] // pieces[document]
-        self.text = torch.cat(list(documents)).to(torch.int32) + 1
+        self.text = torch.cat(list(documents)).to(torch.int32) + shift
+        self.padding = padding
         self.starts = (sizes.cumsum(0) - sizes)[document] + number * length
         self.lengths = (sizes[document] - number * length).clamp_(max=length)
         self.classes = torch.tensor(labels)  # of the documents
@@ -241,7 +252,7 @@ class LabelledTexts(Pieces):
         position = torch.arange(min(max(longest, 1), self.longest))
         padding = position >= lengths
         tokens = (self.starts[indices].unsqueeze(1) + position).masked_fill_(padding, 0)
-        return self.text[tokens].long().masked_fill_(padding, 0), self.classes[self.document[indices]]
+        return self.text[tokens].long().masked_fill_(padding, self.padding), self.classes[self.document[indices]]
 
 
 def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ class TextFiles(Jsonl):
         self,
         path: str | None = None,
         test: str | dict[str, str] | None = None,
-        tokenizer: Literal["bytes", "bpe", "file"] = "bytes",
+        tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto",
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,

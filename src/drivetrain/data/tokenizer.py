@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import parse_json
@@ -17,31 +17,51 @@ LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
 
 
-class Tokenizer(Protocol):
-    """Turns texts into tokens, numbers from 0 to `size` − 1."""
+class Tokenizer:
+    """Turns texts into tokens, numbers from 0 to `size` − 1. The base of those that are the data's alone.
+
+    With them a token of its own stands before a text's first, and 0 pads texts that have a class, whose tokens are 1 larger.
+    """
 
     size: int
+    shift: int = 1  # what is added to the tokens of a text that has a class
+    padding: int | None = None  # what pads such texts, where it is a token of the tokenizer's own
+
+    @property
+    def begin(self) -> int:
+        """The token before a text's first."""
+        return self.size
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that a model has to know."""
+        return self.size + 1
 
     def token_bytes(self) -> torch.Tensor | None:
         """Return the bytes of text that each token stands for (size,); None: a token is a byte."""
+        return None
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return each text's tokens, int (length,)."""
+        raise NotImplementedError
+
+    def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
+        """Return the tokens of texts that have a class each, of which a model reads so many."""
+        return self(texts)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens stand for."""
+        raise NotImplementedError
 
     def to_json(self) -> str:
         """Return the tokenizer as text, to be kept with the run."""
+        raise NotImplementedError
 
 
-class Bytes:
+class Bytes(Tokenizer):
     """A token for each byte of a text's UTF-8."""
 
     size = 256
-
-    def token_bytes(self) -> torch.Tensor | None:
-        return None
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         encoded = [text.encode() for text in texts]
@@ -55,7 +75,7 @@ class Bytes:
         return '{"model": {"type": "bytes"}}\n'
 
 
-class BytePairs:
+class BytePairs(Tokenizer):
     """A tokenizer of the tokenizers library (Hugging Face), which its file, tokenizer.json, describes."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -65,9 +85,12 @@ class BytePairs:
         self.size: int = tokenizer.get_vocab_size()
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        return self._encoded(texts, False)
+
+    def _encoded(self, texts: Sequence[str], special: bool) -> list[torch.Tensor]:
         try:
             with _errors_of_the_library():
-                encoded = [text.ids for text in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+                encoded = [text.ids for text in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)]
         except ValueError as error:
             raise UserError(f"the tokenizer cannot encode a text: {error}") from None
         tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
@@ -100,15 +123,57 @@ class BytePairs:
         return cls(tokenizer)
 
     @classmethod
-    def loaded(cls, path: Path) -> BytePairs:
+    def loaded(cls, path: Path, key: str = "data.tokenizer_file") -> BytePairs:
         """Return the tokenizer of a file, such as tokenizer.json. Raises UserError."""
         from tokenizers import Tokenizer
 
         try:
             with _errors_of_the_library():
-                return cls(Tokenizer.from_file(str(path)))
+                return BytePairs(Tokenizer.from_file(str(path)))
         except ValueError as error:
-            raise UserError(f"data.tokenizer_file={path} is no tokenizer of the tokenizers library: {error}") from None
+            raise UserError(f"{key}={path} is no tokenizer of the tokenizers library: {error}") from None
+
+
+class OfModel(BytePairs):
+    """The tokenizer that belongs to a model's weights, with the tokens that its settings (tokenizer_config.json) name.
+
+    A text that has a class gets the tokens that the tokenizer puts around a text, such as [CLS] and [SEP].
+    """
+
+    shift = 0
+
+    def __init__(self, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+        super().__init__(tokenizer)
+        found = [self._token(settings.get(f"{name}_token")) for name in ("bos", "eos", "cls", "pad", "eos")]
+        self._begin = next((token for token in found[:3] if token is not None), 0)
+        self.padding = next((token for token in found[3:] if token is not None), 0)
+
+    def _token(self, named: Any) -> int | None:
+        text = named.get("content") if isinstance(named, dict) else named
+        return self.tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    @property
+    def begin(self) -> int:
+        return self._begin
+
+    @property
+    def vocabulary(self) -> int:
+        return self.size
+
+    def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
+        around = self.tokenizer.num_special_tokens_to_add(is_pair=False)
+        if length <= around:
+            raise UserError(f"data.length={length}: the tokenizer puts {around} tokens around each text: set it to more")
+        self.tokenizer.enable_truncation(length)
+        try:
+            return self._encoded(texts, True)
+        finally:
+            self.tokenizer.no_truncation()
+
+    @classmethod
+    def read(cls, path: Path, settings: Mapping[str, Any]) -> OfModel:
+        """Return the tokenizer of a model's file tokenizer.json, and its settings. Raises UserError."""
+        return cls(BytePairs.loaded(path, "model.name").tokenizer, settings)
 
 
 def from_json(text: str, own_file: Path | None = None) -> Tokenizer:

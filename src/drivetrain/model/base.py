@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from drivetrain.core import horizon as horizons
@@ -142,6 +143,15 @@ class Model(Option):
         yield memory_bytes() // (in_memory * context.world.local_size), "this machine", in_memory
         if on_device is not None:
             yield on_device // copies, str(context.device), copies
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has a tokenizer of its own, which is then the data's."""
+        return False
+
+    def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
+        """Return the file tokenizer.json of the model's own tokenizer, and its settings. Raises UserError."""
+        raise NotImplementedError
 
     @property
     def given_weights(self) -> bool:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 KEPT = "model_config.json"  # in the run's directory: the model is built again without the folder or the hub
 PROBE_S = 3  # seconds in which the hub has to answer
-PADDING = 0  # the token at which a text that has a class ends
+TOKENIZER = "tokenizer.json"
+PADDING = 0  # pads texts that have a class, where their tokens are not those of the model's own tokenizer
 HEADS = {  # head → the class of transformers that has it, and what it gives
     "sequence": ("AutoModelForSequenceClassification", "outputs for each text"),
     "token": ("AutoModelForTokenClassification", "outputs for each token"),
@@ -94,6 +95,15 @@ class Transformers(Model):
                 self._class(head, config)
         except UserError as error:
             yield from error.problems
+
+    @property
+    def has_tokenizer(self) -> bool:
+        place = Path(self._place())
+        return (place / TOKENIZER).is_file() if place.is_dir() else self.pretrained
+
+    def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
+        settings = self._file("tokenizer_config.json")
+        return self._file(TOKENIZER), files.read_json(settings) if settings.is_file() else {}
 
     @property
     def given_weights(self) -> bool:
@@ -168,18 +178,25 @@ class Transformers(Model):
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
         name, place = str(self.name), Path(self._place())
-        if place.is_dir():
-            if not (place / "config.json").is_file():
-                raise UserError(f"model.name={name} has no config.json: give a folder that save_pretrained wrote")
-            return _config_of(files.read_json(place / "config.json"), f"model.name={name}", self.config)
-        if name in CONFIG_MAPPING_NAMES and not self.pretrained:
+        if name in CONFIG_MAPPING_NAMES and not self.pretrained and not place.is_dir():
             return _config_of({"model_type": name}, f"model.name={name}", self.config)
-        from huggingface_hub import hf_hub_download
+        if not (file := self._file("config.json")).is_file():
+            raise UserError(f"model.name={name} has no config.json: give a folder that save_pretrained wrote")
+        return _config_of(files.read_json(file), f"model.name={name}", self.config)
 
-        cached = _reach_hub(name, CONFIG_MAPPING_NAMES)
-        with _errors_of(f"model.name={name}"):
-            file = hf_hub_download(name, "config.json", local_files_only=cached)
-        return _config_of(files.read_json(Path(file)), f"model.name={name}", self.config)
+    def _file(self, name: str) -> Path:
+        """The file of this name in the folder, or of the hub's model in the cache; it need not exist. Raises UserError."""
+        if (place := Path(self._place())).is_dir():
+            return place / name
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        cached = _reach_hub(str(self.name))
+        with _errors_of(f"model.name={self.name}"):
+            try:
+                return Path(hf_hub_download(str(self.name), name, local_files_only=cached))
+            except EntryNotFoundError:
+                return place / name
 
     def _place(self) -> str:
         return os.path.expanduser(str(self.name))
@@ -216,7 +233,12 @@ class Transformers(Model):
     def _fit_tokens(self, config: Any, head: str, context: BuildContext, x: torch.Tensor) -> None:
         data, key = context.data, "vocab_size"
         tokens = data.classes if head == "causal" else data.vocabulary
-        if tokens is not None and not self.pretrained and key not in self.config:
+        if tokens is not None and data.pad_token is None and context.run.data.tokens and self.pretrained and self.has_tokenizer:
+            raise UserError(
+                f"{context.run.named('data')} has tokens of its own, and the weights of model.name={self.name} know those of "
+                "their tokenizer: set data=jsonl or data=text with data.tokenizer=auto, or model.pretrained=false"
+            )
+        if tokens is not None and data.pad_token is None and not self.pretrained and key not in self.config:
             config.vocab_size = tokens
         if tokens is not None and config.vocab_size < tokens:
             raise UserError(
@@ -227,7 +249,7 @@ class Transformers(Model):
             if (number := getattr(config, name, None)) is not None and not self.pretrained and number >= config.vocab_size:
                 setattr(config, name, None)
         if head == "sequence" and data.vocabulary is not None:
-            config.pad_token_id = PADDING
+            config.pad_token_id = PADDING if data.pad_token is None else data.pad_token
         most = getattr(config, "max_position_embeddings", None)
         if most is not None and x.dim() == 2 and x.shape[1] > most:
             raise UserError(
@@ -260,10 +282,10 @@ class Transformers(Model):
         return model
 
 
-def _with_mask(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a model of texts its mask: all that is no padding, and a text's first position, so that an empty one has one too."""
     if len(args) == 1 and "attention_mask" not in kwargs:
-        real = args[0] != PADDING
+        real = args[0] != model.config.pad_token_id
         kwargs = {**kwargs, "attention_mask": torch.cat([torch.ones_like(real[:, :1]), real[:, 1:]], 1)}
     return args, kwargs
 
@@ -294,13 +316,14 @@ def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
         return cls.from_dict({**own, **given})
 
 
-def _reach_hub(name: str, architectures: Any) -> bool:
+def _reach_hub(name: str) -> bool:
     """Whether the hub does not answer, and its model is in the cache. Raises UserError where neither has it."""
     import threading
     import urllib.error
     import urllib.request
 
     from huggingface_hub import constants, try_to_load_from_cache
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     answer: list[Any] = []
 
@@ -323,7 +346,7 @@ def _reach_hub(name: str, architectures: Any) -> bool:
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return True
     what = "no model of the hub" if answer == [404] else "neither a folder nor reachable"
-    near = f"; {did_you_mean(name, list(architectures))}" if "/" not in name else ""
+    near = f"; {did_you_mean(name, list(CONFIG_MAPPING_NAMES))}" if "/" not in name else ""
     raise UserError(
         f"model.name={name} is {what}: set model.name=/path/to/folder, which has its config.json and *.safetensors{near}"
     )
