@@ -98,10 +98,11 @@ def naive(work: Work, sync: BlockSync) -> None:
             optimizer.step()
 
 
-def hand(work: Work, inside: bool, sync: BlockSync) -> None:
+def hand(work: Work, inside: bool, bytes_normalised: str, sync: BlockSync) -> None:
     """What a good engineer writes by hand: bfloat16 or TensorFloat-32, channels_last, compiled, fused.
 
-    `inside` compiles the loss with the model, and the update.
+    `inside` compiles the loss with the model, and the update. Images are bytes where `bytes_normalised` says that they are
+    normalised "before" the compiled model or "inside" it; "" for floats.
     """
     import torch
 
@@ -112,7 +113,9 @@ def hand(work: Work, inside: bool, sync: BlockSync) -> None:
     kind = {"foreach": True} if inside else {"fused": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True, weight_decay=DECAY, **kind)
     update = compiled(optimizer.step) if inside else optimizer.step
-    forward = model if inside else compiled(model)
+    whole = (lambda x: model(normalised(x))) if bytes_normalised == "inside" else model
+    forward = whole if inside else compiled(whole)
+    x = as_bytes(x) if bytes_normalised else x
 
     def loss_on(x: Any, y: Any) -> Any:
         return loss_of(forward(x), y)
@@ -121,6 +124,7 @@ def hand(work: Work, inside: bool, sync: BlockSync) -> None:
     for blocks in blocks_of(work, sync):
         for picked in blocks:
             batch = x[picked].contiguous(memory_format=torch.channels_last) if work.conv else x[picked]
+            batch = normalised(batch) if bytes_normalised == "before" else batch
             with torch.autocast(work.device, torch.bfloat16, enabled=work.half):
                 loss = loss_on(batch, y[picked])
             loss.backward()
@@ -149,7 +153,7 @@ def timm(work: Work, fast: bool, sync: BlockSync) -> None:
     optimizer = create_optimizer_v2(model, opt="sgd", lr=LR, momentum=MOMENTUM, weight_decay=DECAY, **options)
     forward = torch.compile(model) if fast and work.compile else model
     autocast = partial(torch.autocast, device_type=work.device, dtype=torch.bfloat16, enabled=work.half)
-    source = Batches(work, x if work.tokens else x.mul(64).add(128).clamp(0, 255).to(torch.uint8), y)
+    source = Batches(work, x if work.tokens else as_bytes(x), y)
     loader: Any = source if work.tokens else PrefetchLoader(source, channels=work.shape[0], device=torch.device(work.device))
     model.train()
     for _ in blocks_of(work, sync):
@@ -161,6 +165,16 @@ def timm(work: Work, fast: bool, sync: BlockSync) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def as_bytes(x: Any) -> Any:
+    """Images (n, c, h, w) of standardised floats as bytes."""
+    return x.mul(64).add(128).clamp(0, 255).byte()
+
+
+def normalised(x: Any) -> Any:
+    """The floats again: what `as_bytes` made."""
+    return (x - 128.0) / 64.0
 
 
 class Batches:

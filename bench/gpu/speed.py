@@ -97,7 +97,7 @@ def arms(work: Work) -> dict[str, Loop]:
     if not work.half or not kinds:  # launches bound it: what a graph saves is asked too
         kinds.append("none")
     return {
-        "hand": (loops.hand, (work, False)), "timm fast": (loops.timm, (work, True)),
+        "hand": (loops.hand, (work, False, "")), "timm fast": (loops.timm, (work, True)),
         **{f"ours {kind}": ours(work, f"compile={kind}") for kind in kinds},
     }  # fmt: skip
 
@@ -105,11 +105,14 @@ def arms(work: Work) -> dict[str, Loop]:
 def more_arms(work: Work) -> dict[str, Loop]:
     """Further arms beside the base: loops without what makes them fast, and what might be faster but is no default yet."""
     found = {
-        "hand": (loops.hand, (work, False)), "naive": (loops.naive, (work,)), "timm": (loops.timm, (work, False)),
+        "hand": (loops.hand, (work, False, "")), "naive": (loops.naive, (work,)), "timm": (loops.timm, (work, False)),
         "ours none": ours(work),
     }  # fmt: skip
     if work.compile:
-        found["hand, loss and update inside"] = loops.hand, (work, True)
+        found["hand, loss and update inside"] = loops.hand, (work, True, "")
+        if work.conv:
+            for where in ("before", "inside"):
+                found[f"hand, bytes normalised {where}"] = loops.hand, (work, False, where)
         found["ours autotuned"] = ours(work, "compile=inductor", "compile.mode=max-autotune-no-cudagraphs")
         if not work.conv and work.half:
             for kernel in ("cudnn", "flash"):
