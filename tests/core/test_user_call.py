@@ -78,7 +78,7 @@ def test_a_forward_takes_a_batchs_inputs_or_its_own_arguments(how):
     ("function", "says"),
     [
         (lambda output, other: 0, "has a parameter `other`, and it is called with those of output, y_pred, target, y"),
-        (lambda a, batch: 0, "names `batch`, and gets what it names only if it calls the first one `output`"),
+        (lambda a, batch: 0, "names `batch`, and gets what it names only if output or model is among it"),
         (lambda a: 0, r"cannot be called as \(output, target\): its parameters are \(a\)"),
         (lambda a, b, c: 0, r"cannot be called as \(output, target\)"),
         (min, "does not tell its parameters: wrap it in a def"),

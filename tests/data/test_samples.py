@@ -8,6 +8,7 @@ import torch
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Own
+from drivetrain.data.own import OwnCollate
 from drivetrain.data.padding import padding_for
 from drivetrain.data.samples import Stack, split_sample
 from tests.data.test_packed import CPU
@@ -19,6 +20,22 @@ KEYS = {"train": {"split": "train"}, "test": {"split": "test"}}
 @pytest.fixture(autouse=True)
 def _sets(monkeypatch):
     monkeypatch.syspath_prepend(command.HERE)
+
+
+def test_a_collate_gets_what_it_names():
+    samples = [([1, 2], 0), ([3], 1)]
+
+    def whole(batch):
+        return torch.tensor([sum(x) for x, _ in batch]), [y for _, y in batch]
+
+    def parts(y, x, pad_to=1):
+        return [[*row, *[0] * (2 * pad_to - len(row))] for row in x], y
+
+    assert [t.tolist() for t in OwnCollate(whole, "data.collate=f", None)(samples)] == [[3, 3], [0, 1]]
+    assert [t.tolist() for t in OwnCollate(parts, "data.collate=f", None)(samples)] == [[[1, 2], [3, 0]], [0, 1]]
+    assert OwnCollate(parts, "data.collate=f", None)(samples, 2)[0].shape == (2, 4)
+    with pytest.raises(UserError, match=r"data.collate=f takes no argument `pad_to`"):
+        OwnCollate(whole, "data.collate=f", None)(samples, 2)
 
 
 @dataclasses.dataclass

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import drivetrain
+from drivetrain.config.callbacks import OnEvaluation
 from drivetrain.config.plugins import CALLBACKS
+from drivetrain.core.callback import Event
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.callbacks import ToldStep
@@ -139,6 +141,16 @@ def test_a_class_may_ask_for_every_update_and_the_model(train, hooks):
     updates = [update for name, update, _, has_model in hooks.EveryUpdate.told if name == "update" and has_model]
     assert updates == [1, 2, 3, 4]
     assert plain.metrics == watched.metrics
+
+
+def test_a_function_gets_the_model_where_it_names_it():
+    told = []
+    called = OnEvaluation("callbacks=[f]", lambda model, event: told.append((model, event)))
+    assert called.needs_model
+    event = Event(Path(), {}, 1, 1, 1, {}, {}, model=torch.nn.ReLU())
+    called.evaluation(event)
+    OnEvaluation("callbacks=[f]", lambda said: told.append(said)).evaluation(event)
+    assert told == [(event.model, event), event]
 
 
 def test_a_function_is_handed_the_weights_that_are_evaluated(train, hooks):

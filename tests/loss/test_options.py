@@ -281,7 +281,7 @@ def test_an_own_loss_may_read_the_inputs(train, mine):
         ("my_losses.each", r"returned a tensor of shape \(2,\): return a mean"),
         ("my_losses.WithParameters", "no optimizer sees those of a loss"),
         ("my_losses.missing", "cannot be imported"),
-        ("my_losses.misled", "names `batch`, and gets what it names only if it calls the first one `output`"),
+        ("my_losses.misled", "names `batch`, and gets what it names only if output or model is among it"),
         (
             "my_losses.asking",
             "has a parameter `extra`, and it is called with those of output, y_pred, target, y, ",

@@ -11,6 +11,7 @@ from drivetrain.core import user_code
 from drivetrain.core.callback import Callback, Event
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import RunSpec
+from drivetrain.core.user_call import UserCall
 
 
 def trust_problems(values: Mapping[str, Any]) -> Iterator[str]:
@@ -42,10 +43,14 @@ def problems(run: RunSpec) -> Iterator[str]:
 
 
 class OnEvaluation(Callback):
-    """Calls a function of the user's with the event of each evaluation."""
+    """Calls a function of the user's at each evaluation: with the event or, where it names `model`, with what it names."""
 
-    def __init__(self, function: Callable[[Event], object]) -> None:
-        self.evaluation = function  # type: ignore[method-assign, assignment]
+    def __init__(self, setting: str, function: Callable[..., object]) -> None:
+        self._call = UserCall(setting, function, offers=("event", "model"), positions=("event",), decides=("model",))
+        self.needs_model = "model" in self._call.needs
+
+    def evaluation(self, event: Event) -> None:
+        self._call(event=event, model=event.model)
 
 
 def load(name: str) -> Callback:
@@ -61,7 +66,7 @@ def load(name: str) -> Callback:
             "drivetrain.Callback"
         )
     if not isinstance(found, type) and inspect.signature(found).parameters:
-        return OnEvaluation(found)
+        return OnEvaluation(f"callbacks=[{name}]", found)
     try:
         made = found()
     except Exception as error:

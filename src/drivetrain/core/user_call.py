@@ -14,7 +14,7 @@ from drivetrain.core.lazy import torch
 
 NAMES = {  # a parameter's name → what it gets
     "output": "output", "y_pred": "output", "target": "target", "y": "target", "y_true": "target", "input": "input", "x": "input",
-    "batch": "batch", "model": "model", "progress": "progress", "phase": "phase",
+    "batch": "batch", "model": "model", "progress": "progress", "event": "event", "phase": "phase",
 }  # fmt: skip
 BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -87,7 +87,9 @@ class UserCall:
         self.needs = frozenset(positions if self.positional else self._named.values())
         required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in ANY_NUMBER]
         if self.positional:
-            self._check_positions(setting, parameters, required, named)
+            self._check_positions(
+                setting, parameters, required, {name for name, what in named.items() if what in offers}, decides
+            )
         elif unknown := [name for name in required if name not in self._named]:
             given = ", ".join(name for name, what in NAMES.items() if what in offers)
             raise UserError(
@@ -96,12 +98,17 @@ class UserCall:
             )
 
     def _check_positions(
-        self, setting: str, parameters: Mapping[str, inspect.Parameter], required: list[str], named: Mapping[str, str]
+        self,
+        setting: str,
+        parameters: Mapping[str, inspect.Parameter],
+        required: list[str],
+        named: Collection[str],
+        decides: Collection[str],
     ) -> None:
         """Raise UserError where it cannot be called by position, or seems to expect names."""
         wants = f"({', '.join(self._positions)})"
-        if misled := [name for name, what in named.items() if what in ("batch", "progress")]:
-            raise UserError(f"{setting} names `{misled[0]}`, and gets what it names only if it calls the first one `output`")
+        if misled := [name for name in named if name in ("batch", "progress", "phase")]:
+            raise UserError(f"{setting} names `{misled[0]}`, and gets what it names only if {' or '.join(decides)} is among it")
         takes = sum(p.kind in BY_POSITION for p in parameters.values())
         any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
         if (takes < len(self._positions) and not any_number) or len(required) > len(self._positions):

@@ -16,10 +16,11 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling, checked, index_of
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.user_call import UserCall
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, measure_on_some
 from drivetrain.data.draws import Reader, keys
 from drivetrain.data.padding import Lengths, padding_for
-from drivetrain.data.samples import TARGETS, Stack, TargetKey, tensors_of
+from drivetrain.data.samples import TARGETS, Stack, TargetKey, split_sample, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -214,20 +215,33 @@ class Own(Data):
 
 
 class OwnCollate:
-    """The user's own function that makes a batch of a list of samples, which is taken apart as a sample is."""
+    """The user's own function that makes a batch, which is taken apart as a sample is.
+
+    It gets a list of samples or, where its parameters are x (or input) and y (or target), a list of the inputs and one of the
+    targets.
+    """
 
     def __init__(self, collate: Any, setting: str, target_key: TargetKey) -> None:
         self.collate, self.setting, self.target_key = collate, setting, target_key
+        self._takes_pad_to = "pad_to" in inspect.signature(collate).parameters
+        self._calls: dict[int, UserCall] = {}
 
     def __call__(self, samples: Sequence[Any], pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets. Raises UserError."""
-        if pad_to > 1 and "pad_to" not in inspect.signature(self.collate).parameters:
+        if pad_to > 1 and not self._takes_pad_to:
             raise UserError(
                 f"{self.setting} takes no argument `pad_to`, the multiple that batch=bucketed and loader=resident pad to: "
                 "give it one, or set batch.pad_to=1 and another loader"
             )
-        batch = self.collate(samples, **({"pad_to": pad_to} if pad_to > 1 else {}))
-        return tensors_of(batch, self.target_key)
+        if (call := self._calls.get(pad_to)) is None:
+            kwargs = {"pad_to": pad_to} if self._takes_pad_to else {}
+            call = self._calls[pad_to] = UserCall(
+                self.setting, self.collate, kwargs, offers=("input", "target"), positions=("samples",), decides=("target",)
+            )
+        if call.positional:
+            return tensors_of(call.function(samples), self.target_key)
+        pairs = [split_sample(sample, self.target_key) for sample in samples]
+        return tensors_of(call(input=[x for x, _ in pairs], target=[y for _, y in pairs]), self.target_key)
 
 
 class OwnSource(Source):
