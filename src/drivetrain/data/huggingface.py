@@ -87,11 +87,9 @@ class HuggingFace(ImageData):
         classes = len(names) if names else 1 + max(int(each.max()) for each in labels)
         sources = [self._source(rows, each) for rows, each in zip(splits, labels, strict=True)]
         images = [source for source in sources if isinstance(source, Images)]
-        normalize = self.scaled(images) if images else None
-        return Splits(
-            sources[0], sources[1], self.shape(), classes, normalize, names,
-            validation=sources[2] if len(sources) > 2 else None, pixels=images[0].range if images else None,
-        )  # fmt: skip
+        looked = self.looked_at(images) if images else {"normalize": None}
+        validation = sources[2] if len(sources) > 2 else None
+        return Splits(sources[0], sources[1], self.shape(), classes, names=names, validation=validation, **looked)
 
     def _labels(self, rows: Any, names: list[str] | None) -> torch.Tensor:
         """Return the classes of a split (n,) by the numbers that their names have in training. Raises DataError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,8 +28,6 @@ from drivetrain.data.untrusted import Encoding, as_kept
 
 TableKind = Literal["class", "labels", "values"]
 Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
-
-logger = logging.getLogger(__name__)
 
 
 class LabelsCsv(ImageData):
@@ -97,13 +94,14 @@ class LabelsCsv(ImageData):
         reader.learn(rows, sets[0])
         sets += [self._rows(own, schema)[0]] if own else []
         images = [self._images(part, reader.read(part)) for part in sets]
-        for knob, source in zip(("test", "validation"), images[1:], strict=False):
-            if twice := sorted({*images[0].paths} & {*source.paths}):
-                logger.warning("%d images of data.%s are in training too, the first is %s", len(twice), knob, twice[0])
-        normalize = self.scaled(images)
+        doubts = [
+            f"{len(twice)} images of data.{knob} are in training too, the first is {twice[0]}"
+            for knob, source in zip(("test", "validation"), images[1:], strict=False)
+            if (twice := sorted({*images[0].paths} & {*source.paths}))
+        ]
         return Splits(
-            images[0], images[1], self.shape(), reader.outputs, normalize, reader.classes, units=reader.units,
-            validation=images[2] if own else None, files={KEPT: schema.to_json()}, pixels=images[0].range,
+            images[0], images[1], self.shape(), reader.outputs, names=reader.classes, units=reader.units,
+            validation=images[2] if own else None, files={KEPT: schema.to_json()}, **self.looked_at(images, doubts=doubts),
         )  # fmt: skip
 
     def load_whole(self, own: Splits) -> Splits:
@@ -112,10 +110,9 @@ class LabelsCsv(ImageData):
         reader = self._reader()
         rows, _ = self._rows(self.other_file(), schema)
         every = self._images(rows, reader.read_known(rows, own))
-        normalize = self.scaled([every], own)
         return Splits(
-            every, every, self.shape(), reader.outputs, normalize, reader.classes, units=reader.units, files=own.files,
-            origins=WHOLE, pixels=every.range,
+            every, every, self.shape(), reader.outputs, names=reader.classes, units=reader.units, files=own.files,
+            origins=WHOLE, **self.looked_at([every], own),
         )  # fmt: skip
 
     def _reader(self) -> TargetReader:

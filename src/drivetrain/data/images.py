@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
@@ -22,11 +22,11 @@ from drivetrain.data.decoding import CropShare, Decoding, ImageFileSource, check
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
 from drivetrain.data.ranges import Range, of_values
-from drivetrain.data.untrusted import ordinary, read_image_file
+from drivetrain.data.untrusted import read_image_file
 
 IMAGENET = [255 * m for m in (0.485, 0.456, 0.406)], [255 * s for s in (0.229, 0.224, 0.225)]  # mean, standard deviation
 Normalization = Literal["imagenet", "measured"]
-LOOKED_AT, ENLARGED, STEP = 20, 1.5, 16  # files; times the shorter side; sizes that are advised are multiples of it
+ENLARGED, STEP = 1.5, 16  # times the shorter side; sizes that are advised are multiples of it
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +34,6 @@ logger = logging.getLogger(__name__)
 def image_normalization(kind: Normalization, source: Source) -> Normalize:
     """Return ImageNet's normalisation, or the one measured on 500 of a source's images."""
     return measure_on_some(source) if kind == "measured" else Normalize(*IMAGENET)
-
-
-def enlarged(root: str | None, size: int, files: Sequence[str]) -> Iterator[str]:
-    """Yield what to set where most images are much smaller than the size that they are resized to; some files are looked at."""
-    from PIL import Image
-
-    sizes = []
-    for path in files[:: max(1, len(files) // LOOKED_AT)]:
-        with (
-            contextlib.suppress(Exception),
-            open(path, "rb", opener=ordinary) as file,
-            Image.open(file) as image,
-        ):  # a broken file is told by whoever reads it
-            sizes.append((min(image.size), image.size))
-    if not sizes:
-        return
-    side, (width, height) = sorted(sizes)[len(sizes) // 2]
-    if ENLARGED * side < size:
-        fitting = -(-side // STEP) * STEP
-        yield (
-            f"the images in {root} are {width}×{height} and are enlarged to {size}×{size}, which costs time and shows no more: "
-            f"set data.size={fitting}, unless the model wants {size}"
-        )
 
 
 class ImageData(Data):
@@ -84,53 +61,97 @@ class ImageData(Data):
         """Return how the image files become samples."""
         return Decoding(self.size, self.max_pixels, self.crop_pct, self.on_error, self.max_skipped)
 
-    def scaled(self, sources: Sequence[ImageFileSource], own: Splits | None = None) -> Normalize:
+    def looked_at(
+        self, sources: Sequence[ImageFileSource], own: Splits | None = None, *more: str, doubts: Iterable[str] = ()
+    ) -> dict[str, Any]:
         """Give sources the range of their pixels: the user's, that of a run's `own` data, or that of the first source's files.
 
-        Returns their normalisation. Raises DataError where there is no range, or all pixels are alike.
+        Returns what Splits say of them: their normalisation, their range, what they are in short, with `more` of it, and what
+        looks wrong. Raises DataError where there is no range, or all pixels are alike.
         """
+        seen = Seen.of(sources[0])
         if self.range is not None:
             found: Range | None = Range(self.range[0], self.range[1], said=True)
         else:
-            found = own.pixels if own is not None else measure_range(sources[0])
+            found = own.pixels if own is not None else seen.range()
         for source in sources:
             source.range = found
-        return own.normalize if own is not None and own.normalize is not None else image_normalization(self.normalize, sources[0])
+        given = own.normalize if own is not None else None
+        return {
+            "normalize": given or image_normalization(self.normalize, sources[0]),
+            "pixels": found,
+            "inputs": "; ".join(filter(None, [f"inputs: {seen.described()}, as {self.size}×{self.size}", *more])),
+            "doubts": [*doubts, *seen.enlarged(self.size)],
+        }
 
 
-def measure_range(source: ImageFileSource) -> Range | None:
-    """Return the range of the files of more than 8 bits among some that are looked at; None where there are none.
+@dataclass
+class Seen:
+    """What was seen of some files of a source, spread evenly."""
 
-    Raises DataError where all pixels of these files are alike.
-    """
-    import numpy as np
+    files: int
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of those that can be read
+    deep: int = 0  # files of more than 8 bits; of their values:
+    low: float = math.inf
+    high: float = -math.inf
+    whole: bool = True  # numbers, all of them
+    plain: set[int] = field(default_factory=set)  # the first different values of files of 8 bits
 
-    low, high, whole, deep, plain = math.inf, -math.inf, True, 0, set[int]()
-    count = min(len(source), source.looked_at)
-    for index in (torch.arange(count) * len(source) // max(1, count)).tolist():
-        name = source.name(index)
-        try:
-            with open_image(source.content(index), name) as image:
-                check_pixels(image.size, name, source.how.max_pixels)
-                if (values := values_of(image)) is not None:
-                    deep += 1
-                    low, high = float(np.minimum(low, values.min())), float(np.maximum(high, values.max()))
-                    whole = whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
-                elif len(plain) < 2:
-                    plain.update(value for ends in image.convert("RGB").getextrema() for value in ends)
-        except DataError as error:  # whoever reads it says so
-            logger.debug("%s", error)
-    where = f"the {count} images that were looked at for their range"
-    if not deep:
-        if len(plain) == 1:
-            raise DataError(f"all pixels of {where} have the value {min(plain)}, so there is nothing to learn: mend them")
-        return None
-    found = of_values(low, high, whole, where)
-    logger.info(
-        "%d of %s have more than 8 bits, with values from %g to %g: %g becomes black and %g white (data.range)",
-        deep, where, low, high, found.low, found.high,
-    )  # fmt: skip
-    return found
+    @classmethod
+    def of(cls, source: ImageFileSource) -> Self:
+        """Look at some files of a source."""
+        import numpy as np
+
+        seen = cls(min(len(source), source.looked_at))
+        for index in (torch.arange(seen.files) * len(source) // max(1, seen.files)).tolist():
+            name = source.name(index)
+            try:
+                with open_image(source.content(index), name) as image:
+                    check_pixels(image.size, name, source.how.max_pixels)
+                    seen.sizes.append(image.size)
+                    if (values := values_of(image)) is not None:
+                        seen.deep += 1
+                        seen.low = float(np.minimum(seen.low, values.min()))  # which NaN passes
+                        seen.high = float(np.maximum(seen.high, values.max()))
+                        seen.whole = seen.whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
+                    elif len(seen.plain) < 2:
+                        seen.plain.update(value for ends in image.convert("RGB").getextrema() for value in ends)
+            except DataError as error:  # whoever reads it says so
+                logger.debug("%s", error)
+        return seen
+
+    def range(self) -> Range | None:
+        """Return the range of files of more than 8 bits; None where there are none. Raises DataError if all pixels are alike."""
+        where = f"the {self.files} images that were looked at for their range"
+        if not self.deep and len(self.plain) == 1:
+            raise DataError(f"all pixels of {where} have the value {min(self.plain)}, so there is nothing to learn: mend them")
+        return of_values(self.low, self.high, self.whole, where) if self.deep else None
+
+    def described(self) -> str:
+        """Return the sizes of the images in words, and their values where they have more than 8 bits."""
+        if not self.sizes:
+            return "images"
+        ends = [min(self.sizes, key=math.prod), max(self.sizes, key=math.prod)]
+        sizes = " to ".join(dict.fromkeys(f"{width}×{height}" for width, height in ends))
+        if not self.deep or not math.isfinite(self.low + self.high):
+            return f"images of {sizes}"
+        found = of_values(self.low, self.high, self.whole, "")
+        share = "" if self.deep == self.files else f" in {self.deep} of {self.files} files"
+        return (
+            f"images of {sizes} with values {self.low:g} to {self.high:g}{share}, of which {found.low:g} becomes black and "
+            f"{found.high:g} white (data.range)"
+        )
+
+    def enlarged(self, size: int) -> Iterator[str]:
+        """Yield what to set where most images are much smaller than the size that they are resized to."""
+        if not self.sizes:
+            return
+        side, (width, height) = sorted((min(each), each) for each in self.sizes)[len(self.sizes) // 2]
+        if ENLARGED * side < size > (fitting := -(-side // STEP) * STEP):
+            yield (
+                f"the images are {width}×{height} and are enlarged to {size}×{size}, which costs time and shows no more: set "
+                f"data.size={fitting}, unless the model wants {size}"
+            )
 
 
 class ImageFolder(ImageData):
@@ -176,7 +197,7 @@ class ImageFolder(ImageData):
             yield f"data.validation={self.validation}: {self.root} has no such folder: name one, or give a share such as 0.1"
 
     def load_whole(self, own: Splits) -> Splits | None:
-        layout = self._layout()
+        layout, not_read, doubts = self._layout()
         folder = layout.test or layout.train
         found = sorted(folder.folders)
         classes = found if own.names is None or not found else [one_form(name) for name in own.names]
@@ -186,37 +207,25 @@ class ImageFolder(ImageData):
             return None
         every = self._source(*self._files(folder, classes))
         origins = {"test": "the whole folder"} if layout.test is None else layout.origins("")
-        normalize = self.scaled([every], own)
-        return Splits(every, every, self.shape(), len(classes), normalize, classes, origins=origins, pixels=every.range)
+        looked = self.looked_at([every], own, not_read, doubts=doubts)
+        return Splits(every, every, self.shape(), len(classes), names=classes, origins=origins, **looked)
 
-    def _layout(self) -> folders.Layout:
+    def _layout(self) -> tuple[folders.Layout, str, list[str]]:
+        """Return the layout of the folder, what is not read in words, and what looks wrong. Raises UserError."""
         root = str(self.root)
         listed = listing.walk(root, IMAGES)
         layout = folders.find(root, listed, self.validation if isinstance(self.validation, str) else None)
-        self._log_not_read(listed, layout)
-        return layout
-
-    def _log_not_read(self, listed: Folder, layout: folders.Layout) -> None:
-        """Log the folders and files that are not read."""
         beside = Counter(f"{os.path.splitext(name)[1]} beside the class folders" for name in folders.strays(listed, layout.train))
-        said = [
-            ", ".join(f"{name}/" for name in layout.not_read if name not in self.beside),
-            listing.said(listed.passed_over),
-            listing.said(beside),
-        ]
-        if any(said):
-            logger.warning("%s has folders and files that are not read: %s", self.root, ", ".join(filter(None, said)))
-        if listed.twins:
-            logger.warning(
-                "%s has %d images of one name and two kinds, which may be the same picture twice: the first is %s", self.root,
-                len(listed.twins), listed.twins[0],
-            )  # fmt: skip
+        others = [f"{name}/" for name in layout.not_read if name not in self.beside]
+        said = [", ".join(others), listing.said(listed.passed_over), listing.said(beside)]
+        doubts = listing.doubts(root, listed)
+        return layout, f"not read: {', '.join(filter(None, said))}" if any(said) else "", doubts
 
     def _source(self, paths: Sequence[str], targets: Sequence[int]) -> Images:
         return Images(str(self.root), paths, torch.tensor(targets), self.how())
 
     def load(self, device: torch.device) -> Splits:
-        layout = self._layout()
+        layout, not_read, doubts = self._layout()
         classes, folder = sorted(layout.train.folders), len(layout.train.path)
         if len(classes) < 2 and self.targets == "class":
             raise UserError(
@@ -237,18 +246,15 @@ class ImageFolder(ImageData):
             )
         if layout.validation is not None:
             sources.append(self._source(*self._files(layout.validation, classes, layout.train)))
-        normalize = self.scaled(sources)
+        looked = self.looked_at(sources, None, not_read, doubts=doubts)
         left = self.verify_files
         for source in sources:
             for index in range(min(left, len(source))):
                 source.sample(index)
             left -= min(left, len(source))
-        for line in enlarged(self.root, self.size, list(map(sources[0].name, range(len(sources[0]))))):
-            logger.info("%s", line)
-        validation = sources[2] if len(sources) > 2 else None
         return Splits(
-            sources[0], sources[1], self.shape(), len(classes), normalize, classes, validation=validation,
-            origins=layout.origins(f"{self.holdout:g} of the files"), pixels=sources[0].range,
+            sources[0], sources[1], self.shape(), len(classes), names=classes, **looked,
+            validation=sources[2] if len(sources) > 2 else None, origins=layout.origins(f"{self.holdout:g} of the files"),
         )  # fmt: skip
 
     def _files(self, folder: Folder, classes: list[str], train: Folder | None = None) -> tuple[list[str], list[int]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from drivetrain.core.errors import DataError
 
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff")
+IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".avif", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
 # What systems and tools leave beside data. Names that begin with a dot are no data either.
 JUNK = frozenset(
     ("__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini")
@@ -87,6 +87,19 @@ def _walk(root: str, path: str, endings: frozenset[str], chain: tuple[str, ...])
         found.folders[key] = _walk(root, f"{path}{name}/", endings, leading)
         found.passed_over += found.folders[key].passed_over
         found.twins += found.folders[key].twins
+    return found
+
+
+def doubts(root: str, listed: Folder) -> list[str]:
+    """Return what looks wrong in a folder that was listed: many files that are not read, and a picture that is there twice."""
+    found = []
+    if 10 * listed.passed_over.total() > sum(1 for _ in listed.every()):
+        found.append(f"{root} has many files that are not read: {said(listed.passed_over)}")
+    if listed.twins:
+        found.append(
+            f"{root} has {len(listed.twins)} files of one name and two kinds, which may be the same picture twice: the first is "
+            f"{listed.twins[0]}"
+        )
     return found
 
 

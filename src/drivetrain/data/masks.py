@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +44,6 @@ COLOUR = 1 << 24  # added to a colour's number, red × 65536 + green × 256 + bl
 
 Pair = tuple[str, str]  # the paths of an image and of its mask
 Size = tuple[int, int]  # width and height
-logger = logging.getLogger(__name__)
 
 
 class Masks(ImageData):
@@ -103,7 +101,7 @@ class Masks(ImageData):
         return False  # a loader that decodes files itself does not read masks
 
     def load(self, device: torch.device) -> Splits:
-        pairs = self._pairs()
+        pairs, doubts = self._pairs()
         reading = self._reading(list(pairs.values()))
         apart = {name for name in pairs if hash_fraction(name) < self.holdout}
         train, test = ([pairs[name] for name in pairs if (name in apart) is held] for held in (False, True))
@@ -112,19 +110,21 @@ class Masks(ImageData):
                 f"{self.root} gives {len(train)} training and {len(test)} test images: add images, or set data.holdout"
             )
         sources = [MaskedImages(str(self.root), files, self.how(), reading) for files in (train, test)]
-        names, normalize = [_named(value) for value in reading.values], self.scaled(sources)
-        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names, pixels=sources[0].range)
+        names = [_named(value) for value in reading.values]
+        looked = self.looked_at(sources, None, reading.found, doubts=doubts)
+        return Splits(sources[0], sources[1], self.shape(), len(names), names=names, **looked)
 
     def load_whole(self, own: Splits) -> Splits:
-        pairs, known = list(self._pairs().values()), [_number(name) for name in own.names or ()]
-        reading = self._reading(pairs, known)
+        named, doubts = self._pairs()
+        pairs = list(named.values())
+        reading = self._reading(pairs, [_number(name) for name in own.names or ()])
         every = MaskedImages(str(self.root), pairs, self.how(), reading)
-        normalize, origins = self.scaled([every], own), {"test": "the whole folder"}
-        return Splits(every, every, self.shape(), own.classes, normalize, own.names, origins=origins, pixels=every.range)
+        looked, origins = self.looked_at([every], own, reading.found, doubts=doubts), {"test": "the whole folder"}
+        return Splits(every, every, self.shape(), own.classes, names=own.names, origins=origins, **looked)
 
-    def _pairs(self) -> dict[str, Pair]:
-        """Return each image and its mask by their common name, in the order of names. Raises UserError."""
-        images, masks = self._files(self.images, IMAGES), self._files(self.masks, MASKS)
+    def _pairs(self) -> tuple[dict[str, Pair], list[str]]:
+        """Return each image and its mask by their common name, in the order of names, and what looks wrong. Raises UserError."""
+        (images, doubts), (masks, more) = self._files(self.images, IMAGES), self._files(self.masks, MASKS)
         if alone := sorted(set(images) ^ set(masks)):
             raise UserError(
                 f"{self.root}: {len(alone)} files have no partner of the same name in {self.images}/ and {self.masks}/, the "
@@ -132,20 +132,19 @@ class Masks(ImageData):
             )
         if not images:
             raise UserError(f"no image in {self.root}/{self.images}")
-        return {name: (images[name], masks[name]) for name in sorted(images)}
+        return {name: (images[name], masks[name]) for name in sorted(images)}, [*doubts, *more]
 
-    def _files(self, folder: str, endings: Sequence[str]) -> dict[str, str]:
-        """Return the files of a folder by what an image and its mask have in common. Raises UserError."""
+    def _files(self, folder: str, endings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+        """Return the files of a folder by what an image and its mask have in common, and what looks wrong. Raises UserError."""
         found: dict[str, str] = {}
         listed = listing.walk(os.path.join(str(self.root), folder), endings)
-        if listed.passed_over:
-            logger.warning("%s has files that are not read: %s", f"{self.root}/{folder}", listing.said(listed.passed_over))
         for path in listed.every():
             name = listing.one_form(path.rpartition(".")[0])
             if name in found:
                 raise UserError(f"{self.root}/{folder}: {found[name]} and {path} have one name, and a pair has one: remove one")
             found[name] = path
-        return {name: f"{folder}/{path}" for name, path in found.items()}
+        doubts = listing.doubts(f"{self.root}/{folder}", listed)
+        return {name: f"{folder}/{path}" for name, path in found.items()}, doubts
 
     def _reading(self, pairs: Sequence[Pair], known: Sequence[int] = ()) -> MaskReading:
         """Return how these masks are read: what their values mean, and whether they turn with their images. Raises UserError."""
@@ -170,8 +169,8 @@ class Masks(ImageData):
                 f"{self.root}/{self.masks}: masks have the values {', '.join(map(_named, unknown[:10]))}, and the "
                 f"{'run knows' if known else 'classes are'} {', '.join(map(_named, given[:10]))}: set data.values or data.ignore"
             )
-        _log_values(shares, given, ignore)
-        return MaskReading(tuple(given), ignore, self.max_pixels, _turning(looks))
+        found = _described(shares, given, ignore)
+        return MaskReading(tuple(given), ignore, self.max_pixels, _turning(looks), found)
 
 
 def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes: int | None, where: str) -> list[int]:
@@ -211,8 +210,8 @@ def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes
     return list(range(kept[-1] + 1))
 
 
-def _log_values(pixels: Counter[int], values: Sequence[int], ignore: int | None) -> None:
-    """Log which values were found, and what each became."""
+def _described(pixels: Counter[int], values: Sequence[int], ignore: int | None) -> str:
+    """Return which values were found, and what each became, in words."""
     total, numbers = pixels.total(), {value: number for number, value in enumerate(values)}
     parts = [
         f"{_named(value)} is {'ignored' if value == ignore else f'class {numbers[value]}'} ({100 * count / total:.3g} %)"
@@ -220,10 +219,8 @@ def _log_values(pixels: Counter[int], values: Sequence[int], ignore: int | None)
         if value in numbers or value == ignore
     ]
     absent = [_named(value) for value in values if value not in pixels]
-    logger.info(
-        "the pixels of the masks: %s%s%s", ", ".join(parts[:12]), ", …" if len(parts) > 12 else "",
-        f"; none is {', '.join(absent[:10])}" if absent else "",
-    )  # fmt: skip
+    more = ", …" if len(parts) > 12 else ""
+    return f"masks: {', '.join(parts[:12])}{more}" + (f", none is {', '.join(absent[:10])}" if absent else "")
 
 
 class Look(NamedTuple):
@@ -287,6 +284,7 @@ class MaskReading:
     ignore: int | None  # a value that does not count
     max_pixels: int
     turns: bool | None  # where its size does not tell: whether a mask is stored as its image is
+    found: str = ""  # their values in words
 
     def read(self, path: str, image: str, layout: Layout, size: int) -> torch.Tensor:
         """Return a mask, int64 (size, size), of the part of its image that the layout says. Raises DataError."""

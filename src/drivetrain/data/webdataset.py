@@ -97,9 +97,8 @@ class WebDataset(ImageData):
         highest = int(max(table.labels.max() for table in tables))
         classes = number_of_classes(highest, len(train.names), self.classes, f"data.train={self.train}")
         sources = [ShardImages(table, self) for table in tables]
-        normalize = self.scaled(sources)
         validation = sources[2] if own else None
-        return Splits(sources[0], sources[1], self.shape(), classes, normalize, validation=validation, pixels=sources[0].range)
+        return Splits(sources[0], sources[1], self.shape(), classes, validation=validation, **self.looked_at(sources))
 
     def _own(self) -> str | None:
         """Return the shards of the validation set, which are beside those of training; None where they are no shards."""

@@ -18,10 +18,11 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
+from drivetrain.data import listing
+from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import decode
 from drivetrain.inference.transforms import Transforms
 
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
 ARRAYS = (".npy", ".npz", ".pt", ".pth")
 
 
@@ -86,7 +87,7 @@ def given(words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], 
 
 def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[Item]:
     """The images and arrays in a folder and below, sorted by their paths."""
-    inside = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGES + ARRAYS)
+    inside = [folder / name for name in sorted(listing.walk(str(folder), (*IMAGES, *ARRAYS)).every())]
     if not inside:
         raise UserError(f"{folder} holds no image and no array: it needs files such as {', '.join((*IMAGES[:4], *ARRAYS))}")
     return [item for path in inside for item in _of_file(path, transforms, size)]
