@@ -6,15 +6,19 @@ import json
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import INTERRUPTED, UserError
 from drivetrain.core.tensors import Tensors
-from drivetrain.inference.evaluation import evaluate
+from drivetrain.inference.evaluation import Evaluation, evaluate
 from drivetrain.inference.finished import Choice
 from tests.support.command import run
 
@@ -216,3 +220,212 @@ def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
     assert "nets.net" in line
     allowed = evaluate(copy, ["trust=[nets]", "model.target=nets.net"])
     assert allowed.metrics == result.tested("final")
+
+
+# --- `drivetrain evaluate` on another file than the run's own: all of it is judged, encoded as the run's own data ---
+
+SMALL = ("model=mlp", "model.hidden=[8]", "epochs=1", "batch.global_batch=8")
+GPT = ("model=gpt", "model.depth=1", "model.width=16", "model.heads=2", "epochs=1", "batch.global_batch=8")
+UNET = ("task=segmentation", "model=unet", "model.width=2", "model.depth=1", "epochs=1", "batch.global_batch=8")
+OTHER = 11  # samples of the other file
+Write = Callable[[Path, int, int], Path]  # (folder, samples, number of the first) → the file or folder of the data
+
+
+def table(folder: Path, rows: Sequence[str], header: str = "size,color,kind,price") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "t.csv").write_text("\n".join([header, *rows]) + "\n")
+    return folder / "t.csv"
+
+
+def houses(folder: Path, count: int, first: int) -> Path:
+    """Rows of three colors and three kinds. Of eleven rows, the first has a color that no other file has."""
+    colors, kinds = ("red", "blue", "green"), ("barn", "flat", "villa")
+    rows = [f"{n * n},{colors[n % 3] if count > OTHER else ('red', 'pink')[n == first]}" for n in range(first, first + count)]
+    return table(folder, [f"{row},{kinds[1 + n % 2 if count <= OTHER else n % 3]},{3 * n}" for n, row in enumerate(rows)])
+
+
+def painted(folder: Path, count: int, first: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"{n}.png" for n in range(first, first + count)]
+    for n, name in enumerate(names, first):
+        Image.new("RGB", (8, 8), (n, 3 * n, 255 - n)).save(folder / name)
+    return names
+
+
+def images_in_a_table(folder: Path, count: int, first: int) -> Path:
+    names = painted(folder, count, first)
+    few = count <= OTHER
+    return table(folder, [f"{name},{'dog' if few or n % 3 else 'cat'}" for n, name in enumerate(names)], "image,kind")
+
+
+def masks(folder: Path, count: int, first: int) -> Path:
+    """Three classes; a folder of a few images has only the first two."""
+    (folder / "masks").mkdir(parents=True)
+    for name in painted(folder / "images", count, first):
+        mask = np.zeros((8, 8), dtype=np.uint8)
+        mask[:4] = 1
+        mask[0] = 1 if count <= OTHER else 2
+        Image.fromarray(mask).save(folder / "masks" / name)
+    return folder
+
+
+def json_lines(folder: Path, count: int, first: int) -> Path:
+    """Texts of two classes; a file of a few has only the second."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = ["dog" if count <= OTHER or n % 2 else "cat" for n in range(count)]
+    lines = [json.dumps({"text": f"a {kind} of {n}", "kind": kind}) for n, kind in enumerate(kinds, first)]
+    (folder / "t.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "t.jsonl"
+
+
+def plain_text(folder: Path, count: int, first: int) -> Path:
+    """Each line is a passage of its own, of one piece."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "t.txt").write_text("".join(f"line {n:03d}, and {'so on ' * 9}\n" for n in range(first, first + count)))
+    return folder / "t.txt"
+
+
+READERS: dict[str, tuple[Write, str, tuple[str, ...]]] = {
+    "tabular": (houses, "path", (*SMALL, "data=tabular", "data.target=kind")),
+    "labels_csv": (images_in_a_table, "path", (*SMALL, "data=labels_csv", "data.target=kind", "data.size=8")),
+    "masks": (
+        masks,
+        "root",
+        (*UNET, "data=masks", "data.size=8"),
+    ),
+    "jsonl": (json_lines, "path", (*GPT, "data=jsonl", "task=text_classification", "data.label=kind", "data.length=64")),
+    "text": (plain_text, "path", (*GPT, "data=text", "task=language_modelling", "data.length=16")),
+}
+
+
+@pytest.fixture
+def trained(finished, tmp_path_factory):
+    """`trained(reader)`: the run directory of a run on sixty samples, and its own file or folder."""
+
+    def by(reader: str) -> tuple[Path, Path]:
+        write, key, words = READERS[reader]
+        folder = tmp_path_factory.getbasetemp() / f"own_{reader}"
+        own = folder / {"path": "t.txt" if reader == "text" else "t.jsonl" if reader == "jsonl" else "t.csv"}.get(key, "")
+        if not folder.exists():
+            own = write(folder, 60, 0)
+        result = finished(*words, f"data.{key}={own}", "data.holdout=0.3", "augment=[]")
+        return result.run_dir, own
+
+    return by
+
+
+def judged(run_dir: Path, reader: str, place: Path, *more: str) -> Evaluation:
+    return evaluate(run_dir, [f"data.{READERS[reader][1]}={place}", *more])
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_another_file_is_judged_whole(reader, trained, tmp_path):
+    """The run's own file is judged on what was held out, at another place too. A share of another file must be asked for."""
+    run_dir, own = trained(reader)
+    held_out = evaluate(run_dir)
+    assert held_out.samples > 0
+    other = judged(run_dir, reader, READERS[reader][0](tmp_path / "other", OTHER, 100))
+    pieces = 1 if reader != "text" else other.samples // OTHER  # a passage is cut into pieces
+    assert other.samples == OTHER * pieces
+    assert "the whole" in other.source
+    moved = tmp_path / "moved" / own.name
+    shutil.copytree(own if own.is_dir() else own.parent, moved if own.is_dir() else moved.parent)
+    again = judged(run_dir, reader, moved)
+    assert (again.samples, again.metrics) == (held_out.samples, held_out.metrics)
+    place = tmp_path / "other" / (own.name if own.is_file() else "")
+    assert judged(run_dir, reader, place, "data.holdout=0.5").samples < other.samples
+
+
+def test_a_tables_figures_are_those_of_its_predictions(trained, tmp_path):
+    """Its means, colors and kinds differ from those of the run's own table, which encode it."""
+    run_dir, _ = trained("tabular")
+    path = houses(tmp_path, OTHER, 100)
+    run = drivetrain.load(run_dir)
+    found = run.predict_ready(torch.cat(inputs_of(run, path))).probabilities
+    kinds = torch.tensor([run.classes.index(row.split(",")[2]) for row in path.read_text().splitlines()[1:]])
+    check(judged(run_dir, "tabular", path), found, kinds)
+
+
+def test_numbers_are_in_the_units_of_the_runs_own_table(finished, tmp_path):
+    own, path = houses(tmp_path / "own", 60, 0), houses(tmp_path / "other", OTHER, 100)
+    words = ("task=regression", "data=tabular", "data.target=price", f"data.path={own}")
+    result = finished(*SMALL, *words)
+    run = drivetrain.load(result.run_dir)
+    output = run.predict_ready(torch.cat(inputs_of(run, path))).output
+    prices = torch.tensor([float(row.split(",")[3]) for row in path.read_text().splitlines()[1:]])
+    mae = (run._units(output).flatten() - prices).abs().mean()
+    assert evaluate(result.run_dir, [f"data.path={path}"]).metrics["mae"] == pytest.approx(float(mae), rel=1e-4)
+
+
+def test_the_figures_of_texts_are_those_of_their_predictions(trained, tmp_path):
+    run_dir, _ = trained("jsonl")
+    path = json_lines(tmp_path, OTHER, 100)
+    run = drivetrain.load(run_dir)
+    found = torch.cat([run.predict_ready(x).probabilities for x in inputs_of(run, path)])
+    check(judged(run_dir, "jsonl", path), found, torch.full((OTHER,), run.classes.index("dog")))
+
+
+def inputs_of(run, path: Path) -> list[torch.Tensor]:
+    """A file's samples in blocks, as the run's predictions read them."""
+    return [read(slice(count)) for count, read in run._run.data.read_inputs(path, run._data, 7).blocks]
+
+
+def check(other: Evaluation, probabilities: torch.Tensor, classes: torch.Tensor) -> None:
+    right = (probabilities.argmax(1) == classes).float().mean()
+    assert other.metrics["accuracy"] == pytest.approx(float(right))
+    loss = -probabilities[torch.arange(len(classes)), classes].log().mean()
+    assert other.metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reader", "content", "says"),
+    [
+        ("tabular", "size,kind,price\n1,barn,2\n", "has no column color, which the run's own table has"),
+        ("tabular", "size,color,kind,price\n1,red,castle,2\n", "no training row has the class castle of kind"),
+        ("labels_csv", "image,kind\n0.png,bird\n", "no training row has the class bird of kind"),
+        ("labels_csv", "file,kind\n0.png,dog\n", "data.image=image is no column of"),
+        ("jsonl", '{"text": "a bird", "kind": "bird"}\n', "has classes that the run does not know: bird"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(reader, content, says, trained, tmp_path):
+    run_dir, own = trained(reader)
+    painted(tmp_path, 1, 0)
+    (tmp_path / own.name).write_text(content)
+    with pytest.raises(UserError, match=says) as refused:
+        judged(run_dir, reader, tmp_path / own.name)
+    assert len(refused.value.problems) == 1
+
+
+def test_masks_of_a_class_that_the_run_does_not_know_are_refused(trained, tmp_path):
+    run_dir, _ = trained("masks")
+    root = masks(tmp_path / "other", 2, 0)
+    Image.fromarray(np.full((8, 8), 7, dtype=np.uint8)).save(root / "masks" / "0.png")
+    with pytest.raises(UserError, match=r"masks have the values 7, and the run knows 0, 1, 2: set data.values"):
+        judged(run_dir, "masks", root)
+
+
+def test_a_table_for_the_test_is_encoded_as_the_runs_own(trained, tmp_path):
+    """Beside another data.path, the file that data.test gives is judged; without it never the run's own data.test."""
+    run_dir, own = trained("tabular")
+    whole = judged(run_dir, "tabular", path := houses(tmp_path / "other", OTHER, 100))
+    train = houses(tmp_path / "train", 30, 200)
+    given = judged(run_dir, "tabular", train, f"data.test={path}")
+    assert (given.samples, given.metrics, given.source) == (whole.samples, whole.metrics, whole.source)
+    tested = drivetrain.train([*READERS["tabular"][2], f"data.path={own}", f"data.test={train}", "output_dir=out", "logger=[]"])
+    assert evaluate(tested.run_dir).samples == 30
+    assert judged(tested.run_dir, "tabular", path).samples == OTHER
+
+
+def test_folders_of_some_classes_have_the_runs_numbers(finished, tmp_path):
+    """Another folder has no images of the first class; one with a class that the run does not know is refused."""
+    for place, kinds in (("own", "abc"), ("other", "bc"), ("more", "abd")):
+        for kind in kinds:
+            painted(tmp_path / place / kind, 20 if place == "own" else 4, 5 * ord(kind) - 480)
+    words = ("data=imagefolder", "data.size=8", "data.normalize=measured", "augment=[]")
+    result = finished(*SMALL, *words, f"data.root={tmp_path / 'own'}")
+    run = drivetrain.load(result.run_dir)
+    files = [sorted((tmp_path / "other" / kind).iterdir()) for kind in "bc"]
+    found = run.predict([str(file) for file in (*files[0], *files[1])]).probabilities
+    check(evaluate(result.run_dir, [f"data.root={tmp_path / 'other'}"]), found, torch.tensor([1] * 4 + [2] * 4))
+    with pytest.raises(UserError, match="has classes that the run does not know: d"):
+        evaluate(result.run_dir, [f"data.root={tmp_path / 'more'}"])

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
+import subprocess
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
+import drivetrain
 from drivetrain import saving
+from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.progress import Progress
+from drivetrain.logger.files import Files
 from drivetrain.parallel.base import Parallel
-from drivetrain.saving import checkpoint_io
+from drivetrain.run import records
+from drivetrain.run.held import Held
+from drivetrain.run.result import Result
+from drivetrain.saving import checkpoint_io, manifest, space
+from drivetrain.saving.divided import whole
 from drivetrain.saving.options import Last
 from drivetrain.saving.writer import Writer
 from tests.saving.test_host_copy import stub
@@ -202,3 +214,210 @@ def test_an_error_of_a_write_is_raised_by_the_next_save(tmp_path, monkeypatch):
     writer.save(stub(torch.zeros(3), Progress(updates=1)))
     with pytest.raises(RuntimeError, match="refused"):
         writer.save(stub(torch.zeros(3), Progress(updates=2)))
+
+
+# --- a disk that is full, or refuses to write: one message, nothing half-written, and a result ---
+
+MB = 2**20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = os.geteuid() == 0 and shutil.which("mount") is not None
+    if not mounted or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", place], check=False).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(disk: Path, left: int = 0) -> None:
+    """Leave this many bytes."""
+    (disk / "filled").write_bytes(bytes(max(0, shutil.disk_usage(disk).free - left)))
+
+
+def left_in(run_dir: Path) -> list[str]:
+    return sorted(p.name for p in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("told", [True, False], ids=["the disk tells its space", "it does not"])
+def test_a_full_disk_keeps_the_last_checkpoint_and_no_part_of_the_next(disk, sharded, told, monkeypatch):
+    weights = {"w": torch.ones(MB // 4 // 2)}
+    state = {"optimizer": {}, "ema": {}}
+
+    def save(update: int) -> None:
+        if sharded:
+            checkpoint_io.save_sharded(disk, update, {f"model/{n}": whole(t) for n, t in weights.items()}, state, None)
+        else:
+            checkpoint_io.save(disk, update, weights, state)
+
+    save(1)
+    fill(disk, MB // 4)
+    if not told:  # a quota is not in what a disk tells
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=0, free=0))
+    with pytest.raises(CannotSave, match=r"checkpoint 2 could not be written to .*528 kB are needed") as error:
+        save(2)
+    assert f"The last checkpoint, {disk / 'checkpoints/1'}, is safe: go on with resume={disk}" in str(error.value)
+    assert left_in(disk) == ["1"]
+    assert manifest.newest_valid(disk) == (disk / "checkpoints/1", [])
+
+
+def test_a_full_disk_ends_an_asynchronous_save_with_the_same_message(disk):
+    writer = Writer(disk, Last(asynchronous=True), Parallel(), contextlib.nullcontext)
+    writer.start()
+    fill(disk)
+    writer.save(stub(torch.zeros(MB // 4), Progress(updates=1)))
+    with pytest.raises(CannotSave, match=r"checkpoint 1 could not be written.*There is no checkpoint before it"):
+        writer.wait()
+
+
+def test_a_run_on_a_full_disk_has_a_result_a_log_and_its_last_checkpoint(disk, tiny, monkeypatch):
+    """The loss of each update is logged, so metrics.jsonl may meet the full disk first: the outcome is the same."""
+    save = Writer.save
+
+    def saved(self: Writer, trainer) -> None:
+        save(self, trainer)
+        fill(disk)
+
+    with monkeypatch.context() as m:
+        m.setattr(Writer, "save", saved)
+        ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2", f"output_dir={disk}"))
+    assert ended.status == "failed"
+    assert "could not be written" in ended.error
+    assert "is safe: go on with resume=" in ended.error
+    assert Result.read(ended.run_dir).error == ended.error
+    assert left_in(ended.run_dir) == ["2"]
+    (disk / "filled").unlink()
+    again = drivetrain.train([f"resume={ended.run_dir}"])
+    assert (again.status, again.updates) == ("completed", 6), again.error
+    assert not (again.run_dir / ".reserve").exists()
+    assert [r["update"] for r in records.read(again.run_dir / "metrics.jsonl").records if r["event"] == "train"] == [*range(1, 7)]
+
+
+def test_a_run_does_not_begin_on_a_full_disk(disk, tiny):
+    fill(disk, 100_000)
+    with pytest.raises(UserError, match=r"output_dir: no run can be written to .*No space left on device.*free"):
+        drivetrain.train(tiny(f"output_dir={disk}"))
+    assert sorted(p.name for p in disk.iterdir()) == ["filled"]
+
+
+class Refusing:
+    """A file that refuses a time."""
+
+    def __init__(self, file, code: int) -> None:
+        self.file, self.code = file, code
+
+    def write(self, text: str) -> None:
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code))
+        self.file.write(text)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_record_that_cannot_be_written_names_its_file(tmp_path, code):
+    log = Files()
+    log.start(tmp_path, 0)
+    log._file = Refusing(log._file, code)
+    (tmp_path / space.RESERVE).write_bytes(bytes(10))
+    with pytest.raises(CannotSave, match=f"metrics.jsonl could not be written to {tmp_path}: {os.strerror(code)}"):
+        log.log({"update": 1})
+    assert not (tmp_path / space.RESERVE).exists(), "the result needs the space"
+    log.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_an_error_of_the_disk_anywhere_in_a_run_gets_the_message(tmp_path, code):
+    error = OSError(code, os.strerror(code), str(tmp_path / "images/a.png"))
+    assert space.explain(error, tmp_path).startswith(f"a.png could not be written to {tmp_path}: {os.strerror(code)}")
+    assert space.explain(FileNotFoundError(errno.ENOENT, "No such file"), tmp_path) is None
+
+
+def test_torchs_and_safetensors_errors_in_writing_are_known(disk):
+    fill(disk, 1000)
+    for write in (lambda: torch.save({"w": torch.ones(MB)}, disk / "state.pt"),
+                  lambda: checkpoint_io.write_weights({"w": torch.ones(MB)}, disk / "averaged.safetensors")):  # fmt: skip
+        with pytest.raises((RuntimeError, OSError)) as error:
+            write()
+        assert isinstance(error.value, CannotSave) or space.reason_of(error.value) is not None
+    assert space.reason_of(RuntimeError("shape mismatch")) is None
+    assert not list(disk.glob("*averaged*"))
+
+
+# --- a run's directory that is moved away or removed while the run trains ---
+
+
+def test_a_directory_is_found_where_it_went(tmp_path):
+    (tmp_path / "run").mkdir()
+    held = Held(tmp_path / "run")
+    assert held.folder() == held.place() == tmp_path / "run"
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert held.folder() == held.place() == tmp_path / "elsewhere"
+    (tmp_path / "run").mkdir()  # another one of its name
+    assert held.folder() == tmp_path / "elsewhere"
+    (tmp_path / "elsewhere").rmdir()
+    assert held.folder() is None
+    assert held.place() == tmp_path / "run-rescued"
+    assert held.place().is_dir()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_first_save_after_a_move_is_in_the_new_place_and_the_last_one(tmp_path, asynchronous):
+    run, gone = tmp_path / "run", tmp_path / "gone"
+    writer = Writer(run, Last(asynchronous=asynchronous), Parallel(), contextlib.nullcontext)
+    writer.start()
+    progress = Progress(updates=1)
+    writer.save(stub(torch.zeros(2), progress))
+    writer.wait()
+    run.rename(gone)
+    progress.updates = 2
+    with pytest.raises(CannotSave, match=f"moved to {gone} while the run trained: .*{gone}/checkpoints/2, .*resume={gone}"):
+        writer.save(stub(torch.ones(2), progress))
+    assert not run.exists()
+    assert manifest.newest_valid(gone) == (gone / "checkpoints/2", [])
+    saved = safetensors.torch.load_file(gone / "checkpoints/2/model.safetensors")
+    assert torch.equal(saved["w"], torch.ones(2))
+
+
+def lose(monkeypatch: pytest.MonkeyPatch, how) -> None:
+    """Do this to a run's directory after its first save."""
+    save, done = Writer.save, []
+
+    def saved(self: Writer, trainer) -> None:
+        save(self, trainer)
+        if not done:
+            self.wait()
+            done.append(how(Path(self._run_dir)))
+
+    monkeypatch.setattr(Writer, "save", saved)
+
+
+def test_a_run_whose_directory_was_moved_ends_with_its_result_there_and_goes_on(tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as m:
+        lose(m, lambda run: run.rename(tmp_path / "kept"))
+        ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2"))
+    assert (ended.status, ended.updates, ended.run_dir) == ("failed", 4, tmp_path / "kept")
+    assert "was moved to" in ended.error
+    assert f"go on with resume={tmp_path / 'kept'}" in ended.error
+    assert (tmp_path / "kept" / "metrics.csv").is_file()
+    again = drivetrain.train([f"resume={tmp_path / 'kept'}"])
+    assert (again.status, again.updates) == ("completed", 6), again.error
+
+
+def test_a_run_whose_directory_was_removed_is_saved_beside_it_and_goes_on(tiny, monkeypatch):
+    with monkeypatch.context() as m:
+        lose(m, shutil.rmtree)
+        ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2"))
+    assert (ended.status, ended.updates) == ("failed", 4)
+    assert "was removed while the run trained: its state is saved in" in ended.error
+    assert ended.run_dir.name.endswith("-rescued")
+    again = drivetrain.train([f"resume={ended.run_dir}"])
+    assert (again.status, again.updates) == ("completed", 6), again.error

@@ -97,7 +97,7 @@ def _is_harmless(path: Any) -> bool:
 def _is_below(path: Any, roots: Sequence[str]) -> bool:
     if not isinstance(path, str | bytes | os.PathLike):  # a descriptor
         return False
-    real = os.path.realpath(os.fsdecode(path))
+    real = os.path.realpath(os.fsdecode(path)).replace(f"/proc/{os.getpid()}/", "/proc/self/", 1)
     return any(real == root or real.startswith(f"{root}{os.sep}") for root in roots)
 
 
