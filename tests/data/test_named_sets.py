@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
@@ -250,3 +252,21 @@ def test_a_metric_without_targets_is_left_out_beside_a_loss_that_has_some(train,
     assert set(run.metrics["validation"]["final"]) == {"loss", "accuracy", "f1", "ema_loss", "ema_accuracy", "ema_f1"}
     assert set(run.metrics["test"]["final"]) == {"loss", "ema_loss"}
     assert "accuracy of the averaged weights on the test set is nan" in (run.run_dir / "log.txt").read_text()
+
+
+def test_folders_of_images_are_sets_by_their_names(train, tmp_path):
+    for n, folder in enumerate(("train", "test", "near", "far")):
+        for kind in ("a", "b"):
+            place = tmp_path / "images" / folder / kind
+            place.mkdir(parents=True)
+            for i in range(4 + n):
+                Image.fromarray(np.full((8, 8, 3), 20 * i + 10 * (kind == "b"), np.uint8)).save(place / f"{i}.png")
+    words = ["data=imagefolder", "data.root=images", "data.size=8", "batch.global_batch=4", "log_every=1"]
+    run = train(*words, "data.test={test: test, far: far}", "data.validation={near: near, held: 0.25}")
+    assert (run.status, run.error) == ("completed", None)
+    said = (run.run_dir / "log.txt").read_text()
+    assert "8 training" not in said
+    assert "12 validation near" in said
+    assert "2 validation held" in said
+    assert "10 test test, 14 test far" in said
+    assert "not read" not in said

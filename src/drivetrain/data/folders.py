@@ -34,12 +34,13 @@ class Layout:
         return {name: folder.path for name, folder in sets.items() if folder is not None}
 
 
-def find(root: str, listed: Folder, validation: str | None) -> Layout:
+def find(root: str, listed: Folder, validation: str | None, test: str | None = None) -> Layout:
     """Return the layout of a folder: a folder for each class, or train/ and others that hold these.
 
     A folder with nothing but one folder of folders is passed through. `validation` names the folder of that set; "auto" takes
-    it where there is a test set too; None takes none. Where the set's name is not among the usual ones, the folder beside
-    train/ is not read. Raises UserError where the folders could be read in two ways.
+    it where there is a test set too; None takes none. `test` names that of the test set; None takes the one that is called so.
+    Where a set's name is not among the usual ones, the folder beside train/ is not read. Raises UserError where the folders
+    could be read in two ways.
     """
     named = roles(list(listed.folders))
     base = listed if named else _passed_through(listed)
@@ -59,16 +60,17 @@ def find(root: str, listed: Folder, validation: str | None) -> Layout:
             f"{root} has class folders in {_listed(train)}, and images in {_listed(beside[:5])}, so it could be a class: set "
             f"data.root={root}/{train[0]}, or move its images out of these folders"
         )
-    return _sets(root, folders, named, validation)
+    return _sets(root, folders, named, validation, test)
 
 
-def _sets(root: str, folders: dict[str, Folder], named: dict[str, str], validation: str | None) -> Layout:
+def _sets(root: str, folders: dict[str, Folder], named: dict[str, str], validation: str | None, given: str | None) -> Layout:
     """Return the layout of folders of which some are sets. Raises UserError."""
     of = {kind: [name for name in folders if named.get(name) == kind] for kind in WORDS}
     if len(of["train"]) > 1:
         raise UserError(_two(root, "training", of["train"]))
     chosen = None if validation in ("auto", None) else one_form(str(validation))
-    tests, others = ([name for name in of[kind] if name != chosen] for kind in ("test", "validation"))
+    tests, others = ([name for name in of[kind] if name not in (chosen, given)] for kind in ("test", "validation"))
+    tests = tests if given is None else [one_form(given)]
     if len(tests) > 1:
         raise UserError(_two(root, "test", tests))
     if len(others) > 1 and (validation == "auto" or not tests):

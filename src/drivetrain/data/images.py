@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.data import folders, listing
 from drivetrain.data.bad_samples import MaxSkipped, OnError
-from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
+from drivetrain.data.base import Data, FileSets, Fraction, Normalize, Source, Splits, Validation, hash_fraction, measure_on_some
 from drivetrain.data.decoding import CropShare, Decoding, ImageFileSource, check_pixels, open_image, values_of
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
@@ -171,6 +172,7 @@ class ImageFolder(ImageData):
         size: Count = 224,
         crop_pct: CropShare = 1.0,
         holdout: Fraction = 0.1,
+        test: FileName | FileSets | None = None,
         validation: Validation = "auto",
         normalize: Normalization = "imagenet",
         verify: CountOrZero = 1000,
@@ -183,6 +185,7 @@ class ImageFolder(ImageData):
     ) -> None:
         self.root = os.path.expanduser(root) if root else None
         self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
+        self.test = test
         self.verify_files, self.max_pixels, self.range = verify, max_pixels, range
         self.drop_last, self.order = drop_last, order
         self.crop_pct, self.on_error, self.max_skipped = crop_pct, on_error, max_skipped
@@ -195,6 +198,8 @@ class ImageFolder(ImageData):
             yield f"data.root={self.root} is no directory: set it to the folder that holds one folder per class"
         elif isinstance(self.validation, str) and self.validation != "auto" and not (Path(self.root) / self.validation).is_dir():
             yield f"data.validation={self.validation}: {self.root} has no such folder: name one, or give a share such as 0.1"
+        elif self.test is not None and not (Path(self.root) / self.test).is_dir():
+            yield f"data.test={self.test}: {self.root} has no such folder: name one, or set data.test=null"
 
     def load_whole(self, own: Splits) -> Splits | None:
         layout, not_read, doubts = self._layout()
@@ -214,7 +219,7 @@ class ImageFolder(ImageData):
         """Return the layout of the folder, what is not read in words, and what looks wrong. Raises UserError."""
         root = str(self.root)
         listed = listing.walk(root, IMAGES)
-        layout = folders.find(root, listed, self.validation if isinstance(self.validation, str) else None)
+        layout = folders.find(root, listed, self.validation if isinstance(self.validation, str) else None, self.test)
         beside = Counter(f"{os.path.splitext(name)[1]} beside the class folders" for name in folders.strays(listed, layout.train))
         others = [f"{name}/" for name in layout.not_read if name not in self.beside]
         said = [", ".join(others), listing.said(listed.passed_over), listing.said(beside)]
