@@ -25,7 +25,7 @@ drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and pr
                         - reads lines: paths of image files, a CSV, or texts, whichever the run reads
   --data test           the run's own test set (or validation, train), with a column of the right answers
   --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
-  --batch N             samples at a time; default: as in the run's evaluation
+  --batch N             samples at a time; default: as in the run's evaluation, of tables at least 1,024
 {run_arguments.OF_CHOICE}
 
 Inputs are resized, encoded and normalised as in the run's evaluation. One that cannot be read gets a row with the reason.
@@ -47,12 +47,13 @@ def command(argv: Sequence[str]) -> int:
     from drivetrain.inference.loaded import load
     from drivetrain.inference.predict import predict_all
     from drivetrain.inference.tables import Output
+    from drivetrain.inference.transforms import ROWS
     from drivetrain.ui.progress import Rate
 
     split = given.options.data
     loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice, with_data=split is not None)
     loaded.check_rows(split)
-    size = given.options.batch or loaded.batch_size()
+    size = given.options.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
     items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
     with Output(given.options.out) as output, Rate("predictions", count) as rate:
