@@ -23,11 +23,8 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.overrides import parse
 from drivetrain.data import LabelsCsv, Tabular
 from drivetrain.data.base import Splits
-from drivetrain.data.cells import Cells
-from drivetrain.data.schema import Schema
-from drivetrain.data.separated import Form
-from drivetrain.data.styles import mean_and_std
-from drivetrain.data.tables import of_array, open_table
+from drivetrain.data.schema import Schema, mean_and_std
+from drivetrain.data.tables import Cells, Form, of_array, open_table
 from tests.data.test_tables import CPU, asked, predicted, written
 
 ROWS = 60

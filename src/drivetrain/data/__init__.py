@@ -8,7 +8,7 @@ from drivetrain.data.digits import Digits
 from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.image_files import LabelsCsv
 from drivetrain.data.images import ImageFolder, Images
-from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.jsonl import Jsonl, TextFiles
 from drivetrain.data.masks import Masks
 from drivetrain.data.own import Own
 from drivetrain.data.packed import Packed
@@ -16,7 +16,6 @@ from drivetrain.data.stream import Stream
 from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Diabetes, Tabular, Wine
 from drivetrain.data.text import LabelledTexts, Stdlib, Texts
-from drivetrain.data.text_files import TextFiles
 from drivetrain.data.webdataset import WebDataset
 
 __all__ = [

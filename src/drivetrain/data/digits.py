@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization, number_apart
-from drivetrain.data.scikit_learn import data_file
+from drivetrain.data.tabular import data_file
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,13 +15,11 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import WHOLE, Fraction, Sets, Splits, beside
-from drivetrain.data.cells import Cells, absent
 from drivetrain.data.decoding import CropShare
 from drivetrain.data.images import ImageData, Images, Normalization
 from drivetrain.data.named_sets import expanded
-from drivetrain.data.schema import Schema, check_names
-from drivetrain.data.styles import words_of
-from drivetrain.data.tables import KINDS, open_table
+from drivetrain.data.schema import Schema, check_names, words_of
+from drivetrain.data.tables import KINDS, Cells, absent, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, form_of, names_of
 from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import Encoding, as_kept

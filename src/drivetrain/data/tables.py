@@ -1,20 +1,401 @@
-"""Opens tables in files: separated text, Parquet and NumPy, which show by their first bytes what they are."""
+"""Reads tables from files, by pyarrow: separated text (CSV and its like), Parquet and NumPy."""
 
 from __future__ import annotations
 
+import csv
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import arrow_compute as pc
+from drivetrain.core.lazy import arrow_csv
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data import untrusted
-from drivetrain.data.cells import Block, Cells, Words, strings, with_nan
-from drivetrain.data.separated import MISSING, NO_NAME, Form, TextTable
+from drivetrain.data.validation import hash_of
+
+
+class Words:
+    """A column of texts: its distinct words, and for each row the number of its word; -1 where there is none."""
+
+    def __init__(self, codes: np.ndarray, words: pa.StringArray | list[str]) -> None:
+        self.codes, self._words = codes, words
+
+    @classmethod
+    def of(cls, array: Any, missing: Collection[str]) -> Words:
+        """Return the words of an array of texts, without the spaces around them."""
+
+        found = array.dictionary_encode()
+        trimmed = pc.utf8_trim_whitespace(found.dictionary).dictionary_encode()
+        absent = pc.is_in(pc.utf8_lower(trimmed.dictionary), value_set=strings(missing))
+        number = np.append(np.cumsum(~numbers_of(absent)) - 1, -1)  # the last one stands for null
+        number[:-1][numbers_of(absent)] = -1
+        codes = number[np.append(numbers_of(trimmed.indices), -1)[_codes(found.indices)]]
+        return cls(codes.astype(np.int32), trimmed.dictionary.filter(pc.invert(absent)))
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The distinct words."""
+        texts: list[str] = self._words if isinstance(self._words, list) else self._words.to_pylist()
+        return texts
+
+    @cached_property
+    def words(self) -> pa.StringArray:
+        """The distinct words, for pyarrow's functions."""
+        return strings(self._words) if isinstance(self._words, list) else self._words
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    def __getitem__(self, rows: Any) -> Words:
+        return Words(self.codes[rows], self._words)
+
+
+Block = tuple[int, Callable[[slice], "Cells"]]
+
+
+class Cells:
+    """Columns of a table: float64 (n,), NaN where a number is missing, parts of dates (n, k), or words; and where rows stand."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray | Words], source: str, line: Callable[[int], int] | None = None) -> None:
+        self.columns, self.source, self.line = columns, source, line
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, rows: Any) -> Cells:
+        """Return some rows: a slice, or where a mask is true."""
+
+        line, number = self.line, np.arange(len(self))[rows]
+        columns = {name: values[rows] for name, values in self.columns.items()}
+        return Cells(columns, self.source, None if line is None else lambda row: line(int(number[row])))
+
+    def place(self, row: int) -> str:
+        """Return where a row stands, for messages: its file and line."""
+        return f"{self.source}, row {row + 1}" if self.line is None else f"{self.source}:{self.line(row)}"
+
+    def keys(self) -> np.ndarray:
+        """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""
+
+        total = np.zeros(len(self), np.uint64)
+        for name, values in self.columns.items():
+            if isinstance(values, Words):
+                total += _mixed(hash_of([*values.texts, ""])[values.codes] ^ hash_of([name]))
+                continue
+            for part, numbers in enumerate(values.reshape(len(values), -1).T):
+                bits = np.where(np.isnan(numbers), np.nan, numbers + 0.0).view(np.uint64)
+                total += _mixed(bits ^ hash_of([f"{name}.{part}"]))
+        return _mixed(total)
+
+    def held_out(self, share: float) -> np.ndarray:
+        """Return which rows are held out, bool (n,), by the hash of their content: the same ones when rows are added or moved."""
+        fractions: np.ndarray = (self.keys() >> 11) / 2**53
+        return fractions < share
+
+
+def _mixed(bits: np.ndarray) -> np.ndarray:
+    """Return splitmix64 of numbers (n,) uint64."""
+
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def absent(values: np.ndarray | Words) -> np.ndarray:
+    """Return where values are missing, bool (n,)."""
+
+    missing: np.ndarray = values.codes < 0 if isinstance(values, Words) else np.isnan(values.reshape(len(values), -1)[:, 0])
+    return missing
+
+
+def strings(texts: Collection[str]) -> pa.StringArray:
+    """Return texts as an array. `pyarrow.array` would import pandas where it is installed."""
+
+    encoded = [text.encode(errors="surrogatepass") for text in texts]
+    ends = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
+    return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
+
+
+def numbers_of(array: Any) -> np.ndarray:
+    """Return an array's numbers or truths, whatever they are where one is missing. `to_numpy` would import pandas."""
+
+    if pa.types.is_boolean(array.type):
+        return _bits(array, 1)
+    values: Any = {64: {True: np.float64, False: np.int64}, 32: {False: np.int32}}
+    kind = values[array.type.bit_width][pa.types.is_floating(array.type)]
+    return np.frombuffer(array.buffers()[1] or b"", kind)[array.offset : array.offset + len(array)]
+
+
+def _bits(array: Any, buffer: int) -> np.ndarray:
+
+    packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
+    return np.unpackbits(packed, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
+
+
+def with_nan(array: Any) -> np.ndarray:
+    """Return an array of float64, NaN where a number is missing."""
+
+    return np.where(_bits(array, 0), numbers_of(array), np.nan) if array.null_count else numbers_of(array)
+
+
+def _codes(indices: Any) -> np.ndarray:
+
+    return np.where(_bits(indices, 0), numbers_of(indices), -1) if indices.null_count else numbers_of(indices)
+
+
+SEPARATORS = ",;\t|"  # that a file may have without being asked
+MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "none", "?", "-", "--", ".")  # cells without a value, in lower case
+NO_NAME = "(column 1)"  # the name of a first column without one: the numbers of rows
+FIRST = 1 << 18  # bytes that show which columns hold fractions
+BLOCK = 1 << 22  # bytes that pyarrow reads at a time: the longest row
+MOST_LINES = 1000  # of one row, which quotes hold together
+_LINE_END = re.compile(rb"\r\n?|\n")
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a table is written, as far as the user says it; None: as the file shows it."""
+
+    separator: str | None = None
+    encoding: str | None = None
+    header: bool | None = None
+    missing: tuple[str, ...] = MISSING
+
+
+@dataclass
+class Layout:
+    """How the rows of a separated text are written."""
+
+    names: list[str]
+    separator: str
+    form: Form
+    source: str
+    header: bytes  # the first line, with its end; empty where it is no header
+
+    @classmethod
+    def found(cls, first: bytes, form: Form, source: str) -> Layout:
+        """Return the layout that the first line shows. Raises UserError."""
+        line = untrusted.decode(first, source)
+        separator = form.separator or max(SEPARATORS, key=lambda sep: len(_split(line, sep)))
+        cells = [cell.strip() for cell in _split(line, separator)]
+        if len(cells) == 1 and form.separator is None and len(line.split()) > 1 and re.fullmatch(r"[\s\d.+-]+", line):
+            raise UserError(f"{source}: line 1 holds numbers between spaces: set data.delimiter=' '")
+        if form.header is None and (any(map(_is_fraction, cells)) or (cells and all(map(_is_number, cells)))):
+            raise UserError(
+                f"{source}: line 1 holds the number {next(filter(_is_number, cells))} where names of columns are expected: set "
+                "data.header=false, where it is a row (its columns are then 0, 1, …), or data.header=true"
+            )
+        if form.header is False:
+            return cls([str(n) for n in range(len(cells))], separator, form, source, b"")
+        if twice := sorted({name for name in cells if name and cells.count(name) > 1}):
+            raise UserError(f"{source} has several columns of one name ({', '.join(twice)}): its first line must name each once")
+        return cls([name or NO_NAME.replace("1", str(n)) for n, name in enumerate(cells, 1)], separator, form, source, first)
+
+    def parse(
+        self, content: Any, plain: Collection[str], wanted: Collection[str] | None, line: Callable[[int], int] | None = None
+    ) -> Cells:
+        """Return the cells of rows; those of the columns `plain` as numbers, unless one is none. Raises DataError.
+
+        `line` gives the line of a row of this content; without it, it is the text's, from its first line on.
+        """
+
+        first = len(_LINE_END.findall(self.header)) + 1
+        if self.separator == " ":
+            content = re.sub(rb"[ \t]+", b" ", re.sub(rb"(?m)^[ \t]+|[ \t]+(?=\r?$)", b"", bytes(content)))
+        columns = {name: pa.float64() if name in plain else pa.string() for name in self.names}
+        convert = arrow_csv.ConvertOptions(
+            column_types=columns, include_columns=None if wanted is None else [n for n in self.names if n in wanted],
+            null_values=["NaN", *(form for word in self.form.missing for form in {word, word.upper(), word.title()})],
+        )  # fmt: skip
+
+        def read(quoted: bool) -> pa.Table:
+            parse = arrow_csv.ParseOptions(
+                delimiter=self.separator, newlines_in_values=quoted, ignore_empty_lines=len(self.names) > 1
+            )
+            data = pa.BufferReader(pa.py_buffer(content))
+            return arrow_csv.read_csv(data, arrow_csv.ReadOptions(column_names=self.names, block_size=BLOCK), parse, convert)
+
+        try:
+            table = read(quoted := b'"' in bytes(memoryview(content)[:FIRST]))  # where there are none, it is faster
+            if (quotes := _quotes(content)) % 2:
+                raise pa.ArrowInvalid("a quote is not closed")
+            table = read(True) if quotes and not quoted else table
+        except pa.ArrowInvalid as error:
+            if "straddling" in str(error) and memoryview(content).nbytes > BLOCK:
+                raise DataError(
+                    f"{self.source} has a row of more than {BLOCK:,} bytes: it is no table, or a quote is open"
+                ) from None
+            if plain:
+                return self.parse(content, (), wanted, line)
+            self._refuse_rows(content, first if line is None else line(0))
+            raise DataError(f"{self.source} cannot be read as a table: {error}") from None
+        return Cells(
+            {name: _column(table.column(name), self.form.missing) for name in table.column_names}, self.source,
+            line or (lambda row: next(islice(self._records(content, first), row, None))[0]),
+        )  # fmt: skip
+
+    def _refuse_rows(self, content: Any, first: int) -> None:
+        """Raise DataError for the first row that is no row, with its line; `first` is that of the first row."""
+        for number, cells in self._records(content, first):
+            if len(cells) != len(self.names):
+                raise DataError(
+                    f"{self.source}:{number} has {len(cells)} cells, and "
+                    f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
+                )
+
+    def _records(self, content: Any, first: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the number of each row's first line, and its cells. Raises DataError for what is no text, and an open quote."""
+        lines = io.BytesIO(bytes(content).replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+        texts = (untrusted.decode(line, self.source, number) for number, line in enumerate(lines, first))
+        reader, number = csv.reader(texts, delimiter=self.separator, strict=True), first
+        try:
+            for cells in reader:
+                if cells or len(self.names) == 1:
+                    yield number, cells or [""]
+                number = first + reader.line_num
+        except csv.Error as error:
+            raise DataError(f'{self.source}:{number}: a quote (") is not closed, or stands within a text: {error}') from None
+
+
+class TextTable:
+    """A file of separated text."""
+
+    refused: ClassVar[dict[str, UserError]] = {}
+
+    def __init__(self, content: Any, form: Form, source: str) -> None:
+        content = untrusted.as_utf8(content, form.encoding, source)
+        end, most = 0, len(content)
+        if not bytes(content[:FIRST]).strip():
+            raise UserError(f"{source} has no rows")
+        while end < most and (end == 0 or content[:end].count(b'"') % 2):
+            found = _LINE_END.search(content, end, end + untrusted.MOST_LINE)
+            if found is None and most - end > untrusted.MOST_LINE:
+                raise untrusted.no_end(source)
+            end = most if found is None else found.end()
+        self.layout = Layout.found(bytes(content[:end]), form, source)
+        self._content, self._body = content, memoryview(content)[len(self.layout.header) :]
+        self.names = self.layout.names
+        self.decimal = "," if self.layout.separator == ";" else ""  # the mark that numbers probably have
+
+    def cells(self, plain: Collection[str] | None = None, wanted: Collection[str] | None = None) -> Cells:
+        """Return the cells of the columns `wanted` (None: all), of which `plain` hold plain numbers. Raises UserError."""
+        if not bytes(self._body[:FIRST]).strip():
+            raise UserError(f"{self.layout.source} has no rows")
+        return self.layout.parse(self._body, self._plain() if plain is None else plain, wanted)
+
+    def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
+        """Yield the rows as `Stream.blocks` does."""
+        return Stream(_lines(self._content), replace(self.layout.form, encoding=None), self.layout.source).blocks(
+            size, plain, wanted
+        )
+
+    def _plain(self) -> list[str]:
+        """Return the columns that hold fractions in the first rows: no code has any."""
+        first = bytes(self._body[: FIRST + 1])
+        if len(first) > FIRST:
+            first = first[: first.rfind(b"\n") + 1]
+        try:
+            columns = self.layout.parse(first, (), None).columns
+        except DataError:  # it ends within a row; or a row is wrong, which reading all of them finds
+            return []
+        return [name for name, words in columns.items() if isinstance(words, Words) and _has_fractions(words)]
+
+
+class Stream:
+    """A table of separated text that is read some rows at a time, as its lines come."""
+
+    def __init__(self, lines: Iterable[bytes], form: Form, source: str) -> None:
+        self._rows = self._joined(untrusted.utf8_lines(lines, form.encoding, source))
+        first = next(self._rows, (1, b""))
+        self._layout = Layout.found(first[1], form, source)
+        self._rows = self._rows if self._layout.header else chain([first], self._rows)
+        self.names = self._layout.names
+
+    def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
+        """Yield up to `size` rows at a time: how many, and what reads the cells of some of them. Reading raises DataError."""
+        rows = (row for row in self._rows if row[1].strip() or len(self.names) == 1)
+        while block := list(islice(rows, size)):
+            yield len(block), partial(self._cells, block, plain, wanted)
+
+    def _cells(self, block: list[tuple[int, bytes]], plain: Collection[str], wanted: Collection[str], which: slice) -> Cells:
+        rows = block[which]
+        return self._layout.parse(b"".join(row for _, row in rows), plain, wanted, lambda n: rows[n][0])
+
+    @staticmethod
+    def _joined(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield each row with its first line's number: lines are one row where a quote is open between them.
+
+        One that stays open for many lines, or to the end, is a row of its own, which cannot be read.
+        """
+        numbered, row, is_open = enumerate(lines, 1), list[tuple[int, bytes]](), False
+        again: list[tuple[int, bytes]] = []
+        while True:
+            if (one := again.pop() if again else next(numbered, None)) is not None:
+                number, line = one
+                row.append((number, line if line.endswith((b"\n", b"\r")) else line + b"\n"))
+                is_open ^= line.count(b'"') % 2 == 1
+            elif not row:
+                return
+            if one is None or len(row) > MOST_LINES:
+                yield row[0]
+                again += reversed(row[1:])
+            elif is_open:
+                continue
+            else:
+                yield row[0][0], b"".join(line for _, line in row)
+            row, is_open = [], False
+
+
+def _column(array: Any, missing: tuple[str, ...]) -> np.ndarray | Words:
+    """Return a column of texts or of float64."""
+
+    array = array.combine_chunks()
+    return with_nan(array) if pa.types.is_floating(array.type) else Words.of(array, missing)
+
+
+def _lines(content: Any) -> Iterator[bytes]:
+    start = 0
+    while start < len(content):
+        end = content.find(b"\n", start, start + untrusted.MOST_LINE) + 1 or start + untrusted.MOST_LINE
+        yield bytes(content[start:end])
+        start = end
+
+
+def _split(line: str, separator: str) -> list[str]:
+    if separator == " ":
+        line = " ".join(line.split())
+    return next(csv.reader(io.StringIO(line, newline=""), delimiter=separator), [])
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", cell) is not None
+
+
+def _is_fraction(cell: str) -> bool:
+    return re.fullmatch(r"[-+]?\d+[.]\d+([eE][-+]?\d+)?", cell) is not None
+
+
+def _has_fractions(words: Words) -> bool:
+    """Whether all words are plain numbers, and one has a fraction that is no group of thousands, as 1.234 may be."""
+
+    try:
+        words.words.cast(pa.float64())
+    except pa.ArrowInvalid:
+        return False
+    fractions = pc.match_substring_regex(words.words, r"\.(\d{1,2}|\d{4,})$|\.\d{3}[eE]|^\d{4,}\.|^[-+]?0?\.")
+    return bool(numbers_of(fractions).any())
+
+
+def _quotes(content: Any) -> int:
+    view = memoryview(content)
+    return sum(bytes(view[start : start + BLOCK]).count(b'"') for start in range(0, view.nbytes, BLOCK))
+
 
 KINDS = "CSV and other separated text, Parquet, NumPy; text may be packed by gzip, bzip2, xz or zstd"
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -18,12 +19,9 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, number_apart
-from drivetrain.data.cells import Cells, absent
 from drivetrain.data.named_sets import expanded
 from drivetrain.data.schema import TYPES, Schema, check_names, named
-from drivetrain.data.scikit_learn import read_diabetes, read_wine
-from drivetrain.data.separated import MISSING, Form, Stream, TextTable
-from drivetrain.data.tables import KINDS, NativeTable, open_table
+from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, absent, open_table
 from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import Encoding, as_kept
 
@@ -256,6 +254,13 @@ def said(schema: Schema, rows: Cells) -> Iterator[str]:
         yield f"{rows.source}: {count:,} rows have a {name} that no training row has ({shown}): it counts as none of them"
 
 
+DIABETES = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
+WINE = (
+    "alcohol", "malic_acid", "ash", "alcalinity_of_ash", "magnesium", "total_phenols", "flavanoids", "nonflavanoid_phenols",
+    "proanthocyanins", "color_intensity", "hue", "od280_od315", "proline",
+)  # fmt: skip
+
+
 class ScikitLearn(Table):
     """A table that comes with scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
 
@@ -310,7 +315,8 @@ class Diabetes(ScikitLearn):
     targets = "values"
 
     def read(self) -> dict[str, np.ndarray]:
-        return read_diabetes()
+        table = np.loadtxt(data_file("diabetes_data_raw.csv.gz"))
+        return {**dict(zip(DIABETES, table.T, strict=True)), "progression": np.loadtxt(data_file("diabetes_target.csv.gz"))}
 
 
 class Wine(ScikitLearn):
@@ -320,4 +326,15 @@ class Wine(ScikitLearn):
     targets = "class"
 
     def read(self) -> dict[str, np.ndarray]:
-        return read_wine()
+        table = np.loadtxt(data_file("wine_data.csv"), delimiter=",", skiprows=1)
+        return dict(zip((*WINE, "grower"), table.T, strict=True))
+
+
+def data_file(name: str) -> Path:
+    """Return the path of a file in scikit-learn's folder of data. Raises UserError."""
+    spec = find_spec("sklearn")
+    root = Path(next(iter(spec.submodule_search_locations or [""]))) if spec else Path()
+    file = root / "datasets" / "data" / name
+    if not file.is_file():
+        raise UserError(f"scikit-learn's file {name} is not there: pip install scikit-learn")
+    return file

@@ -10,9 +10,8 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Splits, Units
-from drivetrain.data.cells import Cells, Words, absent
-from drivetrain.data.schema import named
-from drivetrain.data.styles import as_text, mean_and_std, words_of
+from drivetrain.data.schema import as_text, mean_and_std, named, words_of
+from drivetrain.data.tables import Cells, Words, absent
 
 
 @dataclass
