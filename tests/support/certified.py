@@ -48,8 +48,7 @@ def recorded(words: tuple[str, ...], **look: Any) -> Any:
 
 def certified(words: Sequence[str], against: Sequence[str], broken: Break | None = None) -> Any:
     """The verdict on a run against another one, with the lines that tell it."""
-    from drivetrain.measure.certify import explain
-    from drivetrain.measure.certify.certify import Certified, refuse_random_layers, roundoff_of, verdict_on
+    from drivetrain.measure.certify.certify import Certified, lines, refuse_random_layers, roundoff_of, verdict_on
     from drivetrain.measure.certify.judge import Floors, judge, same_bits
 
     run, other = launcher.prepare(list(words)).run, launcher.prepare(list(against)).run
@@ -62,4 +61,4 @@ def certified(words: Sequence[str], against: Sequence[str], broken: Break | None
         both = partial(recorded, tuple(against)), partial(traced, words, broken)
         verdict = verdict_on(ours, theirs, roundoff, *both, lambda line: None)
     done = Certified(verdict, ours, theirs, roundoff)
-    return done, explain.lines(done.verdict, ours, theirs, roundoff)
+    return done, lines(done.verdict, ours, theirs, roundoff)

@@ -17,7 +17,7 @@ from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
-from drivetrain.measure.certify import explain, judge
+from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.trace import Entry, Trace
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.leave import origin
@@ -138,7 +138,7 @@ def certified() -> str:
     key = (1, "weights", HOSTILE)
     traces = [Trace({key: Entry(np.array([value]), 1e-7, (1,))}, unseen=[HOSTILE]) for value in (1.1, 1.0)]
     verdict = judge.judge(*traces, judge.Floors())
-    return explain.sheet(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)]).page()
+    return certify.sheet(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)]).page()
 
 
 def every(folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from drivetrain.cli import completion, measuring
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.measure.certify import certify as verb
-from drivetrain.measure.certify import explain, judge, shadow
+from drivetrain.measure.certify import judge, shadow
 from drivetrain.measure.certify.judge import Floors
 from drivetrain.measure.certify.record import plan_of
 from drivetrain.measure.certify.trace import Entry, Trace, of_tensor
@@ -67,7 +67,7 @@ def test_what_differs_in_float32_alone_is_a_flip(monkeypatch: pytest.MonkeyPatch
     done, lines = certified(MLP, MLP, larger(torch.float32))
     assert (done.verdict.answer, done.verdict.flipped) == ("exact", True), lines
     assert "in float64 the two runs are the same" in lines[0]
-    rows = [explain._row(*each, flipped=True) for each in explain.phases(done.verdict)]
+    rows = [verb._row(*each, flipped=True) for each in verb.phases(done.verdict)]
     assert {"flipped", "equal"} <= {row[-1] for row in rows}
     assert_json_keys(done)
     done, lines = certified(MLP, MLP, larger(torch.float32, torch.float64))
@@ -76,7 +76,7 @@ def test_what_differs_in_float32_alone_is_a_flip(monkeypatch: pytest.MonkeyPatch
 
 
 def assert_json_keys(done: Any) -> None:
-    found = explain.as_dict(done.verdict, done.tested, done.reference, done.roundoff, [("model", "mlp", "own")])
+    found = verb.as_dict(done.verdict, done.tested, done.reference, done.roundoff, [("model", "mlp", "own")])
     json_keys.check(found, top=json_keys.CERTIFY, model="this against", forward=f"compared {json_keys.FINDING}")
     if found["first"] is not None:
         json_keys.check(found, first=json_keys.FINDING)
