@@ -1,5 +1,6 @@
 """What is trained on: real digits, made-up tensors, folders of images."""
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -364,6 +365,22 @@ def test_crop_pct_keeps_the_middle_that_timm_keeps(tmp_path):
     assert (whole.fetch(torch.tensor([0]))[0][0] / 255 - found).abs().max() > 0.1
     box = type("Box", (), {"interpolation": "bilinear", "__call__": lambda self, w, h: (0, 0, h, h)})()
     assert torch.equal(*(s.fetch(torch.tensor([0]), [box])[0] for s in (source, whole)))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("left", [100, 101, 102, 103])
+def test_a_crop_of_a_jpeg_that_is_decoded_small_is_not_shifted(left, interpolation):
+    """A small copy is decoded, and a crop begins within its pixels: waves tell how far it is from where it should be."""
+    waves = np.tile((127 + 120 * np.sin(np.arange(1002) / 25)).round().astype(np.uint8)[None, :, None], (1000, 1, 3))
+    out = io.BytesIO()
+    Image.fromarray(waves).save(out, "JPEG", quality=100)
+    box = type("Box", (), {"interpolation": interpolation, "__call__": lambda self, w, h: (left, 51, 800, 801)})()
+    found = decode(out.getvalue(), "waves.jpg", 100, 10**7, box).double()
+    whole = torch.from_numpy(waves[51:852, left : left + 800]).permute(2, 0, 1).unsqueeze(0)
+    wanted = torch.nn.functional.interpolate(whole, (100, 100), mode=interpolation, antialias=True)[0].double()
+    slope = (wanted[:, :, 2:] - wanted[:, :, :-2]) / 2
+    shift = ((found - wanted)[:, :, 1:-1] * slope).sum() / slope.square().sum()
+    assert abs(shift) < 0.02, shift  # of a pixel
 
 
 def test_measured_normalising_is_measured_on_the_training_images(images):
