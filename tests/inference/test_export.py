@@ -15,6 +15,7 @@ import torch
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
+from drivetrain.data.schema import Schema
 from drivetrain.inference import export
 from tests.support.command import ROOT
 
@@ -99,6 +100,33 @@ def test_weights_say_what_they_need(digits, tmp_path):
             assert about["model"] == {"option": "mlp", "hidden": [32], "dropout": 0.0}
             assert len(about["normalize"]["mean"]) == 1
     assert json.loads((checkpoint / "manifest.json").read_text())["about"]["outputs"] == 10
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torchscript"])
+def test_a_file_has_the_schema_of_its_tables(kind, finished, tmp_path):
+    """So that whoever uses it reads each column as training did."""
+    table = tmp_path / "t.csv"
+    table.write_text("a,b,y\n" + "".join(f"{n:03d},{n} %,{n % 2}\n" for n in range(40)))
+    words = (
+        "data=tabular",
+        f"data.path={table}",
+        f"data.test={table}",
+        "data.target=y",
+        "model=mlp",
+        "model.hidden=[4]",
+        "epochs=1",
+    )
+    run = finished(*words).run_dir
+    path = tmp_path / f"model{export.SUFFIX[kind]}"
+    assert main.main(["export", str(run), str(path)]) == 0
+    if kind == "safetensors":
+        with safetensors.safe_open(path, "pt") as opened:
+            about = json.loads(opened.metadata()["drivetrain"])
+    else:
+        _, about = read(path, kind)
+    schema = Schema.from_json(about["files"]["table.json"])
+    assert about["files"] == {"table.json": (run / "table.json").read_text()}
+    assert (schema.columns["a"].type, schema.columns["b"].style["unit"]) == ("category", "%")
 
 
 def test_a_file_that_gives_another_output_is_not_kept(digits, tmp_path, monkeypatch):

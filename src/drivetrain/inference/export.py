@@ -16,6 +16,7 @@ import torch
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.engine.description import RunFiles
 from drivetrain.inference.finished import Finished
 from drivetrain.saving import manifest
 
@@ -66,12 +67,19 @@ def export_weights(finished: Finished, path: Path) -> Exported:
     import safetensors.torch
 
     weights = {name: t.contiguous() for name, t in finished.weights().items()}
-    about = {**manifest.about(finished.checkpoint), "update": int(finished.checkpoint.name)}
+    about = with_files(manifest.about(finished.checkpoint), finished.run_dir)
+    about["update"] = int(finished.checkpoint.name)
     with _atomic(path) as temporary:
         safetensors.torch.save_file(weights, temporary, manifest.as_metadata(about))
         written = safetensors.torch.load_file(temporary)
         _check(max((_difference(written[name], t) for name, t in weights.items()), default=0.0), 0.0, path)
     return Exported(path, len(weights), 0.0)
+
+
+def with_files(about: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+    """Return what a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
+    kept = RunFiles(run_dir, about.get("files") or {})
+    return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}
 
 
 def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: bool) -> Exported:
@@ -88,7 +96,8 @@ def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
     if not isinstance(example, torch.Tensor):
         raise UserError(f"--format {kind} takes models of one input tensor, and this one has several: set --format safetensors")
     example = example.contiguous()
-    about = {**loaded.about, "update": loaded.update, "input": _describe_input(loaded, with_normalize)}
+    about = with_files(loaded.about, loaded.run_dir)
+    about |= {"update": loaded.update, "input": _describe_input(loaded, with_normalize)}
     write, read = {
         "torch.export": (_write_exported_program, _read_exported_program),
         "onnx": (_write_onnx, _read_onnx),

@@ -246,10 +246,12 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
         if not quiet:
             writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, trainer.progress.updates))
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
+        doubts = list(context.data.doubts) if job.work is None or job.run.data.own is not None else []
         if job.work is None:
             logger.info("%s", facts.line(context, trainer))
-            for advice in (*context.data.doubts, *facts.advice(trainer)) if not job.told else ():
-                logger.warning("%s", advice)
+            doubts += facts.advice(trainer)
+        for doubt in doubts if not job.told else ():
+            logger.warning("%s", doubt)
     return staged
 
 
