@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.lazy import torch
+
+PLAIN, AVERAGE = "plain", "average"  # the weights that are evaluated
 
 
 def _nothing(*given: Any) -> None:
@@ -28,7 +30,7 @@ class Event:
     best: Mapping[str, float]  # the metrics of the best evaluation so far, and its update
     status: str = "running"  # at the end: completed, failed, diverged or interrupted
     model: torch.nn.Module | None = None  # in training, as the step has it; only for a callback that `needs_model`
-    weights: tuple[str, ...] = ("plain",)  # that evaluations are of: plain, and average where the run averages them
+    weights: Sequence[str] = (PLAIN,)  # that evaluations are of: plain, and average where the run averages them
     # Gives a context in which `model` holds weights of this name, ready to be used; None: the average, where there is one.
     eval_model: Callable[..., AbstractContextManager[torch.nn.Module]] = field(default=nullcontext, repr=False)
     log: Callable[[Mapping[str, float]], None] = field(default=_nothing, repr=False)  # adds figures to the run's metrics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ class BuildContext:
     findings: Callable[[], list[str]] = list  # the debug option's report at the end of the run, one line each
     progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
     log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it
+    # Gives a context in which the model holds weights of a name, ready to be used; `engine.build` sets it.
+    eval_model: Callable[..., AbstractContextManager[Any]] = nullcontext
     resumed: bool = False  # whether a checkpoint is restored once the run is built
     trains: bool = True  # whether the model is trained, or only used
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process

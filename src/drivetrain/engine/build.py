@@ -31,7 +31,7 @@ from drivetrain.debug.base import Debug
 from drivetrain.engine import dry_run, facts, flops, input_checks, phased_step
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.description import describe
-from drivetrain.engine.evaluator import AVERAGE, PLAIN, Evaluator, evaluated_sets
+from drivetrain.engine.evaluator import Evaluator, evaluated_sets
 from drivetrain.engine.mfu import Mfu, number_format
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep
@@ -124,13 +124,14 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     context.log_image = log.image
     evaluator = Evaluator(
         model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
-        ema=ema, loss=loss, meters=meters, weights=(PLAIN, AVERAGE) if ema.active else (PLAIN,), units=_units(context),
-        selected=selection.name, precision=precision, parallel=parallel, batch=batch, loader=loader, sets=context.evaluated,
-        set=next(iter(context.evaluated)), device=context.device, memory_format=context.memory_format,
-        max_batches=run.debug.eval_batches, origins=context.data.origins,
+        ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
+        parallel=parallel, batch=batch, loader=loader, sets=context.evaluated, set=next(iter(context.evaluated)),
+        device=context.device, memory_format=context.memory_format, max_batches=run.debug.eval_batches,
+        origins=context.data.origins,
     )  # fmt: skip
+    context.eval_model = evaluator.holding
     # Callbacks see whole updates: those of the step with everything around it.
-    callbacks = Callbacks.build(context, log, evaluator, before.callbacks if before is not None else None)
+    callbacks = Callbacks.build(context, log, before.callbacks if before is not None else None)
     own = OwnState(owned.of_run(context, meters), parallel)
     if saving.active:
         own.check()

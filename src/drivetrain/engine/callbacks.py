@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.callbacks import load
-from drivetrain.core.callback import Callback, Event
+from drivetrain.core.callback import AVERAGE, PLAIN, Callback, Event
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import PEER_GONE, CallbackError
 from drivetrain.core.step import Step, WrappingStep
-from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.training_log import TrainingLog
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,6 @@ class Callbacks:
     named: dict[str, Callback]  # empty on all ranks but 0
     context: BuildContext
     records: TrainingLog
-    evaluator: Evaluator
     error: CallbackError | None = None  # ends the run, once it is saved
     started: bool = field(default=False, init=False)  # measurements build a trainer without starting its run
 
@@ -35,15 +33,14 @@ class Callbacks:
         cls,
         context: BuildContext,
         log: TrainingLog,
-        evaluator: Evaluator,
         before: Callbacks | None = None,
     ) -> Callbacks:
         """Make the callbacks of a run, or let those of its stage `before` go on. Raises UserError."""
         if before is not None:
-            before.records, before.evaluator = log, evaluator
+            before.records = log
             return before
         names = context.run.values["callbacks"] if context.world.rank == 0 else []
-        return cls({name: load(name) for name in names}, context, log, evaluator)
+        return cls({name: load(name) for name in names}, context, log)
 
     def wrap_step(self, step: Step) -> Step:
         """Return a step that tells those callbacks that want every update, if there are any."""
@@ -99,7 +96,8 @@ class Callbacks:
         event = Event(
             self.context.run_dir, self.context.config, progress.updates, progress.epoch, progress.samples,
             dict(progress.final if metrics is None else metrics), dict(progress.best), status,
-            weights=self.evaluator.weights, eval_model=self.evaluator.holding, log=self.records.figures,
+            weights=(PLAIN, AVERAGE) if self.context.run.ema.active else (PLAIN,), eval_model=self.context.eval_model,
+            log=self.records.figures,
             log_image=self.records.image,
         )  # fmt: skip
         for given, callback in self.named.items():

@@ -15,6 +15,7 @@ import torch
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
 from drivetrain.core import rng, streams
+from drivetrain.core.callback import AVERAGE, PLAIN
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.figure import Figure
@@ -32,7 +33,6 @@ from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 
 EVALUATION = 12  # of the random numbers of the sets that are evaluated
-PLAIN, AVERAGE = "plain", "average"  # the weights that are evaluated
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ class Evaluator:
     ema: Ema
     loss: Loss
     meters: Sequence[Metric]  # the metrics beside those of the loss
-    weights: tuple[str, ...]  # that are evaluated: plain and, where there is one, average
     units: Callable[[Any], Any]  # turns outputs and targets into those that the metrics measure
     selected: str  # the metric that ranks models
     precision: Precision
@@ -85,9 +84,10 @@ class Evaluator:
 
         It keeps no gradients, and what it draws is the same each time and leaves the run's random streams as they are.
         """
-        name = weights or self.weights[-1]
-        if name not in self.weights:
-            raise UserError(f"eval_model({name!r}): this run evaluates the weights {' and '.join(self.weights)} (see ema)")
+        known = (PLAIN, AVERAGE) if self.ema.active else (PLAIN,)
+        name = weights or known[-1]
+        if name not in known:
+            raise UserError(f"eval_model({name!r}): this run evaluates the weights {' and '.join(known)} (see ema)")
         if self.parallel.lockstep_evaluation:
             raise UserError("eval_model: each rank holds only a part of the model: set parallel=ddp")
         if name == AVERAGE and self.ema.stale and self.parallel.world.size > 1:

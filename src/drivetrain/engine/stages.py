@@ -140,7 +140,7 @@ class StagedRun:
         """
         trainer, context = self.trainer, self.context
         compiled, evaluator = trainer.compile_seconds(), copy.copy(trainer.evaluator)
-        trainer.callbacks.evaluator = evaluator
+        context.eval_model = nullcontext
         vars(evaluator).update(dict.fromkeys(("model", "forward", "eval_weights", "ema", "precision")))
         parts: dict[str, Any] = dict.fromkeys(HEAVY) | {"evaluator": evaluator}
         parts["writer"] = Writer(context.run_dir, trainer.saving, trainer.parallel, nullcontext)

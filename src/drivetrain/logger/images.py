@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import files, streams
+from drivetrain.core import files
+from drivetrain.core.callback import PLAIN
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
@@ -72,14 +73,8 @@ class Images(Logger):
         indices = torch.arange(min(self.predictions, len(pipeline.source)))
         x, y = pipeline._replace(normalize=None)(Request(0, indices, 1.0))
         inputs = pipeline.normalized(x).to(context.device, memory_format=context.memory_format)
-        model, precision = context.model, context.precision
-        evaluated_weights = precision.eval_weights(context.run.optimizer, context.optimizer)
-        model.eval()
-        try:
-            with evaluated_weights(), torch.no_grad(), streams.apart(), precision.autocast():
-                outputs = model(inputs).float().cpu()
-        finally:
-            model.train()
+        with context.eval_model(PLAIN) as model:
+            outputs = model(inputs).float().cpu()
         return [self._tile(*sample) for sample in zip(x, y, outputs, strict=True)]
 
     def _tile(self, x: torch.Tensor, y: torch.Tensor, output: torch.Tensor | None = None) -> Tile:
