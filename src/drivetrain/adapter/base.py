@@ -10,6 +10,7 @@ from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Momentum, Option, Positive, RunSpec
+from drivetrain.core.paths import expanded
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -36,7 +37,8 @@ class Lora(Adapter):
     """Corrects the weights of linear layers by products of two thin matrices: W + alpha / rank · B A. Only A and B train.
 
     `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
-    one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead.
+    one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
+    folder of peft whose adapters are the start.
     """
 
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
@@ -44,6 +46,7 @@ class Lora(Adapter):
     changes = "low-rank corrections of the weights train in their place"
     active = True
     name = "lora"
+    machine_local_keys = identifying_keys = ("weights",)
 
     def __init__(
         self,
@@ -52,8 +55,9 @@ class Lora(Adapter):
         dropout: Momentum = 0.0,
         targets: Sequence[NamePattern] | None = None,
         train_also: Sequence[NamePattern] | None = None,
+        weights: str | None = None,
     ) -> None:
-        self.rank, self.alpha, self.dropout = rank, alpha, dropout
+        self.rank, self.alpha, self.dropout, self.weights = rank, alpha, dropout, weights
         self.targets, self.train_also = targets, train_also
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -78,7 +82,7 @@ class Lora(Adapter):
         if not run.model.given_weights:
             yield (
                 f"{run.named('adapter')} trains corrections to frozen weights, and these are random: set "
-                "model.weights=PATH, or model.pretrained=true of model=timm"
+                "model.weights=PATH, or model.pretrained=true of model=timm or model=transformers"
             )
 
     def apply(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
@@ -100,6 +104,18 @@ class Lora(Adapter):
         yield (
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
         )
+        if self.weights is not None:
+            from drivetrain.adapter import peft_files
+
+            yield peft_files.load_into(model, expanded(self.weights), self.rank, self.alpha, not self.true_gradient)
+
+    def trained_whole(self, model: torch.nn.Module, heads: Sequence[str]) -> set[str]:
+        """Return the modules whose own parameters train beside the adapters. `heads` are those that give the outputs."""
+        from drivetrain.adapter import layers
+
+        also = layers.unshared(model, heads) if self.train_also is None else self.train_also
+        kept = set(layers.frozen_names(model, also))
+        return {name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in kept}
 
     def adapt(self, layer: torch.nn.Linear) -> None:
         """Turn a Linear layer into one with an adapter, in place."""

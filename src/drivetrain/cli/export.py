@@ -21,6 +21,8 @@ drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished r
   --format FORMAT       default: as the suffix of FILE says, else safetensors
                         safetensors (.safetensors): the weights, under the model's own names
                         torch.export (.pt2), onnx (.onnx), torchscript (.ts): the model, in float32, for any batch size
+                        transformers: a folder that its from_pretrained reads, of a run with model=transformers
+  --adapter             with --format transformers: the adapter alone, as peft has it; else it is merged into the weights
   --with-normalize      the model normalises its inputs itself; else it takes normalised ones
 {run_arguments.OF_CHOICE}
 
@@ -29,9 +31,12 @@ kept, its output is compared with the model's. docs/export.md shows how to load 
 """
 
 
+SWITCH = {"action": "store_true"}
+
+
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain export`; its exit code."""
-    if (given := run_arguments.parse("export", argv, HELP, format={}, with_normalize={"action": "store_true"})) is None:
+    if (given := run_arguments.parse("export", argv, HELP, format={}, with_normalize=SWITCH, adapter=SWITCH)) is None:
         return DONE
     if len(given.paths) > 1:
         raise UserError("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
@@ -40,8 +45,10 @@ def command(argv: Sequence[str]) -> int:
 
     file = expanded(given.paths[0]) if given.paths else None
     kind, with_normalize = export.format_of(file, given.options.format), given.options.with_normalize
-    if with_normalize and kind == "safetensors":
-        raise UserError("--with-normalize: safetensors holds weights, and no model that could normalise: set another --format")
+    if with_normalize and kind in ("safetensors", "transformers"):
+        raise UserError(f"--with-normalize: {kind} holds weights, and no model that could normalise: set another --format")
+    if given.options.adapter and kind != "transformers":
+        raise UserError("--adapter writes an adapter as peft has it: set --format transformers")
     path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
     overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
     finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice, MODEL_ALONE)
@@ -51,6 +58,11 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     from drivetrain.inference.loaded import open_run
 
+    if kind == "transformers":
+        from drivetrain.inference import pretrained
+
+        echo(f"update {finished.checkpoint.name} as {kind}: {pretrained.write(finished, path, given.options.adapter)}")
+        return DONE
     done = export.export_program(open_run(finished), path, kind, with_normalize)
     checked = f"matches the model's output to {done.difference:.0e}" if done.difference is not None else done.note
     echo(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
@@ -59,4 +71,4 @@ def command(argv: Sequence[str]) -> int:
 
 def complete(words: Sequence[str], last: str) -> list[str]:
     """What TAB offers."""
-    return run_arguments.complete(words, last, "--format", "--with-normalize")
+    return run_arguments.complete(words, last, "--format", "--with-normalize", "--adapter")

@@ -20,7 +20,7 @@ from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, be
 from drivetrain.data.listing import walk
 from drivetrain.data.named_sets import expanded
 from drivetrain.data.text import LabelledTexts, Texts
-from drivetrain.data.tokenizer import BytePairs, Bytes, OfModel, Tokenizer, from_json
+from drivetrain.data.tokenizer import SETTINGS, BytePairs, Bytes, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import Encoding, as_kept, as_utf8, decode, lines_of, mapped
 
 logger = logging.getLogger(__name__)
@@ -148,6 +148,8 @@ class Jsonl(Data):
         """Return the lines of each set as tokens, and with `label` the numbers of their classes."""
         texts = [[line.text for line in lines] for lines in sets]
         files = {KEPT: tokenizer.to_json()}
+        if isinstance(tokenizer, OfModel):
+            files[SETTINGS] = json.dumps(tokenizer.settings)
         shape, vocabulary = self.shape(), tokenizer.vocabulary
         if self.label is None:
             pieces = [Texts(tokenizer(each), self.length, begin=tokenizer.begin) for each in texts]
@@ -179,7 +181,7 @@ class Jsonl(Data):
         """The run's tokenizer. Raises UserError where it is none, or has more tokens than the model."""
         with as_kept(KEPT):
             tokenizer = self._of_model() or _kept(data.files[KEPT], self.tokenizer_file)
-            if tokenizer.to_json() != data.files[KEPT]:
+            if self._model is not None and tokenizer.to_json() != data.files[KEPT]:
                 raise ValueError(f"it is not that of model.name={self._model.name}, which it was trained with")
             most = data.classes if self.label is None else data.vocabulary
             if most is None or tokenizer.vocabulary > most:

@@ -13,6 +13,7 @@ from drivetrain.core.files import parse_json
 from drivetrain.core.lazy import torch
 from drivetrain.core.typed import fits
 
+SETTINGS = "tokenizer_config.json"  # beside the file of a model's own tokenizer
 LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
 
@@ -144,6 +145,7 @@ class OfModel(BytePairs):
 
     def __init__(self, tokenizer: Any, settings: Mapping[str, Any]) -> None:
         super().__init__(tokenizer)
+        self.settings = settings
         found = [self._token(settings.get(f"{name}_token")) for name in ("bos", "eos", "cls", "pad", "eos")]
         self._begin = next((token for token in found[:3] if token is not None), 0)
         self.padding = next((token for token in found[3:] if token is not None), 0)

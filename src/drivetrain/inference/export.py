@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 
     from drivetrain.inference.loaded import LoadedRun
 
-Format = Literal["safetensors", "torch.export", "onnx", "torchscript"]
+Format = Literal["safetensors", "torch.export", "onnx", "torchscript", "transformers"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-SUFFIX: dict[Format, str] = {"safetensors": ".safetensors", "torch.export": ".pt2", "onnx": ".onnx", "torchscript": ".ts"}
+SUFFIX: dict[Format, str] = {
+    "safetensors": ".safetensors",
+    "torch.export": ".pt2",
+    "onnx": ".onnx",
+    "torchscript": ".ts",
+    "transformers": "",
+}
 TOLERANCE = 1e-5  # of the largest output
 LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a file beside it
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +55,7 @@ def format_of(path: Path | None, given: str | None) -> Format:
     Raises UserError where they say different ones, and for a suffix that says none.
     """
     suffix = path.suffix if path is not None else ""
-    by_suffix = next((kind for kind in FORMATS if SUFFIX[kind] == suffix.lower()), None)
+    by_suffix = next((kind for kind in FORMATS if suffix and SUFFIX[kind] == suffix.lower()), None)
     if given is not None and given not in FORMATS:
         raise UserError(f"--format {given}: there is {', '.join(FORMATS)}")
     if given is not None and by_suffix not in (None, given):
@@ -57,7 +63,7 @@ def format_of(path: Path | None, given: str | None) -> Format:
             f"{path}: a file of this name is {by_suffix}, and --format says {given}: leave it out, or rename the file"
         )
     if given is None and by_suffix is None and suffix:
-        known = ", ".join(f"{SUFFIX[kind]} ({kind})" for kind in FORMATS)
+        known = ", ".join(f"{SUFFIX[kind]} ({kind})" for kind in FORMATS if SUFFIX[kind])
         raise UserError(f"{path}: the format is not known from '{suffix}': name the file {known}, or say --format")
     return cast(Format, given) if given is not None else by_suffix or "safetensors"
 

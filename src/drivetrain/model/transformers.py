@@ -67,6 +67,7 @@ class Transformers(Model):
     head: Literal["auto", "sequence", "token", "causal", "masked", "image"] = "auto"
 
     _finished: bool = field(default=False, init=False)  # a run that is over has kept its config
+    began: bool = field(default=False, init=False)  # whether it began with given weights
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     tokens = None
     may_be_transformer = True
@@ -111,7 +112,7 @@ class Transformers(Model):
 
     def untrained(self) -> Transformers:
         finished = replace(self, **NO_START, pretrained=False)
-        finished._finished = True
+        finished._finished, finished.began = True, self.given_weights
         return finished
 
     def create_for(self, context: BuildContext) -> torch.nn.Module:

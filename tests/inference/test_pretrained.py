@@ -1,0 +1,127 @@
+"""What a run of model=transformers leaves is read by transformers and by peft, and what peft leaves starts a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import drivetrain
+from drivetrain.cli import export, main
+from drivetrain.core.errors import UserError
+from drivetrain.inference.loaded import load
+
+transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+LANGUAGE = ["data=stdlib", "data.length=16", "data.test_samples=8", "data.max_files=10", "loss=next_token"]
+CLASSES = ["data=stdlib", "data.length=16", "data.test_samples=8", "data.kind=class", "data.max_files=300"]
+MODELS = {
+    "llama": ("LlamaForCausalLM", {**SIZES, "vocab_size": 257}, [*LANGUAGE, "adapter.train_also=[]"]),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 257}, LANGUAGE),
+    "bert": ("BertForSequenceClassification", {**SIZES, "vocab_size": 257, "num_labels": 4}, CLASSES),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request, tmp_path: Path):
+    """The class of a model, its folder, and the words of runs on it."""
+    name, sizes, words = MODELS[request.param]
+    cls = getattr(transformers, name)
+    torch.manual_seed(0)
+    cls(cls.config_class(**sizes)).save_pretrained(tmp_path / "base")
+    (tmp_path / "run").mkdir()
+    return cls, tmp_path / "base", ["model=transformers", f"model.name={tmp_path / 'base'}", "model.pretrained=true", *words]
+
+
+def outputs(model) -> torch.Tensor:
+    tokens = torch.arange(1, 13).view(2, 6)
+    with torch.no_grad():
+        found = model.eval()(input_ids=tokens)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_an_adapter_is_read_by_peft_and_by_a_run(case, adapter, tiny, tmp_path, make, capsys):
+    cls, base, words = case
+    words = [*words, f"adapter={adapter}", "adapter.rank=4"]
+    run = drivetrain.train(tiny(*words, "optimizer.lr=1"))
+    expected = outputs(load(run.run_dir).model)
+    assert main.main(["export", str(run.run_dir), str(tmp_path / "adapter"), "--format", "transformers", "--adapter"]) == 0
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "README.md", "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    assert str(tmp_path) not in "".join(path.read_text(errors="replace") for path in (tmp_path / "adapter").iterdir())
+    own = cls.from_pretrained(base)
+    before = outputs(own)
+    theirs = peft.PeftModel.from_pretrained(own, tmp_path / "adapter")
+    assert torch.allclose(outputs(theirs), expected, atol=2e-6)
+    assert not torch.allclose(before, expected, atol=1e-4)
+    assert torch.allclose(outputs(theirs.merge_and_unload()), expected, atol=2e-6)
+    again = make(*words, f"adapter.weights={tmp_path / 'adapter'}").model
+    assert torch.allclose(outputs(again), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_of_peft_starts_a_run(case, dora, make, tmp_path):
+    cls, base, words = case
+    model = cls.from_pretrained(base)
+    also = ["classifier"] if hasattr(model, "classifier") else None
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS" if also else "CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", use_dora=dora,
+        modules_to_save=also, init_lora_weights=False,
+    )  # fmt: skip
+    theirs = peft.get_peft_model(model, config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    adapter = ["adapter=dora" if dora else "adapter=lora", "adapter.rank=4", "adapter.alpha=8"]
+    ours = make(*words, *adapter, f"adapter.weights={tmp_path / 'theirs'}").model
+    assert torch.allclose(outputs(ours), outputs(theirs), atol=2e-6)
+
+
+def test_a_whole_model_is_read_by_transformers(case, tiny, tmp_path):
+    cls, _, words = case
+    run = drivetrain.train(tiny(*[word for word in words if not word.startswith("adapter")]))
+    assert main.main(["export", str(run.run_dir), str(tmp_path / "whole"), "--format", "transformers"]) == 0
+    again = cls.from_pretrained(tmp_path / "whole")
+    assert torch.equal(outputs(again), outputs(load(run.run_dir).model))
+    assert again.config.use_cache
+    assert "library_name: transformers" in (tmp_path / "whole" / "README.md").read_text()
+
+
+def test_adapters_are_merged_without_the_switch(tiny, tmp_path):
+    words = ["model=transformers", "model.name=llama", "model.config={" + ", ".join(f"{k}: {v}" for k, v in SIZES.items()) + "}"]
+    run = drivetrain.train(tiny(*words, *LANGUAGE, "adapter=lora"))
+    assert main.main(["export", str(run.run_dir), str(tmp_path / "whole"), "--format", "transformers"]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert torch.allclose(outputs(again), outputs(load(run.run_dir).model), atol=1e-6)
+    with pytest.raises(UserError, match="the frozen weights of this run began at random"):
+        export.command([str(run.run_dir), str(tmp_path / "other"), "--format", "transformers", "--adapter"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("use_rslora", True, "use_rslora=True"),
+        ("r", 3, "was trained with adapter.rank=3: set that"),
+        ("lora_alpha", 99, "adapter.alpha=99"),
+        ("use_dora", True, "adapter=dora"),
+        ("bias", "all", "bias=all"),
+        ("peft_type", "IA3", "peft_type=IA3"),
+    ],
+)
+def test_a_folder_of_peft_that_does_not_fit_is_refused(key, value, says, make, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "theirs").mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, key: value}
+    (tmp_path / "theirs" / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "theirs" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=says):
+        make("model.hidden=[8,8]", "adapter=lora", "adapter.rank=4", "adapter.alpha=8", f"adapter.weights={tmp_path / 'theirs'}")
+
+
+def test_other_models_have_no_such_folder(tiny):
+    run = drivetrain.train(tiny())
+    with pytest.raises(UserError, match="for runs with model=transformers, and this one has model=mlp"):
+        export.command([str(run.run_dir), "--format", "transformers"])
