@@ -51,14 +51,23 @@ def test_a_function_by_position_is_called_as_it_is():
     def plain(a, b):
         return a, b
 
-    call = made(plain)
-    assert call.positional
-    assert call.function is plain  # nothing stands between
+    def in_order(output, y, scale=1):
+        return output, y
+
+    for function in (plain, in_order):
+        call = made(function)
+        assert call.positional
+        assert call.function is function  # nothing stands between
+        assert call(**OFFERED) == (1, 2)
+    assert not made(lambda y, output: 0).positional
+    assert not made(lambda output, y, x: 0).positional
+    assert not made(lambda output, *, y: 0).positional
 
 
 def test_further_arguments_are_bound():
     assert made(lambda output, y, scale: [output, y, scale], scale=9)(**OFFERED) == [1, 2, 9]
     assert made(lambda a, b, scale: [a, b, scale], scale=9)(**OFFERED) == [1, 2, 9]
+    assert made(lambda scale, output, y: [output, y, scale], scale=9)(**OFFERED) == [1, 2, 9]
 
 
 @pytest.mark.parametrize("how", ["keywords", "positions", "one"])

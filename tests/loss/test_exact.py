@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from drivetrain.core.horizon import Horizon
+from drivetrain.core.tensors import Tensors
 from drivetrain.loss import (
     L1,
     Bce,
@@ -172,20 +173,13 @@ class Run:
         self.values = {"epochs": 1, "trust": [], "phases": None}
 
 
-class Source:
-    """The training data, for weights that are counted in it."""
-
-    def __init__(self, y):
-        self.y = y
-
-
 def prepared(kind, y, capacity=N):
     def setup(loss, parallel):
         size = parallel.world.size
         batch = type("Batch", (), {"lengths": None, "weighs_by_length": False, "size": lambda self, epoch: capacity * size})()
         data = type("Data", (), {"classes": y.shape[1] if kind == "labels" else CLASSES})
         loss.see(Run(kind))
-        made = context(run=Run(kind), batch=batch, data=data, train_source=Source(y), horizon=Horizon(1, [1]))
+        made = context(run=Run(kind), batch=batch, data=data, train_source=Tensors(y, y), horizon=Horizon(1, [1]))
         made.parallel = parallel
         loss.setup(made)
 

@@ -79,7 +79,8 @@ class UserCall:
         decides: Collection[str] = ("output", "model"),
     ) -> None:
         self.function: Callable[..., Any] = partial(function, **kwargs) if kwargs else function
-        parameters = {name: p for name, p in _parameters(setting, function).items() if name not in (kwargs or {})}
+        every = _parameters(setting, function)
+        parameters = {name: p for name, p in every.items() if name not in (kwargs or {})}
         named = {name: NAMES[name] for name, p in parameters.items() if name in NAMES and p.kind not in ANY_NUMBER}
         self.positional = not {*named.values()} & {*decides}
         self._positions = positions
@@ -96,6 +97,9 @@ class UserCall:
                 f"{setting} has a parameter `{unknown[0]}`, and it is called with those of {given} that it names: rename it, "
                 "give it a default, or its value in kwargs"
             )
+        leading = [name for name, p in every.items() if p.kind in BY_POSITION][: len(positions)]
+        # (output, target) in this order need no names: nothing stands between the step and the function.
+        self.positional |= list(self._named) == leading and tuple(self._named.values()) == positions
 
     def _check_positions(
         self,

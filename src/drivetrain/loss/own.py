@@ -131,8 +131,13 @@ class Own(PartedLoss):
         return torch.as_tensor(self._count(target=batch.y, input=batch.x, batch=batch), dtype=plain.dtype, device=plain.device)
 
     def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
-        needed = "output" in self._call.needs
-        parts = self._parts(forward, forward(batch.x) if needed else None, batch, training=True)
+        if self._call.positional:
+            returned = self._call.function(forward(batch.x), batch.y)
+        else:
+            returned = self._returned(forward, forward(batch.x) if "output" in self._call.needs else None, batch, training=True)
+        if isinstance(returned, torch.Tensor) and not returned.ndim:
+            return returned
+        parts = self._parts(returned)
         for name, value in parts.items():
             if name != "loss" and self._logs_parts:
                 self.log(name if self._phase is None else f"{self._phase}_{name}", value * batch.weight)
@@ -144,23 +149,24 @@ class Own(PartedLoss):
         count = self.items(batch)
         with _evaluating(self.function):
             losses = [
-                loss._parts(forward, output, batch, training=False)["loss"].to(count.dtype) * count
+                loss._parts(loss._returned(forward, output, batch, training=False))["loss"].to(count.dtype) * count
                 for loss in (map(self.of_phase, self._phases) if self._phases else [self])
             ]
         return output, torch.stack([torch.stack(losses).sum(), *(losses if self._phases else ()), count])
 
-    def _parts(self, forward: Callable[[Any], Any], output: Any, batch: MicroBatch, training: bool) -> dict[str, torch.Tensor]:
-        """The named parts, with `loss`. Raises UserError if the function returns anything else."""
-        if self._call.positional:
-            returned = self._call.function(output, batch.y)
-        else:
-            model = self._model(forward) if self.runs_model else None
-            progress = self._progress[training]
-            returned = self._call(
-                output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=progress, phase=self._phase
-            )
-            if training and model is not None and not model.was_called and output is None:
-                self._check_parts()
+    def _returned(self, forward: Callable[[Any], Any], output: Any, batch: MicroBatch, training: bool) -> Any:
+        """What the function returns for a micro-batch."""
+        model = self._model(forward) if self.runs_model else None
+        returned = self._call(
+            output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=self._progress[training],
+            phase=self._phase,
+        )  # fmt: skip
+        if training and model is not None and not model.was_called and output is None:
+            self._check_parts()
+        return returned
+
+    def _parts(self, returned: Any) -> dict[str, torch.Tensor]:
+        """The named parts, with `loss`. Raises UserError if the function returned anything else."""
         parts = dict(returned) if isinstance(returned, dict) else {"loss": returned}
         for name, value in parts.items():
             if not isinstance(value, torch.Tensor) or value.dim() > 0:
