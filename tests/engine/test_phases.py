@@ -131,6 +131,19 @@ def test_a_phase_has_its_own_rate_clip_and_pace(make, each_update):
     assert [g["lr"] for g in trainer.optimizer.param_groups][::2] == pytest.approx([0.1 * factors[6], 0.03 * factors[6]])
 
 
+def test_the_average_moves_only_with_what_an_update_has_trained(make, each_update):
+    trainer = make(*PAIR, "ema=ema", "ema.decay=0.5", "ema.warmup=false")
+    expected = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = each_update(trainer, lambda: {name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    trainer.fit()
+    for number, after in enumerate(weights, 1):
+        for name, mean in expected.items():
+            if name.startswith("first") or number % 2 == 0:
+                mean.lerp_(after[name], 0.5)
+    for name, mean in expected.items():
+        torch.testing.assert_close(trainer.ema.state_dict()["tensors"][name], mean)
+
+
 def test_an_overflow_skips_its_own_phase(make):
     """Each phase has a scale of its own, which the resumed run goes on with."""
     words = [*PAIR, "precision=amp", "precision.init_scale=1024", "precision.growth_interval=2"]

@@ -9,6 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import drivetrain
+from drivetrain.core.errors import UserError
+from drivetrain.optimizer import Sam
 from tests.support.command import checkpoints
 
 OPTIONS = {
@@ -108,6 +110,12 @@ def test_each_run_draws_alike_and_a_resume_goes_on(train, name):
 def test_what_cannot_run_again_is_refused(problems, words):
     said = problems("optimizer=lbfgs", *words)
     assert any("optimizer=lbfgs and" in p and "several times" in p for p in said), said
+
+
+def test_an_option_whose_optimizer_wants_a_closure_has_to_say_so():
+    option = type("Silent", (Sam,), {"takes_closure": False})()
+    with pytest.raises(UserError, match="Sam makes its update by a closure: set takes_closure = True in Silent"):
+        option.create(torch.nn.Linear(2, 2))
 
 
 def test_lbfgs_has_no_decay(problems):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.option import RunSpec
+from drivetrain.core.phases import Running
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
@@ -41,6 +42,7 @@ class BuildContext:
     eval_model: Callable[..., AbstractContextManager[Any]] = nullcontext
     resumed: bool = False  # whether a checkpoint is restored once the run is built
     trains: bool = True  # whether the model is trained, or only used
+    phases: Sequence[Running] = ()  # of the updates
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
 
     device: torch.device = field(init=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, Text
 from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.patterns import check_patterns, matches
 
@@ -25,6 +26,13 @@ class Phase:
     every: Count = 1  # it runs in each so many updates
     lr: Positive | None = None
     max_norm: Positive | None = None  # of its gradients, as clip=norm has it
+
+
+class Running(Protocol):
+    """A phase in a run."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    made: bool  # whether the last update has updated them
 
 
 def of(run: RunSpec) -> dict[str, Phase]:

@@ -67,7 +67,7 @@ class Kept(Ema):
                 continue
             average = name.rpartition(".")[2] in STATISTICS and self.buffers == "average"
             (averaged if average else copied)[name] = buffer
-        self._names = list(averaged) + list(copied)
+        self._names, self._phases = list(averaged) + list(copied), context.phases
         self._tied = _other_names(model)
         self._live = [t.detach() for t in averaged.values()]
         self._live_copied = [t.detach() for t in copied.values()]
@@ -79,9 +79,9 @@ class Kept(Ema):
     def update(self) -> None:
         self._updates += 1
 
-    def _move(self, mean: list[torch.Tensor], share: float) -> None:
-        """Move an average towards the weights: by this share of the way."""
-        live = self._live  # detached, so that no graph is kept
+    def _move(self, mean: list[torch.Tensor], share: float, live: list[torch.Tensor] | None = None) -> None:
+        """Move an average towards the weights, or those of them in `live`: by this share of the way."""
+        live = self._live if live is None else live  # detached, so that no graph is kept
         if self._widened:
             live = [t.to(m.dtype) for t, m in zip(live, mean, strict=True)]
         torch._foreach_lerp_(mean, live, share)
@@ -137,5 +137,10 @@ class Average(Kept):
         super().update()
         n = self._updates
         decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
-        self._move(self._mean, 1.0 - decay)
+        resting = {p.data_ptr() for phase in self._phases if not phase.made for p in phase.parameters}
+        if resting:  # the average of what this update has left alone stays too
+            rows = [(m, t) for m, t in zip(self._mean, self._live, strict=True) if t.data_ptr() not in resting]
+            self._move([m for m, _ in rows], 1.0 - decay, [t for _, t in rows])
+        else:
+            self._move(self._mean, 1.0 - decay)
         self._copy_buffers()

@@ -100,7 +100,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     forward = takes_batches(parallel.wrap_model(compiled, context))
     # The optimizer comes after every edit that may replace or move parameters; the average after the weights are final.
     with parallel.plain_parameters(model):
-        phases = phased_step.build(context)
+        phases = context.phases = phased_step.build(context)
         optimizer = context.optimizer = (
             phased_step.chained(phases) if phases else precision.build_optimizer(run.optimizer, context)
         )

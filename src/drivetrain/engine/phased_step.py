@@ -30,6 +30,7 @@ class Phase:
     clip: Callable[[], None]
     loss_sum: torch.Tensor  # 0-d: of its runs since the last record
     runs: int = 0  # since the last record
+    made: bool = False  # in the last update
     step: Step = field(init=False)  # set where the run's step is composed
 
     def alone(self, others: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
@@ -95,8 +96,9 @@ class PhasedStep:
             if (self.progress.updates + 1) % phase.every == 0 and phase.name not in self._done:
                 with phase.alone(self.parameters):
                     self._done[phase.name] = self._run(phase)
-        made, self._done = any(self._done.values()), {}
-        return made
+            phase.made = self._done.get(phase.name, False)
+        self._done = {}
+        return any(phase.made for phase in self.phases)
 
     def _run(self, phase: Phase) -> bool:
         total = torch.zeros_like(self._loss_sum)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, RunSpec
 from drivetrain.core.patterns import check_patterns, flatten
@@ -129,6 +131,12 @@ class Optimizer(Hyperparameters):
         here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
         implementation = self.implementation(here.device.type, sum(p.numel() for p in parameters))
         optimizer = self.make(groups, implementation)
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty and not self.takes_closure:
+            raise UserError(
+                f"{type(optimizer).__name__} makes its update by a closure: set takes_closure = True in {type(self).__name__}, "
+                "the class of the option"
+            )
         names = {id(p): name for name, p in model.named_parameters()}
         for group in optimizer.param_groups:  # saved with the state, so that it can be matched to parameters
             group["param_names"] = [names[id(p)] for p in group["params"]]
