@@ -250,7 +250,7 @@ def test_unknown_categories_are_counted_and_said(tmp_path):
     test = table(tmp_path, {"heating": lambda n: "coal" if n < 4 else "gas", "b": lambda n: n}, name="test.csv")
     splits = loaded(train, test=test)
     (doubt,) = splits.doubts
-    assert "test.csv: 4 rows have a heating that no training row has (coal): it counts as none of them" in doubt
+    assert "test.csv: 4 rows have a value of heating that no training row has (coal): it counts as none" in doubt
     found = Tabular().read_inputs([b"heating,b\n", b"wood,1\n", b"gas,2\n"], splits, 10)
     for count, read in found.blocks:
         read(slice(count))

@@ -61,7 +61,7 @@ def command(argv: Sequence[str]) -> int:
     where = f": {given.options.out}" if given.options.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)
     for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():
-        echo(f"{unknown:,} rows have a {name} that no training row has: it counts as none of them", file=sys.stderr)
+        echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
     if counts.unreadable:
         more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
         echo(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)

@@ -124,6 +124,8 @@ def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
     are_whole = bool(found) and not codes_too and numbers_of(pc.match_substring_regex(words, r"^[-+]?\d+$")).all()
     if are_whole and (numbers_of(pc.match_substring_regex(words, r"^[-+]?0\d")).any() or (np.abs(numbers) >= EXACT).any()):
         return []
+    if found and not numbers_of(pc.match_substring_regex(words, r"^[-+]?\d{1,3}([.]\d{3})+$")).all():
+        return [PLAIN]  # no other style reads these
     marks = pc.replace_substring_regex(words, rf"^[-+−]|[eE][-+]?\d+$|[\d.,'\s{SPACES}]", "")
     units = pc.replace_substring(marks, "-", "").dictionary_encode().dictionary.to_pylist()
     if len(units) == 1 and re.fullmatch(f"({UNIT})?", units[0]):

@@ -32,12 +32,13 @@ class Words:
         """Return the words of an array of texts, without the spaces around them."""
 
         found = array.dictionary_encode()
+        found = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
         trimmed = pc.utf8_trim_whitespace(found.dictionary).dictionary_encode()
         absent = pc.is_in(pc.utf8_lower(trimmed.dictionary), value_set=strings(missing))
         number = np.append(np.cumsum(~numbers_of(absent)) - 1, -1)  # the last one stands for null
         number[:-1][numbers_of(absent)] = -1
-        codes = number[np.append(numbers_of(trimmed.indices), -1)[_codes(found.indices)]]
-        return cls(codes.astype(np.int32), trimmed.dictionary.filter(pc.invert(absent)))
+        codes = number[np.append(numbers_of(trimmed.indices), -1)].astype(np.int32)[_codes(found.indices)]
+        return cls(codes, trimmed.dictionary.filter(pc.invert(absent)))
 
     @cached_property
     def texts(self) -> list[str]:
@@ -152,10 +153,11 @@ def _codes(indices: Any) -> np.ndarray:
 SEPARATORS = ",;\t|"  # that a file may have without being asked
 MISSING = ("", "na", "n/a", "#n/a", "<na>", "nan", "null", "none", "?", "-", "--", ".")  # cells without a value, in lower case
 NO_NAME = "(column 1)"  # the name of a first column without one: the numbers of rows
-FIRST = 1 << 18  # bytes that show which columns hold fractions
-BLOCK = 1 << 22  # bytes that pyarrow reads at a time: the longest row
+FIRST = 1 << 17  # bytes that show which columns hold fractions
+BLOCK = 1 << 21  # bytes that pyarrow reads at a time: the longest row
 MOST_LINES = 1000  # of one row, which quotes hold together
 _LINE_END = re.compile(rb"\r\n?|\n")
+_QUOTE = re.compile(rb'"')
 
 
 @dataclass(frozen=True)
@@ -355,8 +357,7 @@ class Stream:
 def _column(array: Any, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a column of texts or of float64."""
 
-    array = array.combine_chunks()
-    return with_nan(array) if pa.types.is_floating(array.type) else Words.of(array, missing)
+    return with_nan(array.combine_chunks()) if pa.types.is_floating(array.type) else Words.of(array, missing)
 
 
 def _lines(content: Any) -> Iterator[bytes]:
@@ -394,6 +395,8 @@ def _has_fractions(words: Words) -> bool:
 
 def _quotes(content: Any) -> int:
     view = memoryview(content)
+    if _QUOTE.search(view) is None:
+        return 0
     return sum(bytes(view[start : start + BLOCK]).count(b'"') for start in range(0, view.nbytes, BLOCK))
 
 

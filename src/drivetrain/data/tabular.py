@@ -251,7 +251,7 @@ def said(schema: Schema, rows: Cells) -> Iterator[str]:
     """Yield what to say of categories that no training row has."""
     for name, count, found in schema.unknown(rows):
         shown = named(found, 3)
-        yield f"{rows.source}: {count:,} rows have a {name} that no training row has ({shown}): it counts as none of them"
+        yield f"{rows.source}: {count:,} rows have a value of {name} that no training row has ({shown}): it counts as none"
 
 
 DIABETES = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
