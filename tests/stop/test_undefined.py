@@ -12,7 +12,7 @@ METRIC = """
 values = []  # of the next evaluations
 
 def said(output, target):
-    return values.pop(0)
+    return values.pop(0) if len(output) > 2 else 0.0  # a run tries it on two samples
 """
 NAN = float("nan")
 RUN = [
