@@ -1,15 +1,24 @@
 """`drivetrain show`: the drawing is that of the run that the same words train, in the terminal and as a PNG."""
 
+import base64
+import io
+import re
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 from drivetrain.cli import show
 from drivetrain.cli.main import main
 from drivetrain.core.horizon import Horizon
+from drivetrain.data import ImageFolder, Masks
 from drivetrain.ui import plots
+from tests.support import sets
 
 # Unicode's Braille: the bit of each dot of a character, by row and column.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -168,6 +177,50 @@ def test_a_png_without_matplotlib_names_the_extra(monkeypatch, capsys, tiny):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["show", *tiny(), "--png", "x.png"]) == 2
     assert "pip install 'drivetrain[plots]'" in capsys.readouterr().err
+
+
+def picture_of(page: Path) -> np.ndarray:
+    """The picture in a page, without the margin around its first tile."""
+    content = re.search(r"data:image/png;base64,([^\"]+)", page.read_text())[1]
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(content))))[8:, 8:]
+
+
+def test_the_data_of_training_is_drawn_beside_what_augmentation_makes_of_it(tmp_path, capsys):
+    noise, root = np.random.default_rng(0), tmp_path / "set"
+    for n in range(40):
+        file = root / "ab"[n % 2] / f"{n}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(file)
+    words = ["data=imagefolder", f"data.root={root}", "data.size=96", "data.holdout=0.3", "augment=[flip_crop]"]
+    assert main(["show", *words, "--data", str(tmp_path / "page.html")]) == 0
+    assert "inputs: images of 96×96, as 96×96" in capsys.readouterr().out
+    data = ImageFolder(str(root), size=96, holdout=0.3).load_sets(torch.device("cpu"))
+    drawn, first = picture_of(tmp_path / "page.html"), data.train.fetch(torch.tensor([0]))[0][0].permute(1, 2, 0).numpy()
+    assert np.array_equal(drawn[:96, :96], first)
+    moved = drawn[:96, 100:196]
+    assert not np.array_equal(moved, first)
+    assert abs(float(moved.mean()) - float(first.mean())) < 10
+    assert main(["show", "--data", str(tmp_path / "page.html"), "data=wine", "task=classification"]) == 2
+    assert "draws images, and data=wine has none" in capsys.readouterr().err
+
+
+def test_masks_are_drawn_over_their_images(tmp_path):
+    sets.write(tmp_path, 96, 30, with_hub=False)
+    words = [
+        "task=segmentation",
+        "data=masks",
+        f"data.root={tmp_path / 'masked'}",
+        "data.size=96",
+        "data.holdout=0.3",
+        "augment=[]",
+    ]
+    assert main(["show", *words, "augment=[]", "--data", str(tmp_path / "page.html")]) == 0
+    splits = Masks(str(tmp_path / "masked"), size=96, holdout=0.3).load_sets(torch.device("cpu"))
+    x, y = splits.train.fetch(torch.tensor([0]))
+    drawn = picture_of(tmp_path / "page.html")[:96, :96]
+    plain, same = x[0].permute(1, 2, 0).numpy(), (y[0] == 0).numpy()
+    assert np.array_equal(drawn[same], plain[same])
+    assert not (drawn[~same] == plain[~same]).all(-1).any()
 
 
 def test_showing_needs_no_torch():

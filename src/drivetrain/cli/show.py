@@ -31,21 +31,32 @@ drivetrain show [group=option] [key=value] …      the learning rate (and momen
   drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
 
   --png FILE            as an image, by matplotlib
+  --data FILE           what training will see of images, as a page: sets, classes, samples beside their augmentation
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 
 
 def command(argv: Sequence[str]) -> int:
     """Run `drivetrain show`; its exit code."""
-    if (given := arguments.parse("show", argv, HELP, "--png FILE")) is not None:
-        show(given.overrides, given.config_dir, given.png)
+    if (given := arguments.parse("show", argv, HELP, "--png FILE", "--data FILE")) is not None:
+        show(given.overrides, given.config_dir, given.png, given.data)
     return DONE
 
 
-def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None) -> None:
-    """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given."""
+def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None, page: Path | None = None) -> None:
+    """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given.
+
+    With `page` it is the data of training that is drawn, into that file.
+    """
     job = prepare(overrides, config_dirs)
     job.log_notices()
+    if page is not None:
+        from drivetrain.cli.show_data import sheet_of
+
+        sheet = sheet_of(job.run)
+        sheet.show()
+        echo(f"written to {sheet.write(page)}")
+        return
     over = _horizon(job.run)
     curves = _curves(job.run, over)
     if file is None:
