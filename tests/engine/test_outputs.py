@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import drivetrain
 from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 
@@ -109,6 +110,17 @@ def test_an_own_loss_takes_the_output_as_it_is(make, words, kind):
     trainer = make(*words(kind, "loss=own", "loss.target=my_outputs.loss"))
     trainer.fit()
     assert trainer.progress.updates == 2
+
+
+def test_a_prediction_is_of_the_part_too(train, words):
+    run = train(*words("dict", "forward_output=logits"))
+    x = torch.rand(5, 3, 8, 8)
+    assert drivetrain.load(run.run_dir).predict(x).output.shape == (5, 4)
+    loaded = drivetrain.load(run.run_dir, ["forward_output=null"])
+    with pytest.raises(
+        UserError, match=r"returns a dict of logits .* and a prediction is one tensor: name a part of it by forward_out"
+    ):
+        loaded.predict(x)
 
 
 def test_a_dataclass_is_a_tree():

@@ -15,7 +15,7 @@ from drivetrain.core import streams
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import DESCRIPTIONS, TargetKind
-from drivetrain.core.trees import Tree
+from drivetrain.core.trees import Tree, described
 from drivetrain.core.world import World
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
@@ -77,6 +77,11 @@ class LoadedRun:
                 f"{self._run.named('model')} of {self.run_dir} cannot take the input ({_first_line(error)}): the input is not "
                 "like those that it was trained on, or the run's files were changed"
             ) from error
+        if not isinstance(output, torch.Tensor):
+            raise UserError(
+                f"{self._run.named('model')} of {self.run_dir} returns {described(output)}, and a prediction is one tensor: name "
+                "a part of it by forward_output"
+            )
         return Predictions.of(output, self.kind, self.classes, self._units)
 
     def example(self) -> Tree:
