@@ -11,6 +11,7 @@ import drivetrain
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.world import World
 from drivetrain.data import Stream
+from drivetrain.inference.evaluation import evaluate
 from drivetrain.saving import checkpoint_io, manifest
 from tests.support import streams
 
@@ -145,6 +146,7 @@ def test_a_run_with_readers_or_other_ranks_is_told_what_to_set(train):
     with pytest.raises(UserError, match="has a state, which only loader=sync keeps in step"):
         train(*WORDS, "loader=workers")
     part = train(*WORDS, "updates=5")
+    assert evaluate(part.run_dir, ["trust=[drawing_sets,streams]"]).metrics == part.tested("final")
     words = ["updates=12", "parallel=ddp", "parallel.nproc=2", "resume_changed=true"]
     again = drivetrain.train([f"resume={part.run_dir}", *words])
     assert "was read by 1 ranks, and now there are 2" in str(again.error)

@@ -39,8 +39,6 @@ class Stream(Own):
     streams, of which the first `eval_samples` are read.
     """
 
-    order = "sequential"  # its own
-
     def __init__(
         self,
         target: str | None = None,
@@ -58,10 +56,12 @@ class Stream(Own):
         num_workers: CountOrZero = 0,
         split: Literal["samples", "own"] = "samples",
         approximate: bool = False,
+        drop_last: bool = True,
     ) -> None:
         super().__init__(
-            target, kwargs, train, test, validation, classes, targets, target_key, collate, False, normalize, order="sequential"
-        )
+            target, kwargs, train, test, validation, classes, targets, target_key, collate, False, normalize, drop_last
+        )  # fmt: skip
+        self.order = "sequential"  # its own
         self.updates, self.eval_samples, self.num_workers = updates, eval_samples, num_workers
         self.split, self.approximate = split, approximate
         self._samples = 0

@@ -63,7 +63,7 @@ def at_beginning(trainer: Trainer, updates: int | None) -> dict[str, Any]:
             break
     noise.every = NEVER
     variance, squared = noise.sums.tolist()
-    return {"noise_scale": noise.scale(variance, squared, 0), "updates": done, "samples": len(trainer.train_data.source)}
+    return {"noise_scale": noise.scale(variance, squared, 0), "updates": done, "samples": trainer.batch.order.length}
 
 
 def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, noise_scale: float | None) -> list[float]:
@@ -76,7 +76,7 @@ def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, n
     from drivetrain.core.device import is_out_of_memory
 
     found: list[float] = []
-    smallest, samples = trainer.batch.global_batch, len(trainer.train_data.source)
+    smallest, samples = trainer.batch.global_batch, trainer.batch.order.length
     for micro_batch in micro_batches:
         if noise_scale is None or smallest * micro_batch // micro_batches[0] > samples:
             break
