@@ -17,6 +17,7 @@ from drivetrain.data import Own, Tabular
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load
+from drivetrain.logger.base import numbers
 from drivetrain.measure.benchmark import noninferiority
 from drivetrain.run import curves, reader
 from drivetrain.ui.pages import run as pages
@@ -159,6 +160,7 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     assert (run.run_dir / "images" / "noisy").is_dir()
     records = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert set(names) <= set(next(r for r in records if r["event"] == "evaluate"))
+    assert "validation/noisy/ema_accuracy" in numbers(next(r for r in records if r["event"] == "evaluate"))  # as trackers have it
     found = evaluate(run.run_dir, choice=Choice(update="last"))
     assert found.metrics == run.metrics["test"]["final"]
     assert found.samples == 48
