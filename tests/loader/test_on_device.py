@@ -23,8 +23,8 @@ from drivetrain.launch import launcher
 from drivetrain.loader import Dali, Device, Loader, Pipeline, Resident, Threads, Workers, dali, side_stream
 from drivetrain.precision import Bf16
 from tests.support import sets
+from tests.support.cuda_streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.support.sets import images_of
-from tests.support.streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.test_contract import NET, words_of
 
 pytestmark = [
