@@ -37,7 +37,6 @@ class Style:
 
     def numbers(self, words: pa.StringArray) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers that words stand for, NaN for those that are not of this style; and which are, bool."""
-
         if self == PLAIN:
             try:
                 return with_nan(words.cast(pa.float64())), np.ones(len(words), bool)
@@ -55,13 +54,11 @@ class Style:
 
     def is_of(self, words: pa.StringArray) -> bool:
         """Whether all words are numbers of this style, and its marks are among them."""
-
         mark = self.thousands or self.decimal.replace(".", "")
         return bool(numbers_of(pc.match_substring(self._bare(words), mark)).any() and self.numbers(words)[1].all())
 
     def _bare(self, words: pa.StringArray) -> pa.StringArray:
         """Return words without the unit, with plain spaces and signs."""
-
         words = pc.replace_substring(pc.replace_substring_regex(words, f"[{SPACES}]", " "), "−", "-")
         unit = re.escape(self.unit)
         return pc.replace_substring_regex(words, rf"^([-+]?)\s*{unit}\s*|\s*{unit}$", r"\1") if unit else words
@@ -109,7 +106,6 @@ def lowered(words: Words) -> Words:
 
 def spread(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return each row's value of its word's; NaN where there is none."""
-
     nothing: np.ndarray = np.full((1, *values.shape[1:]), np.nan)
     return np.concatenate([values, nothing])[codes]
 
@@ -138,7 +134,6 @@ def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
 
 def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | None:
     """Return the decimal mark that the columns have which can be read in one way; None where they have none, or both."""
-
     found = {"." for values in cells.columns.values() if not isinstance(values, Words)}
     for name, fitting in styles.items():
         words = cells.columns[name]
@@ -150,7 +145,6 @@ def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | Non
 
 def date_form(words: Words) -> list[Any] | None:
     """Return the one form in which all words are dates, and how many parts they have; None where there is none."""
-
     if not numbers_of(pc.match_substring_regex(words.words, r"^\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ]\d[\d:.+-]+Z?)?$")).all():
         return None
     forms = [
@@ -164,7 +158,6 @@ def date_form(words: Words) -> list[Any] | None:
 
 def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the parts (n, parts) of dates, NaN for texts that are none of this form; and which are, bool."""
-
     found = np.full((len(texts), parts), np.nan)
     for n, text in enumerate(texts):
         with contextlib.suppress(ValueError):
@@ -217,7 +210,6 @@ class Column:
 
     def learn(self, values: np.ndarray | Words, normalize: bool) -> None:
         """Find the categories, or mean and deviation, of training rows. Raises UserError."""
-
         if isinstance(values, Words):
             present = np.unique(values.codes).tolist()
             self.categories = sorted([NO_VALUE if code < 0 else values.texts[code] for code in present])
@@ -233,7 +225,6 @@ class Column:
 
     def encode(self, values: np.ndarray | Words) -> torch.Tensor:
         """Return float32 (n, outputs). A category that no training row has is all zeros."""
-
         if isinstance(values, Words):
             return torch.nn.functional.one_hot(torch.from_numpy(self._codes(values)), self.outputs + 1)[:, :-1].float()
         values = values.reshape(len(values), -1)
@@ -351,7 +342,6 @@ class Schema:
 
     def read(self, cells: Cells) -> Cells:
         """Return the values of the columns that the cells have. Raises DataError, also for an infinite number."""
-
         values = {name: column.read(cells) for name, column in self.columns.items() if name in cells.columns}
         for name, found in values.items():
             if not isinstance(found, Words) and np.isinf(found).any():

@@ -30,7 +30,6 @@ class Words:
     @classmethod
     def of(cls, array: Any, missing: Collection[str]) -> Words:
         """Return the words of an array of texts, without the spaces around them."""
-
         found = array.dictionary_encode()
         found = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
         trimmed = pc.utf8_trim_whitespace(found.dictionary).dictionary_encode()
@@ -72,7 +71,6 @@ class Cells:
 
     def __getitem__(self, rows: Any) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
-
         line, number = self.line, np.arange(len(self))[rows]
         columns = {name: values[rows] for name, values in self.columns.items()}
         return Cells(columns, self.source, None if line is None else lambda row: line(int(number[row])))
@@ -83,7 +81,6 @@ class Cells:
 
     def keys(self) -> np.ndarray:
         """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""
-
         total = np.zeros(len(self), np.uint64)
         for name, values in self.columns.items():
             if isinstance(values, Words):
@@ -102,7 +99,6 @@ class Cells:
 
 def _mixed(bits: np.ndarray) -> np.ndarray:
     """Return splitmix64 of numbers (n,) uint64."""
-
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
@@ -110,14 +106,12 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
 
 def absent(values: np.ndarray | Words) -> np.ndarray:
     """Return where values are missing, bool (n,)."""
-
     missing: np.ndarray = values.codes < 0 if isinstance(values, Words) else np.isnan(values.reshape(len(values), -1)[:, 0])
     return missing
 
 
 def strings(texts: Collection[str]) -> pa.StringArray:
     """Return texts as an array. `pyarrow.array` would import pandas where it is installed."""
-
     encoded = [text.encode(errors="surrogatepass") for text in texts]
     ends = np.cumsum([0, *map(len, encoded)]).astype(np.int32)
     return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
@@ -125,7 +119,6 @@ def strings(texts: Collection[str]) -> pa.StringArray:
 
 def numbers_of(array: Any) -> np.ndarray:
     """Return an array's numbers or truths, whatever they are where one is missing. `to_numpy` would import pandas."""
-
     if pa.types.is_boolean(array.type):
         return _bits(array, 1)
     values: Any = {64: {True: np.float64, False: np.int64}, 32: {False: np.int32}}
@@ -141,7 +134,6 @@ def _bits(array: Any, buffer: int) -> np.ndarray:
 
 def with_nan(array: Any) -> np.ndarray:
     """Return an array of float64, NaN where a number is missing."""
-
     return np.where(_bits(array, 0), numbers_of(array), np.nan) if array.null_count else numbers_of(array)
 
 
@@ -356,7 +348,6 @@ class Stream:
 
 def _column(array: Any, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a column of texts or of float64."""
-
     return with_nan(array.combine_chunks()) if pa.types.is_floating(array.type) else Words.of(array, missing)
 
 
@@ -384,7 +375,6 @@ def _is_fraction(cell: str) -> bool:
 
 def _has_fractions(words: Words) -> bool:
     """Whether all words are plain numbers, and one has a fraction that is no group of thousands, as 1.234 may be."""
-
     try:
         words.words.cast(pa.float64())
     except pa.ArrowInvalid:
@@ -473,7 +463,6 @@ def _index_name(name: str) -> str:
 
 def _typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a typed column as numbers, or as the texts that a CSV would have."""
-
     array = read().column(0).combine_chunks()
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -495,7 +484,6 @@ def _typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[
 
 def _numpy(content: Any, path: Path) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
     """The columns of arrays: of one with two dimensions by their numbers, after the array's name where it has one."""
-
     loaded = np.load(io.BytesIO(bytes(content)), allow_pickle=False)
     columns: dict[str, np.ndarray] = {}
     for prefix, array in {"": loaded}.items() if isinstance(loaded, np.ndarray) else loaded.items():
@@ -512,7 +500,6 @@ def _numpy(content: Any, path: Path) -> dict[str, Callable[[tuple[str, ...]], np
 
 def of_array(values: np.ndarray, missing: tuple[str, ...] = MISSING) -> np.ndarray | Words:
     """Return an array's values as a column. Raises UserError."""
-
     if values.dtype.kind in "fiu":
         numbers = values.astype(np.float64)
         if values.dtype.kind == "f" or bool((np.abs(numbers) <= 2**53).all()):

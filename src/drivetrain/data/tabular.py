@@ -241,6 +241,7 @@ class Tabular(Table):
         """Return the rows of another file than the training file, by the schema. Raises UserError."""
         table, wanted = open_table(path, self.form()), [*schema.inputs, *targets]
         check_has(table, wanted, f"{setting} has no column {{}}, which the run's own table has")
+        check_names(targets, list(schema.columns), "data.target", "the run's own table")
         rows = schema.read(table.cells(schema.plain, wanted))
         if self.missing == "refuse":
             refuse_missing(rows, schema)

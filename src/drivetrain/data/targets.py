@@ -92,7 +92,6 @@ class TargetReader:
 
     def _numbers(self, rows: Cells) -> np.ndarray:
         """Return the columns as float64 (n, k). Truths are 1 and 0."""
-
         found = []
         for name in self.names:
             values = self._known(rows, name)
