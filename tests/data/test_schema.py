@@ -487,3 +487,10 @@ def test_the_rows_of_an_image_stay_together(tmp_path):
     sets = [set(source.identities()) for source in (splits.train, splits.test, splits.validation)]
     assert splits.names == ["false", "true"]
     assert sum(map(len, sets)) == len(set.union(*sets)) == 20
+
+
+def test_a_target_that_the_runs_own_table_does_not_have_is_named(tmp_path):
+    splits = loaded(table(tmp_path, {"a": lambda n: n}))
+    other = table(tmp_path, {"a": lambda n: n, "z": lambda n: n}, name="other.csv")
+    with pytest.raises(UserError, match="data.target=z is no column of the run's own table: there is: a, y"):
+        asked(Tabular(other, target="z")).load_whole(splits)
