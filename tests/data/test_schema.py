@@ -492,5 +492,5 @@ def test_the_rows_of_an_image_stay_together(tmp_path):
 def test_a_target_that_the_runs_own_table_does_not_have_is_named(tmp_path):
     splits = loaded(table(tmp_path, {"a": lambda n: n}))
     other = table(tmp_path, {"a": lambda n: n, "z": lambda n: n}, name="other.csv")
-    with pytest.raises(UserError, match="data.target=z is no column of the run's own table: there is: a, y"):
+    with pytest.raises(UserError, match=r"data.target=z is no column of the run's own table: there is: a, y"):
         asked(Tabular(other, target="z")).load_whole(splits)
