@@ -93,6 +93,19 @@ def test_techniques(case, technique, train):
     assert result.status == "completed", result.error
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("technique", [["parallel=fsdp"], ["parallel=ddp"], ["compile=regional"]], ids="".join)
+@pytest.mark.parametrize("case", ["bert", "llama", "vit"])
+def test_two_ranks_and_compiled_blocks_are_as_one_plain_process(case, technique, train):
+    ranks = ["parallel.nproc=2"] if technique[0].startswith("parallel") else []
+    words = [*CASES[case]]
+    if case == "bert":  # each rank draws its own dropout
+        words += ["model.config.hidden_dropout_prob=0.0", "model.config.attention_probs_dropout_prob=0.0"]
+    plain, other = train(*words), train(*words, *technique, *ranks)
+    assert other.status == "completed", other.error
+    assert other.judged()["loss"] == pytest.approx(plain.judged()["loss"], abs=1e-5)
+
+
 def test_a_resumed_run_ends_with_the_same_bits(tiny, tmp_path):
     words = tiny(*CASES["llama"], "saving.every_updates=2")
     whole = drivetrain.train([*words, "updates=4", "output_dir=whole"])
