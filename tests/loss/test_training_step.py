@@ -45,7 +45,7 @@ def test_a_step_that_calls_the_model_once_is_the_plain_loss(train):
     assert losses(train(*OWN, "loss.target=my_losses.step")) == losses(train(*OWN, "loss.target=my_losses.plain"))
 
 
-@pytest.mark.parametrize("target", ["twice", "penalty"])
+@pytest.mark.parametrize("target", ["twice", "parts", "penalty"])
 @pytest.mark.parametrize("words", STRATEGIES.values(), ids=STRATEGIES)
 def test_a_step_is_the_same_however_the_batch_is_split(train, words, target):
     """Parts that are called outside of the forward, several forwards and second derivatives: all get their gradients averaged."""
