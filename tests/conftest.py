@@ -119,6 +119,22 @@ def tiny() -> Callable[..., list[str]]:
 
 
 @pytest.fixture
+def import_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Let a folder's modules be imported in this test alone: those of several examples have one name."""
+    known: set[str] = set()
+
+    def place(folder: Path) -> None:
+        known.update(path.stem for path in folder.glob("*.py"))
+        for name in known:
+            sys.modules.pop(name, None)
+        monkeypatch.syspath_prepend(folder)
+
+    yield place
+    for name in known:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
 def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
     """Train a tiny run with these words to its end; its result."""
     import drivetrain

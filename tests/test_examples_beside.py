@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,12 +33,10 @@ def command(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_it_trains_as_the_loop_beside_it(name, monkeypatch):
+def test_it_trains_as_the_loop_beside_it(name, import_from):
     """Both begin with the same weights."""
-    own, losses, figures = EXAMPLES[name]
-    monkeypatch.syspath_prepend(ROOT / "examples" / name)
-    for module in ("plain", own):
-        monkeypatch.delitem(sys.modules, module, raising=False)
+    _, losses, figures = EXAMPLES[name]
+    import_from(ROOT / "examples" / name)
     sink, words = Sink(), [word for word in command(name) if not word.startswith("epochs=")]
     words += ["epochs=2", "data.order=sequential", "log_every=1", "saving=none", "runtime.threads=1"]
     context = BuildContext(prepare(words).run, World(), Path("unused"))
@@ -61,5 +58,3 @@ def test_it_trains_as_the_loop_beside_it(name, monkeypatch):
     for key, weight in trainer.model.named_parameters():
         torch.testing.assert_close(weight, model.get_parameter(key), atol=1e-6, rtol=1e-5)
     context.on_exit.close()
-    for module in ("plain", own):
-        sys.modules.pop(module, None)

@@ -41,12 +41,10 @@ def built(words: list[str], writers: list[Sink]) -> tuple[BuildContext, Trainer]
 
 
 @pytest.fixture
-def example(request, monkeypatch):
+def example(request, import_from):
     """The words of an example, and the function that trains by hand."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / request.param)
-    monkeypatch.delitem(sys.modules, "plain", raising=False)
-    yield words_of(request.param), importlib.import_module("plain").train, UPDATES[request.param]
-    sys.modules.pop("plain")
+    import_from(ROOT / "examples" / request.param)
+    return words_of(request.param), importlib.import_module("plain").train, UPDATES[request.param]
 
 
 @pytest.mark.parametrize("example", UPDATES, indirect=True)

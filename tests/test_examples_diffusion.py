@@ -21,9 +21,9 @@ HERE = ROOT / "examples/diffusion"
 
 
 @pytest.fixture
-def words(monkeypatch):
+def words(import_from):
     """The command of examples/README.md, for two epochs."""
-    monkeypatch.syspath_prepend(HERE)
+    import_from(HERE)
     text = re.search(r"drivetrain train (data=own data\.target=denoise.*?)\n\n", (ROOT / "examples/README.md").read_text(), re.S)[
         1
     ]

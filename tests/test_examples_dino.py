@@ -3,7 +3,6 @@
 import copy
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,9 @@ HERE = ROOT / "examples/dino"
 
 
 @pytest.fixture
-def words(monkeypatch):
+def words(import_from):
     """The command of examples/README.md, for two epochs."""
-    monkeypatch.syspath_prepend(HERE)
-    monkeypatch.delitem(sys.modules, "plain", raising=False)
+    import_from(HERE)
     page = (ROOT / "examples/README.md").read_text()
     (text,) = re.findall(r"drivetrain train (data=own data\.target=dino.*?)\n\n", page, re.S)
     given = shlex.split(text.replace("\\\n", " "))

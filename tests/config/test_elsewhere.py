@@ -129,7 +129,10 @@ def test_the_words_among_the_ideas_are_answered():
         word: here for elsewhere, here in found for word in elsewhere if word in ELSEWHERE or "_" in word or word == "profiler"
     }
     assert {"fast_dev_run", "overfit_batches", "detect_anomaly", "profiler", "use_dora"} <= set(words)
-    for word in words.keys() - {"swa_utils", "find_lr"}:
+    by_other_means = {  # a verb, code, or nothing to set
+        "swa_utils", "find_lr", "training_step", "compute_loss", "save_pretrained", "num_labels", "ignore_mismatched_sizes",
+    }  # fmt: skip
+    for word in words.keys() - by_other_means:
         assert f"`{ELSEWHERE[word]}" in words[word], word
 
 

@@ -45,14 +45,14 @@ def numbers(x: torch.Tensor) -> list[int]:
 def test_a_stream_goes_on_after_each_micro_batch_where_it_was(kind, workers):
     """Over its end too. What the samples draw is the same, whoever has drawn in between."""
     sizes = [8, 20, 3, 40, 31, 32, 30]
-    whole = take(source(kind, num_workers=workers), *sizes)
-    first = source(kind, num_workers=workers)
+    whole = take(source(kind, workers=workers), *sizes)
+    first = source(kind, workers=workers)
     for done in (1, 3, 5):
-        first = source(kind, num_workers=workers)
+        first = source(kind, workers=workers)
         take(first, *sizes[:done])
         state = copy.deepcopy(first.reads.state_dict())
         torch.rand(5)
-        again = source(kind, num_workers=workers)
+        again = source(kind, workers=workers)
         again.reads.load_state_dict(state)
         for x, expected in zip(take(again, *sizes[done:]), whole[done:], strict=True):
             if kind == "loader":  # its draws are its own
@@ -63,7 +63,7 @@ def test_a_stream_goes_on_after_each_micro_batch_where_it_was(kind, workers):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["numbers", "hugging_face"])
 def test_ranks_and_workers_have_each_sample_once(kind, workers):
-    parts = [numbers(take(source(kind, rank, 2, num_workers=workers), 50)[0]) for rank in range(2)]
+    parts = [numbers(take(source(kind, rank, 2, workers=workers), 50)[0]) for rank in range(2)]
     assert sorted(parts[0] + parts[1]) == list(range(100))
     assert set(parts[0]).isdisjoint(parts[1])
     if kind == "numbers" and not workers:
@@ -106,8 +106,8 @@ def test_other_ranks_and_workers_and_second_reads_are_refused():
     state = source().reads.state_dict()
     with pytest.raises(UserError, match=r"read by 1 ranks, and now there are 2: .*parallel\.nproc=1"):
         source(ranks=2).reads.load_state_dict(state)
-    with pytest.raises(UserError, match=r"read by 1 workers|read by 0 workers, and now there are 1: .*data\.num_workers=0"):
-        source(num_workers=1).reads.load_state_dict(state)
+    with pytest.raises(UserError, match=r"read by 1 workers|read by 0 workers, and now there are 1: .*data\.workers=0"):
+        source(workers=1).reads.load_state_dict(state)
     taken = source()
     taken.fetch(torch.arange(8), 1, (0, 1))
     with pytest.raises(UserError, match="cannot be read a second time"):
@@ -132,7 +132,7 @@ def weights(result) -> torch.Tensor:
     return torch.cat([w.flatten() for w in checkpoint_io.load(newest)[0].values()])
 
 
-@pytest.mark.parametrize("words", [[], ["data.num_workers=2"], ["parallel=ddp", "parallel.nproc=2"]])
+@pytest.mark.parametrize("words", [[], ["data.workers=2"], ["parallel=ddp", "parallel.nproc=2"]])
 def test_a_run_that_stopped_ends_with_the_weights_of_one_that_did_not(train, words):
     whole = train(*WORDS, *words)
     assert (whole.updates, whole.epochs) == (12, 4)

@@ -90,7 +90,7 @@ def test_only_the_loop_itself_reads_a_set_with_a_state(loader):
 
 def test_a_function_that_makes_batches_may_have_a_state():
     together = OwnCollate(stateful_parts.Collate(), "data.collate", None)
-    assert list(owned.find(OwnSource(Curriculum(), "data.target", together).keeps())) == ["data", "data.collate"]
+    assert list(owned.find(OwnSource(Curriculum(), "data.target", together).own_code.keeps())) == ["data", "data.collate"]
 
 
 def test_a_read_counts_once():

@@ -3,7 +3,6 @@
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,8 @@ WORDS = [
 
 
 @pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    monkeypatch.syspath_prepend(HERE)
-    for name in ("wgan", "plain"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def _importable(import_from):
+    import_from(HERE)
 
 
 @pytest.fixture

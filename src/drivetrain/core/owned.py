@@ -6,6 +6,7 @@ import copy
 import io
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -110,6 +111,14 @@ class OwnState:
         mine = {name: copy.deepcopy(_on_cpu(owner.state_dict())) for name, owner in self.owners.items()}
         ranks = self.parallel.gather_object(mine)
         return {"ranks": ranks[:1] if all(same(ranks[0], other) for other in ranks[1:]) else ranks}
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Put back, at the end of the context, what is done within it to the states on this rank."""
+        before = {name: copy.deepcopy(owner.state_dict()) for name, owner in self.owners.items()}
+        yield
+        for name, owner in self.owners.items():
+            owner.load_state_dict(before[name])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict()`. Raises UserError where ranks have different states, and there are not as many now."""

@@ -53,7 +53,7 @@ class Stream(Own):
         normalize: bool = True,
         updates: Count = 1000,
         eval_samples: Count = 1000,
-        num_workers: CountOrZero = 0,
+        workers: CountOrZero = 0,
         split: Literal["samples", "own"] = "samples",
         approximate: bool = False,
         drop_last: bool = True,
@@ -62,7 +62,7 @@ class Stream(Own):
             target, kwargs, train, test, validation, classes, targets, target_key, collate, False, normalize, drop_last
         )  # fmt: skip
         self.order = "sequential"  # its own
-        self.updates, self.eval_samples, self.num_workers = updates, eval_samples, num_workers
+        self.updates, self.eval_samples, self.workers = updates, eval_samples, workers
         self.split, self.approximate = split, approximate
         self._samples = 0
 
@@ -179,7 +179,7 @@ class Reads:
 
     def __init__(self, make: Callable[[], Any], option: Stream, together: Any) -> None:
         self.make, self.together, self.target_key = make, together, option.target_key
-        self.workers, self.by_samples = option.num_workers, option.split == "samples"
+        self.workers, self.by_samples = option.workers, option.split == "samples"
         self.setting = f"data.target={option.target}"
         self.world, self.seed = World(), 0
         self._passes, self._served = 0, 0  # how often it has ended; samples that were taken of the batch
@@ -324,7 +324,7 @@ class Reads:
         """Go on where a `state_dict()` was. Raises UserError where there are other ranks or workers now."""
         for what, now in (("ranks", self.world.size), ("workers", self.workers)):
             if now != state[what]:
-                setting = "parallel.nproc" if what == "ranks" else "data.num_workers"
+                setting = "parallel.nproc" if what == "ranks" else "data.workers"
                 raise UserError(
                     f"{self.setting} was read by {state[what]} {what}, and now there are {now}: each has a place in its part, so "
                     f"resume with {setting}={state[what]}"

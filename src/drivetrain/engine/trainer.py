@@ -83,7 +83,8 @@ class Trainer:
         self._stop, self._skips_in_a_row = stop or StopFlag(), 0
         self.writer.start()
         self.model.train()
-        self.evaluator.check()
+        with self.owned.untouched():
+            self.evaluator.check()
         self.saving.restart(self.progress.updates)
         self.log.restart()
         self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
