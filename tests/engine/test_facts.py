@@ -16,9 +16,9 @@ from drivetrain.measure.benchmark import arms
 
 
 def small(samples: int, size: int, epochs: int = 10, drop_last: bool = True, ranks: int = 1) -> SimpleNamespace:
-    batch = Batch(global_batch=size)
+    batch = Batch(global_batch=size).over(orders.shuffled(samples))
     return SimpleNamespace(
-        batch=batch, order=orders.shuffled(samples), drop_last=drop_last, progress=SimpleNamespace(epoch=0),
+        batch=batch, drop_last=drop_last, progress=SimpleNamespace(epoch=0),
         max_updates=epochs * batch.updates(samples, 0, drop_last),
         parallel=SimpleNamespace(data_world=SimpleNamespace(size=ranks)),
     )  # fmt: skip

@@ -71,7 +71,7 @@ def test_a_run_that_diverged_says_from_when_on_and_what_to_set():
     ("group", "target", "says"),
     [
         ("optimizer", "torch.optim.SGD", "optimizer=sgd is the option that ships for it"),
-        ("optimizer", "torch.optim.LBFGS", "derives from drivetrain.optimizer.Optimizer and makes it"),
+        ("optimizer", "torch.optim.SparseAdam", "derives from drivetrain.optimizer.Optimizer and makes it"),
         ("loader", "torch.utils.data.DataLoader", "derives from drivetrain.loader.Loader"),
         ("loss", "torch.nn.NLLLoss", "set loss=own loss.target=torch.nn.NLLLoss"),
     ],

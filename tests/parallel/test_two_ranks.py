@@ -178,7 +178,8 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
                for n, w in enumerate((0.5, 1.5), 1)]  # fmt: skip
     step = PipelineStep.__new__(PipelineStep)
     step._pipeline, step._overwriting = SimpleNamespace(has_first_stage=True, has_last_stage=True), set()
-    step._precision, step._loss, step._stage_forward = Precision(), lambda output, target: output.mean(), lambda stage, h, x: x
+    loss = SimpleNamespace(step=lambda forward, batch: forward(batch.x).mean())
+    step._precision, step._loss, step._stage_forward = Precision(), loss, lambda stage, h, x: x
     scaled = []
 
     def run(*x: torch.Tensor, number: torch.Tensor, **_: Any) -> None:

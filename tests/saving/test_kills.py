@@ -191,7 +191,7 @@ def test_a_process_ends_though_its_parent_was_killed_before_it_began(
     """A rank would wait for the launcher's store, a worker for a request. A parent killed while it forks is not there later."""
     fork = multiprocessing.get_context("fork")
     monkeypatch.setattr(forking, "LOOK_S", 0.05)
-    monkeypatch.setattr(workers, "ORPHANED_S", 0.05)
+    monkeypatch.setattr(forking, "LOOK_S", 0.05)
     reads, writes = fork.Pipe(duplex=False)
 
     def child() -> None:
@@ -218,7 +218,7 @@ def test_a_worker_of_a_killed_run_prints_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(workers, "_end_with_run", lambda run: None)
+    monkeypatch.setattr(workers, "end_with_run", lambda run: None)
     threads = torch.get_num_threads()
     workers._begin_worker(0)
     torch.set_num_threads(threads)

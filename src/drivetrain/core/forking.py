@@ -108,6 +108,22 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
+def end_with_run(run: int) -> None:
+    """End this worker at a SIGTERM of the run's process, and soon after that process has ended.
+
+    Slurm, systemd and containers send SIGTERM to all: the run still needs its next batch, to finish its update and save.
+
+    torch's own worker looks for its parent later, when the parent may be gone, and only between two batches.
+    """
+    tells_sender = hasattr(signal, "sigtimedwait")  # not on a Mac
+    while os.getppid() == run:
+        if not tells_sender:
+            time.sleep(LOOK_S)
+        elif (came := signal.sigtimedwait({signal.SIGTERM}, LOOK_S)) is not None and came.si_pid == run:
+            break
+    os._exit(0)
+
+
 @functools.cache
 def end_with_users_parent() -> None:
     """Save and end soon after the process has ended that started this one by multiprocessing, where one did."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
 from drivetrain.core import rng, streams
-from drivetrain.core.forking import disown_garbage, end_with_parent
+from drivetrain.core.forking import disown_garbage, end_with_run, parent_pid
 from drivetrain.core.signals import STOP_SIGNALS
 
 
@@ -17,8 +18,11 @@ def begin_worker(_: int) -> None:
     """Set up a worker's process: it ends with the run, and not at a signal that is sent to both."""
     disown_garbage()
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
+        if number is not signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):  # not on a Mac
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=end_with_run, args=(parent_pid(),), daemon=True, name="end with run").start()
 
 
 class Part(IterableDataset[Any]):

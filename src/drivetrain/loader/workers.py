@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 
 from drivetrain.core import trees
 from drivetrain.core.errors import DataError, Interrupted
-from drivetrain.core.forking import disown_garbage, parent_pid
+from drivetrain.core.forking import disown_garbage, end_with_run, parent_pid
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative
@@ -29,7 +28,6 @@ from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, re
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known
 GRACE_S = 2.0  # after the wait for a batch's message has ended
 WATCH_S = 0.25  # between two looks at the workers
-ORPHANED_S = 1.0  # between a worker's two looks at whether the run is there
 
 
 class Workers(Loader):
@@ -299,20 +297,4 @@ def _begin_worker(_: int) -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
-    threading.Thread(target=_end_with_run, args=(parent_pid(),), daemon=True, name="end with run").start()
-
-
-def _end_with_run(run: int) -> None:
-    """End this worker at a SIGTERM of the run's process, and soon after that process has ended.
-
-    Slurm, systemd and containers send SIGTERM to all: the run still needs its next batch, to finish its update and save.
-
-    torch's own worker looks for its parent later, when the parent may be gone, and only between two batches.
-    """
-    tells_sender = hasattr(signal, "sigtimedwait")  # not on a Mac
-    while os.getppid() == run:
-        if not tells_sender:
-            time.sleep(ORPHANED_S)
-        elif (came := signal.sigtimedwait({signal.SIGTERM}, ORPHANED_S)) is not None and came.si_pid == run:
-            break
-    os._exit(0)
+    threading.Thread(target=end_with_run, args=(parent_pid(),), daemon=True, name="end with run").start()

@@ -81,7 +81,8 @@ def test_every_optimizers_update_is_recorded(name):
         if "not installed" not in str(error):
             raise
         pytest.skip(str(error))
-    assert record.peak[PARAMETERS] == record.peak[GRADIENTS] > 0
+    passes = 2 if name == "sam" else 1  # whose gradients are there at once
+    assert passes * record.peak[PARAMETERS] == record.peak[GRADIENTS] > 0
     assert any(operation.phase == "update" for operation in record.operations)
 
 

@@ -63,10 +63,18 @@ class Rehearsal:
             trainer.step.micro_batch(batch, loss_sum)
             del batch, leaf
         recorder.phase, recorder.times = "update", times[0]
-        for parameter in trainer.model.parameters():
+
+        def note(parameter: torch.Tensor) -> None:
             if parameter.grad is not None:
                 recorder.note(parameter.grad, GRADIENTS)
+
+        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            note(parameter)
+        within = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]  # of a closure, or of phases
         trainer.step.update()
+        for handle in within:
+            handle.remove()
         trainer.ema.update()
         self._note_resident(recorder)
         trainer.step.zero_grad()
