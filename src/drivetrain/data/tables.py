@@ -213,7 +213,9 @@ class Layout:
                 delimiter=self.separator, newlines_in_values=quoted, ignore_empty_lines=len(self.names) > 1
             )
             data = pa.BufferReader(pa.py_buffer(content))
-            return arrow_csv.read_csv(data, arrow_csv.ReadOptions(column_names=self.names, block_size=BLOCK), parse, convert)
+            several = len(memoryview(content)) > BLOCK  # blocks; one takes no threads, which a process would end with
+            options = arrow_csv.ReadOptions(column_names=self.names, block_size=BLOCK, use_threads=several)
+            return arrow_csv.read_csv(data, options, parse, convert)
 
         try:
             table = read(quoted := b'"' in bytes(memoryview(content)[:FIRST]))  # where there are none, it is faster
