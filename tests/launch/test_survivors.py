@@ -31,10 +31,11 @@ if __name__ == "__main__":
 TRAIN, SWEEP = ("train",), ("train", "-m", "optimizer=sgd,adamw")
 COMPARE, ABLATE = ("compare", "optimizer=sgd,adamw"), ("ablate", "recipe=digits_fast", "baseline=naive", "rounds=9")
 TUNE, DOCTOR, FORK = ("tune", "what=lr"), ("doctor",), ("fork",)
+WAYS = ((), DDP, FSDP, WORKERS, THREADS)
+HOWS = ("INT", "TERM", "KILL", "KILL the first child", "KILL the last child")  # a launcher; a rank, or a loader's worker
 CASES = [
-    *itertools.product((TRAIN,), ((), DDP, FSDP, WORKERS, THREADS), ("INT", "TERM", "KILL", "KILL a child")),
-    *itertools.product((SWEEP, FORK), ((), DDP, WORKERS), ("INT", "TERM", "KILL", "KILL a child")),
-    *itertools.product((COMPARE, ABLATE, TUNE, DOCTOR), ((), WORKERS, DDP), ("INT", "TERM", "KILL")),
+    *itertools.product((TRAIN, SWEEP, FORK), WAYS, HOWS),
+    *itertools.product((COMPARE, ABLATE, TUNE, DOCTOR), WAYS, HOWS[:3]),
 ]
 LOSS = """
 import os, time
@@ -57,10 +58,7 @@ class Loss(torch.nn.Module):
         time.sleep(0.2)
 """
 MARKED = ("loss=own", "loss.target=marked.Loss", "trust=[marked]")
-AIMED = [
-    *itertools.product((TRAIN,), ((), DDP, FSDP, WORKERS, THREADS), ("INT", "TERM", "KILL", "KILL a child")),
-    *itertools.product((SWEEP,), ((), DDP), ("INT", "TERM", "KILL", "KILL a child")),
-]
+AIMED = [*itertools.product((TRAIN, SWEEP), WAYS, HOWS)]
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +109,10 @@ def test_nobody_lives_on(tmp_path, verb, words, how, moment):
 def stop(process: subprocess.Popen[str], how: str, mark: str) -> None:
     """Send the signal, and wait until all that have this mark are gone."""
     others = [other for other in living(mark) if other != process.pid]
-    os.kill(max(others) if how.endswith("a child") and others else process.pid, getattr(signal, f"SIG{how.split()[0]}"))
-    if how.endswith("a child"):  # one that is gone is told or made anew; then the command is stopped
+    name, _, child = how.partition(" the ")
+    aim = process.pid if not child or not others else min(others) if child.startswith("first") else max(others)
+    os.kill(aim, getattr(signal, f"SIG{name}"))
+    if child:  # one that is gone is told or made anew; then the command is stopped
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
     command.finish(process)
