@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from tests.support import drawing_sets
 
-from drivetrain.data.draws import Reader, keys
+from drivetrain.data.samples import Reader, keys
 
 KINDS = ("Nothing", "Torch", "Numpy", "Python", "All")
 

@@ -17,8 +17,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import ImageFolder, Normalize, decode
-from drivetrain.data.bad_samples import SkipBadSamples
-from drivetrain.data.ranges import Range
+from drivetrain.data.decoding import Range, SkipBadSamples
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

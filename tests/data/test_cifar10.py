@@ -109,7 +109,7 @@ def test_files_that_are_not_the_published_ones_are_told(tmp_path, monkeypatch, c
 
 def test_nothing_is_fetched_that_was_not_asked_for(tmp_path, monkeypatch):
     """The files may be gone between the check of the config and their reading."""
-    monkeypatch.setattr(cifar10.archive, "download", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr(cifar10, "download", lambda *_: pytest.fail("fetched"))
     with pytest.raises(UserError, match="holds no CIFAR-10"):
         Cifar10(root=str(tmp_path)).load(CPU)
 

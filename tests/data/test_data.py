@@ -12,7 +12,7 @@ from PIL import Image
 
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode, folders, listing
+from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode, listing
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}
@@ -162,7 +162,7 @@ def layout(root: Path, *names: str, validation: str | None = "auto") -> list[str
         path = root / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = folders.find("root", listing.walk(str(root), [".png"]), validation)
+    found = listing.find("root", listing.walk(str(root), [".png"]), validation)
     return [None if folder is None else folder.path for folder in (found.train, found.test, found.validation)] + found.not_read
 
 

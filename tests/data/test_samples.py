@@ -9,8 +9,7 @@ import torch
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Own
 from drivetrain.data.own import OwnCollate
-from drivetrain.data.padding import padding_for
-from drivetrain.data.samples import Stack, split_sample
+from drivetrain.data.samples import Stack, padding_for, split_sample
 from tests.data.test_packed import CPU
 from tests.support import command
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import packed, shards, untrusted
-from drivetrain.data.archive import read_members
+from drivetrain.data.cifar10 import read_members
 from drivetrain.data.decoding import Layout
 from drivetrain.data.masks import MaskReading
 from drivetrain.data.untrusted import number_of_classes

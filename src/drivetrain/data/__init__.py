@@ -3,11 +3,9 @@
 from drivetrain.data.base import Data, Normalize, Source, Splits, Tensors
 from drivetrain.data.cifar10 import Cifar10
 from drivetrain.data.decoding import decode
-from drivetrain.data.digit_scenes import DigitScenes
-from drivetrain.data.digits import Digits
+from drivetrain.data.digits import Digits, DigitScenes
 from drivetrain.data.huggingface import HuggingFace
-from drivetrain.data.image_files import LabelsCsv
-from drivetrain.data.images import ImageFolder, Images
+from drivetrain.data.images import ImageFolder, Images, LabelsCsv
 from drivetrain.data.jsonl import Jsonl, TextFiles
 from drivetrain.data.masks import Masks
 from drivetrain.data.own import Own

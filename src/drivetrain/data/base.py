@@ -24,9 +24,9 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data import named_sets
+from drivetrain.data.decoding import Range
 from drivetrain.data.fingerprint import fingerprint
 from drivetrain.data.named_sets import SPLITS as SPLITS
-from drivetrain.data.ranges import Range
 from drivetrain.data.validation import count as held_out_count
 from drivetrain.data.validation import hold_out
 

@@ -6,22 +6,24 @@ and runs pickle.load on them. This reader imports nothing that a pickle names.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import logging
 import os
 import pickle
+import tarfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
-from drivetrain.data import archive
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
-from drivetrain.data.untrusted import read_whole
+from drivetrain.data.untrusted import check_member, ordinary, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +104,7 @@ class Cifar10(Data):
         if found is None:
             if not self.download:  # it was there when the config was checked
                 raise UserError(self._missing())
-            archive.download(URL, root / VERSIONS[0].archive, SHA256)
+            download(URL, root / VERSIONS[0].archive, SHA256)
             found = VERSIONS[0], root / VERSIONS[0].archive
         version, path = found
         files = _read_files(version, path)
@@ -131,7 +133,7 @@ def _read_files(version: Version, path: Path) -> dict[str, bytes]:
     if path.is_dir():
         files = {file: read_whole(path / file, MAX_BYTES) for file in names if (path / file).is_file()}
     else:
-        files = archive.read_members(path, set(names), MAX_BYTES)
+        files = read_members(path, set(names), MAX_BYTES)
     if missing := sorted(set(names) - set(files)):
         raise DataError(f"{path} lacks {', '.join(missing)}: fetch {version.archive} again")
     return {names[file]: content for file, content in files.items()}
@@ -165,8 +167,6 @@ def _to_tensors(name: str, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _read_binary(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode records of one byte for the label and 3072 bytes for the image (red, green, blue)."""
-    import numpy as np
-
     if len(content) % (1 + PIXELS):
         raise DataError(f"{name} has {len(content):,} bytes, no whole number of records of {1 + PIXELS}: fetch the archive again")
     records = np.frombuffer(content, np.uint8).reshape(-1, 1 + PIXELS)
@@ -175,8 +175,6 @@ def _read_binary(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]
 
 def _read_pickle(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode a pickled mapping of `data`, an array (n, 3072), and `labels`, a list. Raises DataError for anything else."""
-    import numpy as np
-
     batch: Any = _unpickle(name, content)
     items = batch.items() if isinstance(batch, dict) else ()
     batch = {k.decode("latin-1") if isinstance(k, bytes) else k: v for k, v in items}
@@ -240,3 +238,68 @@ VERSIONS = (
     Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _read_binary),
     Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _read_pickle),
 )
+
+
+def read_members(archive: Path, names: set[str], max_bytes: int) -> dict[str, bytes]:
+    """Read the files called `names`, in any folder of a tar archive. Raises DataError if it unpacks to over `max_bytes`."""
+    found: dict[str, bytes] = {}
+    total = 0
+    try:
+        with open(archive, "rb", opener=ordinary) as file, tarfile.open(fileobj=file) as tar:
+            for member in tar:
+                check_member(archive, member)
+                total += member.size  # members that are skipped count too: they are decompressed on the way
+                if total > max_bytes:
+                    raise DataError(f"{archive} unpacks to more than {max_bytes:,} bytes: it is not the archive it should be")
+                name = PurePosixPath(member.name).name
+                if member.isfile() and name in names:
+                    content = tar.extractfile(member)
+                    found[name] = content.read() if content is not None else b""
+    except (OSError, tarfile.TarError, EOFError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{archive} cannot be read as a tar archive ({error}): fetch it again") from None
+    return found
+
+
+def download(url: str, path: Path, sha256: str) -> None:
+    """Download `url` to `path`, unless it is there. The file is complete and has this digest, or it is not kept.
+
+    One process of a machine downloads; the others wait for it. Raises UserError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _file_lock(path.with_name(f".{path.name}.lock")):
+        if not path.exists():
+            _download(url, path, sha256)
+
+
+def _download(url: str, path: Path, sha256: str) -> None:
+    from urllib.request import urlopen
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    digest = hashlib.sha256()
+    try:
+        with urlopen(url, timeout=60) as response, partial.open("wb") as file:
+            while block := response.read(1 << 20):
+                digest.update(block)
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UserError(f"{url} could not be fetched ({error}): put the archive at {path} by hand") from None
+    if digest.hexdigest() != sha256:
+        partial.unlink()
+        raise UserError(f"{url} gave a file whose SHA-256 is {digest.hexdigest()}, not {sha256}: it was not kept")
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    """Let one process of this machine in at a time."""
+    import fcntl
+
+    with path.open("w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    path.unlink(missing_ok=True)

@@ -1,21 +1,150 @@
-"""Image files to pixels: JPEGs by libjpeg-turbo, everything else by Pillow."""
+"""Image files to pixels, by libjpeg-turbo or Pillow: their range of values, and what happens to those that cannot be read."""
 
 from __future__ import annotations
 
 import io
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from typing import Annotated, Any, BinaryIO, NamedTuple, Self
+from dataclasses import dataclass, field
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Self, TypeVar
 
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Le
 
 from drivetrain.core.errors import DataError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import CropBox, Source
-from drivetrain.data.bad_samples import OnError, bad_sample_policy
-from drivetrain.data.ranges import Range
+
+OnError = Literal["raise", "skip"]
+MaxSkipped = Annotated[float, Ge(0)]  # below 1: a share of the samples; else a number of them
+
+Sample = TypeVar("Sample")
+
+
+class NetworkError(DataError):
+    """A sample could not be fetched. It is never skipped: the sample is not at fault, and may arrive the next time."""
+
+
+class BadSamplePolicy:
+    """on_error=raise: a sample that cannot be read ends the run, and the error names its file."""
+
+    def __init__(self, name: Callable[[int], str]) -> None:
+        self.name = name
+
+    def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
+        """Return `read_sample(index)`, or the sample that replaces a bad one."""
+        return read_sample(index)
+
+    def skipped(self) -> list[str]:
+        """Return the names of the samples that were replaced, in this process or in its workers."""
+        return []
+
+    def renewed(self, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
+        """Return the same policy for other samples."""
+        return BadSamplePolicy(name)
+
+
+class SkipBadSamples(BadSamplePolicy):
+    """on_error=skip: the next index that can be read replaces a bad one, so every reader gets the same samples.
+
+    Bad samples are marked in memory that worker processes share. Raises DataError once there are more than `max_skipped`.
+    """
+
+    def __init__(self, name: Callable[[int], str], samples: int, max_skipped: float) -> None:
+        super().__init__(name)
+        self.given = max_skipped
+        self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
+        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_()
+
+    def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
+        count = len(self.bad)
+        for candidate in (i % count for i in range(index, index + count)):
+            if self.bad[candidate]:
+                continue
+            try:
+                return read_sample(candidate)
+            except NetworkError:
+                raise
+            except DataError as error:
+                self._mark(candidate, error)
+        raise DataError(f"none of the {count} samples can be read (on_error=skip): mend the data")
+
+    def _mark(self, index: int, error: DataError) -> None:
+        self.bad[index] = 1
+        found = int(self.bad.sum())
+        if found > self.max_skipped:
+            raise DataError(
+                f"{found} of {len(self.bad)} samples cannot be read, data.max_skipped allows {self.max_skipped}; "
+                f"the last: {error}"
+            )
+
+    def skipped(self) -> list[str]:
+        return [self.name(i) for i in self.bad.nonzero().flatten().tolist()]
+
+    def renewed(self, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
+        return SkipBadSamples(name, samples, self.given)
+
+
+def bad_sample_policy(on_error: OnError, max_skipped: float, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
+    """Return the policy of the knobs on_error and max_skipped; `name(index)` is what messages call a sample."""
+    return SkipBadSamples(name, samples, max_skipped) if on_error == "skip" else BadSamplePolicy(name)
+
+
+BITS = (8, 10, 12, 14, 16)  # that instruments have
+SPREAD = 4  # a set whose values spread over a smaller part than one of so many does not use its depth
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The lowest and the highest value of a set of images, which become 0 and 255. What lies beyond is clipped, and counted."""
+
+    low: float
+    high: float
+    said: bool = False  # by the user: it holds for images of 8 bits too
+    beyond: Any = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64).share_memory_(), compare=False, repr=False)
+
+    def __call__(self, values: Any, name: str) -> Any:
+        """Return values (h, w, …) as uint8. Raises DataError for NaN."""
+        scaled = np.asarray((values.astype(np.float32) - self.low) * (255 / (self.high - self.low)))
+        lowest, highest = float(scaled.min()), float(scaled.max())
+        if math.isnan(lowest):
+            raise DataError(f"{name} has pixels that are no numbers (NaN): mend or remove it")
+        if lowest < -0.5 or highest > 255.5:
+            self._count(values, name)
+        return np.rint(scaled.clip(0, 255)).astype(np.uint8)
+
+    def _count(self, values: Any, name: str) -> None:
+        """Count a file with values beyond the range; each tenfold number is told."""
+        self.beyond.add_(1)
+        count = int(self.beyond)
+        if count == 10 ** (len(str(count)) - 1):
+            logger.warning(
+                "%d image%s had values beyond %g … %g, which are clipped, the last is %s with %g … %g: set data.range=[low,high]",
+                count, "" if count == 1 else "s", self.low, self.high, name, values.min(), values.max(),
+            )  # fmt: skip
+
+
+def of_values(low: float, high: float, whole: bool, where: str) -> Range:
+    """Return the range of images whose values lie between these; whether all are `whole` numbers. Raises DataError.
+
+    Fractions from 0 or -1 to 1 are as they should be, and whole numbers fill a number of bits, where they use a part of it.
+    """
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise DataError(f"{where} have pixels that are no finite numbers: mend them, or set data.range=[low,high]")
+    if low == high:
+        raise DataError(f"all pixels of {where} have the value {low:g}, so there is nothing to learn: mend them")
+    if not whole and low >= -1 and high <= 1:
+        return Range(0.0 if low >= 0 else -1.0, 1.0)
+    depth = next((2**bits - 1 for bits in BITS if high < 2**bits), 0)
+    if whole and low >= 0 and depth and (high - low) * SPREAD >= depth:
+        return Range(0.0, float(depth))
+    return Range(low, high)
+
 
 CropShare = Annotated[float, Gt(0), Le(1)]
 ORIENTATION = 0x0112  # the EXIF tag
@@ -273,7 +402,6 @@ def crop_and_resize(
     copy: a JPEG decoded at a half, a quarter or an eighth. Memory is channels last: torch's kernel for bytes takes half of
     Pillow's time on it, but twice on planes. Pillow's takes a crop that begins or ends within a pixel of the copy.
     """
-    import numpy as np
     from PIL import Image
 
     height, width = pixels.shape[:2]
@@ -295,7 +423,6 @@ def pixels_of(image: Any, name: str, scale: Range | None, mode: str = "RGB") -> 
     Values of more than 8 bits become 0 to 255 by their range, and those of 8 bits where the user gave it. Raises DataError for
     more bits without a range.
     """
-    import numpy as np
     from PIL import Image
 
     values = values_of(image)
@@ -315,8 +442,6 @@ def values_of(image: Any) -> Any:
 
     Of colours with 16 bits Pillow keeps the upper 8, so they are read by torchvision. Raises DataError where it cannot.
     """
-    import numpy as np
-
     if image.mode[0] in "IF":
         return np.asarray(image)
     how = image.tile[0][3] if image.tile else ""

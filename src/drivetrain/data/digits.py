@@ -1,22 +1,25 @@
-"""scikit-learn's digits."""
+"""scikit-learn's digits: each alone, or several in one image."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, ClassVar, Literal
 
 import annotated_types
+from annotated_types import Ge, Le
 
 from drivetrain.core import rng
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.limits import too_large
+from drivetrain.core.option import Count, RunSpec, Share
 from drivetrain.core.order import Sampling
+from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization, number_apart
 from drivetrain.data.tabular import data_file
-
-if TYPE_CHECKING:
-    import numpy as np
+from drivetrain.data.validation import count
 
 DIGITS = 1797
 SIDE = 8  # pixels
@@ -91,6 +94,107 @@ def read_digits() -> tuple[torch.Tensor, torch.Tensor]:
 @lru_cache(maxsize=1)  # 20 ms of text, for half a megabyte
 def read_table() -> np.ndarray:
     """Return the file: a row (65,) for each digit, its pixels and what it is."""
-    import numpy as np
-
     return np.loadtxt(data_file("digits.csv.gz"), delimiter=",", dtype=np.float32)
+
+
+DIGIT, CELL, SIDE = 8, 12, 2  # pixels of a digit, pixels of a cell, cells along a side
+INK = 4  # a pixel of a digit belongs to it from this value on, of 16
+STREAM = 7  # of the random numbers that place the digits
+
+
+class DigitScenes(Data):
+    """Real digits (scikit-learn's) at random places on a canvas of noise, 24×24. Nothing is downloaded.
+
+    The canvas has 2×2 cells, and each holds a digit with the probability `density`, somewhere within its 12×12 pixels. Targets
+    are the labels of the digits that are there, or a mask: 0 for the background, digit + 1 for its pixels. Scenes of the test
+    and of the validation set are made of digits that no other scene has. They are the same in every run.
+    """
+
+    max_value = 16.0
+    mirrored_changes_label = True
+    targets = "labels"
+    reads: ClassVar[tuple[TargetKind, ...]] = ("labels", "mask")
+
+    def __init__(
+        self,
+        kind: Literal["labels", "mask"] | None = None,
+        samples: Count = 2000,
+        test_samples: Count = 500,
+        density: Share = 0.6,
+        noise: Annotated[int, Ge(0), Le(16)] = 6,
+        holdout: Fraction = 0.2,
+        validation: Fraction | None = 0.1,
+        normalize: bool = True,
+        drop_last: bool = True,
+        order: Sampling = "shuffled",
+    ) -> None:
+        self.kind, self.samples, self.test_samples = kind, samples, test_samples
+        self.density, self.noise, self.holdout, self.validation = density, noise, holdout, validation
+        self.normalize, self.drop_last, self.order = normalize, drop_last, order
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        scenes = self.samples + self.test_samples
+        yield from too_large(f"{scenes:,} scenes", scenes * math.prod(self.shape()), "data.samples or data.test_samples")
+
+    def shape(self) -> tuple[int, ...]:
+        return (1, SIDE * CELL, SIDE * CELL)
+
+    def loaded_samples(self) -> int:
+        return self.samples
+
+    def load(self, device: torch.device) -> Splits:
+        digits, classes = read_digits()
+        apart = number_apart(len(classes), self.holdout)
+        test, rest = rng.permutation(0, 0, len(classes)).split([apart, len(classes) - apart])
+        share = self.share()
+        held, samples = (0, 0) if share is None else (count(n, share) for n in (len(rest), self.samples))
+        parts = [(rest[held:], self.samples - samples), (test, self.test_samples), (rest[:held], samples)]
+        sources = [
+            Tensors(*self._scenes(digits[chosen], classes[chosen], scenes, split))
+            for split, (chosen, scenes) in enumerate(parts)
+            if scenes
+        ]
+        names = [str(digit) for digit in range(10)]
+        if self.targets == "mask":
+            names = ["background", *names]
+        normalize = measure_normalization(sources[0].x) if self.normalize else None
+        validation = sources[2] if samples else None
+        return Splits(sources[0], sources[1], self.shape(), len(names), normalize, names, validation=validation)
+
+    def _scenes(self, digits: torch.Tensor, classes: torch.Tensor, count: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `count` images (n, 1, 24, 24) uint8 and their labels (n, 10) or masks (n, 24, 24)."""
+        generator = torch.Generator().manual_seed(rng.mix(split, STREAM))
+        side = SIDE * CELL
+        images = torch.randint(self.noise + 1, (count, side, side), generator=generator, dtype=torch.uint8)
+        masks, labels = torch.zeros(count, side, side, dtype=torch.int64), torch.zeros(count, 10)
+        for row in range(SIDE):
+            for column in range(SIDE):
+                chosen = torch.randint(len(digits), (count,), generator=generator)
+                there = torch.rand(count, generator=generator) < self.density
+                top, left = torch.randint(CELL - DIGIT + 1, (2, count), generator=generator)
+                self._place(images, masks, digits[chosen, 0], classes[chosen], there, row * CELL + top, column * CELL + left)
+                labels[there, classes[chosen][there]] = 1.0
+        return images.unsqueeze(1), masks if self.targets == "mask" else labels
+
+    @staticmethod
+    def _place(
+        images: torch.Tensor,
+        masks: torch.Tensor,
+        digits: torch.Tensor,
+        classes: torch.Tensor,
+        there: torch.Tensor,
+        top: torch.Tensor,
+        left: torch.Tensor,
+    ) -> None:
+        """Draw one digit (8, 8) into each image where `there` (n,) is true, and mark its pixels in the mask."""
+        pixels = torch.arange(DIGIT)
+        at = (
+            torch.arange(len(images)).view(-1, 1, 1),
+            (top.view(-1, 1) + pixels).unsqueeze(2),
+            (left.view(-1, 1) + pixels).unsqueeze(1),
+        )
+        drawn = torch.maximum(images[at], digits)
+        images[at] = torch.where(there.view(-1, 1, 1), drawn, images[at])
+        ink = there.view(-1, 1, 1) & (digits >= INK)
+        masks[at] = torch.where(ink, classes.view(-1, 1, 1) + 1, masks[at])

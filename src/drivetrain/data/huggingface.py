@@ -14,9 +14,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
-from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import FileSets, Fraction, Splits, Validation
-from drivetrain.data.decoding import CropShare, ImageFileSource
+from drivetrain.data.decoding import CropShare, ImageFileSource, MaxSkipped, OnError
 from drivetrain.data.images import ImageData, Normalization
 from drivetrain.data.untrusted import read_image_file
 

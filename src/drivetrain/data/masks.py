@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
 from drivetrain.core.order import Sampling
@@ -31,9 +32,6 @@ from drivetrain.data.decoding import (
 from drivetrain.data.images import ImageData, Normalization
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
-
-if TYPE_CHECKING:
-    import numpy as np
 
 MASKS = (".png", ".bmp", ".gif", ".tif", ".tiff")  # without loss: a JPEG's pixels are no classes
 MOST_VALUES, MOST_COLOURS = 150, 256  # of all masks: of more numbers, most are soft edges; so many colours are named
@@ -235,8 +233,6 @@ class Look(NamedTuple):
 
 def _look(image: str, mask: str, max_pixels: int, coloured: bool) -> Look:
     """Look at a pair. Raises DataError, also where their shapes differ."""
-    import numpy as np
-
     values, palette = _values(read_image_file(mask, max_pixels), mask, max_pixels, coloured)
     low, high = int(values.min()), int(values.max())
     counts = np.bincount((values - low).ravel()) if high - low < 1 << 16 else None
@@ -288,8 +284,6 @@ class MaskReading:
 
     def read(self, path: str, image: str, layout: Layout, size: int) -> torch.Tensor:
         """Return a mask, int64 (size, size), of the part of its image that the layout says. Raises DataError."""
-        import numpy as np
-
         values, _ = _values(read_image_file(path, self.max_pixels), path, self.max_pixels, self.values[0] >= COLOUR)
         whole, (left, top, width, height), orientation, _ = layout
         turns = _turns(values.shape[::-1], whole, orientation, image)
@@ -304,8 +298,6 @@ class MaskReading:
 
     def _classes(self, values: np.ndarray, path: str) -> torch.Tensor:
         """Return the classes of values (h, w)."""
-        import numpy as np
-
         known = [*self.values, *([] if self.ignore is None else [self.ignore])]
         classes = np.array([*range(len(self.values)), IGNORE_INDEX][: len(known)])
         order = np.argsort(known)
@@ -362,8 +354,6 @@ def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple
 
     Colours become whole numbers from COLOUR on, but for greys where masks are not `coloured`.
     """
-    import numpy as np
-
     with open_image(content, name) as image:
         turned = orientation_of(image, name, max_pixels)
         palette = image.mode in ("P", "PA") and not coloured
@@ -386,8 +376,6 @@ def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple
 
 def _numbers_of(pixels: np.ndarray, coloured: bool) -> np.ndarray:
     """Return the numbers of colours (h, w, 3); those of greys where all are grey and masks are not `coloured`."""
-    import numpy as np
-
     red, green, blue = (pixels[..., channel].astype(np.int64) for channel in range(3))
     if not coloured and (red == green).all() and (green == blue).all():
         return red

@@ -18,9 +18,7 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.user_call import UserCall
 from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, measure_on_some
-from drivetrain.data.draws import Reader, keys
-from drivetrain.data.padding import Lengths, padding_for
-from drivetrain.data.samples import TARGETS, Stack, TargetKey, split_sample, tensors_of
+from drivetrain.data.samples import TARGETS, Lengths, Reader, Stack, TargetKey, keys, padding_for, split_sample, tensors_of
 
 logger = logging.getLogger(__name__)
 

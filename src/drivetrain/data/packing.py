@@ -17,9 +17,8 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.lazy import torch
 from drivetrain.data.base import SPLITS, Source, Splits
-from drivetrain.data.decoding import ImageFileSource, open_image, orientation_of, pixels_of, upright
+from drivetrain.data.decoding import ImageFileSource, Range, open_image, orientation_of, pixels_of, upright
 from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
-from drivetrain.data.ranges import Range
 
 CHUNK = 32 << 20  # bytes written between two entries of the journal, about
 TASK = 16  # samples that a thread decodes at a time

@@ -1,14 +1,132 @@
-"""How a user's samples become a batch: inputs and targets apart, each of them stacked."""
+"""How a user's samples are read and become a batch: what they draw, inputs and targets apart, each stacked or padded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from drivetrain.core import owned, rng, streams
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.streams import Stream
 from drivetrain.core.trees import Tree, named_leaves
+from drivetrain.data.base import IGNORE_INDEX
+
+STREAM = 10  # of the keys of samples
+TOGETHER = 11  # of the key of the function that makes a batch, beside that of its first sample
+
+
+class Reader:
+    """Reads samples of a map-style Dataset with draws by key. `together` makes a batch of a list of them.
+
+    Streams belong to a process: a copy in a worker finds its own.
+    """
+
+    def __init__(self, dataset: Any, together: Any = list) -> None:
+        self.dataset, self.together = dataset, together
+        self.used: list[int] = []  # the positions of the streams that were seen to move
+        self.stateful = bool(owned.find({"data": dataset, "data.collate": together}))  # each read counts: none is repeated
+        self._streams: list[Stream] = []
+        self.watched: list[Stream] = []  # those that only the Dataset draws from, where threads read it
+        self._suspected = False  # whether one of them has moved
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dataset, self.together)
+
+    def keeps(self) -> dict[str, Any]:
+        """Return what the user brought by name."""
+        return {"data": self.dataset, "data.collate": getattr(self.together, "collate", None)}
+
+    def drawn(self) -> list[str]:
+        """Return what the samples were seen to draw from, such as numpy."""
+        return sorted({self._streams[number].name for number in self.used})
+
+    def _find(self, index: int) -> list[Stream]:
+        """Return the streams that the Dataset may draw from, those included that it makes at its first sample."""
+        if not self._streams:
+            if not self.stateful:
+                with streams.apart():
+                    self._samples([index])
+            self._streams = [*streams.of_process(), *streams.kept_by(self.dataset, self.together)]
+            self.used = list(range(len(self._streams))) if self.stateful else []
+        return self._streams
+
+    def read(self, indices: Sequence[int], keys: Sequence[int], *options: Any) -> Any:
+        """Return a batch whose samples draw by their keys; the streams are as they were before. Raises DataError."""
+        found = self._find(indices[0])
+        saved = [stream.save() for stream in found]
+        try:
+            batch = self._keyed(indices, keys, options) if self.used else self._unkeyed(indices, options)
+            while moved := [n for n, stream in enumerate(found) if n not in self.used and stream.moved(saved[n])]:
+                self.used += moved
+                batch = self._keyed(indices, keys, options)
+            return batch
+        finally:
+            for n, stream in enumerate(found):
+                if n in self.used or stream.moved(saved[n]):
+                    stream.restore(saved[n])
+
+    def look(self, indices: Sequence[int]) -> Any:
+        """Return a batch that is only looked at: its samples draw the same in every run. Raises DataError."""
+        return self.read(indices, keys(0, 0, torch.tensor(indices)).tolist())
+
+    def share(self, watch_torch: bool) -> None:
+        """Prepare for reads by threads, which share the streams: of what draws, they only see that it does."""
+        self.watched = [s for n, s in enumerate(self._find(0)) if n or watch_torch]
+
+    def suspected(self) -> bool:
+        """Return whether samples that threads have read since the last question may have drawn."""
+        suspected, self._suspected = self._suspected, False
+        return suspected
+
+    def plain(self, indices: Sequence[int], *options: Any) -> Any:
+        """Return a batch whose samples draw as they come. Raises DataError."""
+        saved = [stream.save() for stream in self.watched]
+        batch = self._unkeyed(indices, options)
+        if any(stream.moved(state) for stream, state in zip(self.watched, saved, strict=True)):
+            self._suspected = True
+        return batch
+
+    def _unkeyed(self, indices: Sequence[int], options: Sequence[Any]) -> Any:
+        return self._together(indices, self._samples(indices), options)
+
+    def _keyed(self, indices: Sequence[int], keys: Sequence[int], options: Sequence[Any]) -> Any:
+        samples = []
+        for index, key in zip(indices, keys, strict=True):
+            self._seed(key)
+            samples += self._samples([index])
+        self._seed(rng.mix(keys[0], TOGETHER))
+        return self._together(indices, samples, options)
+
+    def _together(self, indices: Sequence[int], samples: list[Any], options: Sequence[Any]) -> Any:
+        try:
+            return self.together(samples, *options)
+        except DataError as error:
+            raise DataError(f"samples {list(indices[:4])} … do not make a batch of (x, y): {error}") from None
+
+    def _seed(self, key: int) -> None:
+        for number in self.used:
+            self._streams[number].seed(key ^ streams.salt(number))
+
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
+        """Return samples, at once where the Dataset can. A StopIteration would end the loop that reads, and the training."""
+        many = getattr(self.dataset, "__getitems__", None)
+        try:
+            return list(many(indices)) if many is not None else [self.dataset[i] for i in indices]
+        except StopIteration:
+            raise DataError(
+                f"{type(self.dataset).__name__} raised StopIteration for a sample of {indices[0]} … {indices[-1]}, and says that "
+                f"it has {len(self.dataset)}: its __getitem__ must return a sample for each index"
+            ) from None
+
+
+def keys(seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
+    """Return the key of each sample (n,) in an epoch."""
+    return rng.keys(seed, epoch, indices, STREAM)
+
 
 TARGETS = ("label", "labels", "target", "targets", "y")  # the keys that are a dict sample's target, where none is named
 TargetKey = str | Sequence[str] | None
@@ -133,3 +251,126 @@ def check_shapes(tensors: list[torch.Tensor], name: str) -> None:
     if len(shapes := sorted({tuple(t.shape) for t in tensors})) > 1:
         hint = ": data.pad=true pads sequences" if all(s[1:] == shapes[0][1:] and s for s in shapes) else ""
         raise DataError(f"{name} has the shapes {list(shapes[0])} and {list(shapes[-1])}{hint}")
+
+
+MASK = "mask"  # the input that says which positions of a padded sequence are real
+ITS_NAME = {"input_ids": "attention_mask"}  # where inputs have the names of transformers
+LOOKED_AT = 16  # samples that show whether a set's samples differ in length
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Pad:
+    """Makes a batch of samples of several lengths, padded on the right: inputs with 0, whole-number targets with IGNORE_INDEX.
+
+    Inputs that are a dict get a `mask` (n, length), true where a position is real, unless they have one; `attention_mask`
+    where the sequence is `input_ids`.
+    """
+
+    target_key: TargetKey
+    sequence: str  # the part of a sample whose length is the sample's, such as "x.ids"
+    along: frozenset[str]  # all parts that are as long as it
+    longest: int = 0  # sample of the set
+
+    def __call__(self, samples: Sequence[Any], pad_to: int = 1) -> tuple[Tree, Tree]:
+        """Return inputs and targets. Their length is a multiple of `pad_to`, or that of the set's longest sample."""
+        pairs = [tensors_of(sample, self.target_key, keep_dict=True) for sample in samples]
+        lengths = [len(dict(named_parts(pair))[self.sequence]) for pair in pairs]
+        length = max(max(lengths), min(-(-max(lengths) // pad_to) * pad_to, self.longest))
+
+        def padded(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
+            if name in self.along:
+                return _padded(tensors, name, length)
+            return _padded(tensors, name, max(map(len, tensors))) if _differ_in_length(tensors) else stack(tensors, name)
+
+        x, y = stacked([x for x, _ in pairs], "x", padded), stacked([y for _, y in pairs], "y", padded)
+        mask = ITS_NAME.get(self.sequence.removeprefix("x."), MASK)
+        if isinstance(x, dict) and mask not in x and self.sequence.startswith("x"):
+            x[mask] = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
+        return x, y
+
+
+def _differ_in_length(tensors: list[torch.Tensor]) -> bool:
+    return all(t.ndim for t in tensors) and len({len(t) for t in tensors}) > 1
+
+
+def _padded(tensors: list[torch.Tensor], name: str, length: int) -> torch.Tensor:
+    """Return sequences as a batch (n, length, …). Raises DataError."""
+    if len({t.shape[1:] for t in tensors}) > 1:
+        check_shapes(tensors, name)
+    counts = not (tensors[0].is_floating_point() or tensors[0].dtype == torch.bool)
+    value = IGNORE_INDEX if counts and name.split(".")[0] == "y" else 0
+    batch = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), value)
+    for row, tensor in zip(batch, tensors, strict=True):
+        row[: len(tensor)] = tensor
+    return batch
+
+
+class Lengths:
+    """The lengths of the parts of a set's samples, by name. A sample is read once for them."""
+
+    def __init__(self, dataset: Any, target_key: TargetKey) -> None:
+        self.dataset, self.target_key, self._reader = dataset, target_key, Reader(dataset)
+        self._read: dict[int, dict[str, int]] = {}
+
+    def of(self, index: int) -> dict[str, int]:
+        """Return the length of each part of a sample that has one."""
+        if index not in self._read:
+            parts = named_parts(tensors_of(self._reader.look([index])[0], self.target_key, keep_dict=True))
+            self._read[index] = {name: len(t) for name, t in parts if t.ndim}
+        return self._read[index]
+
+    def differing(self, indices: Iterable[int]) -> list[str]:
+        """Return the parts that differ in length between these samples, the inputs first."""
+        seen = [self.of(i) for i in indices]
+        return [name for name in seen[0] if len({sizes.get(name) for sizes in seen}) > 1]
+
+    def given(self) -> torch.Tensor | None:
+        """Return the lengths (n,) that the Dataset itself tells, by an attribute `lengths`."""
+        lengths = getattr(self.dataset, "lengths", None)
+        return None if lengths is None else torch.as_tensor(lengths, dtype=torch.int64)
+
+    def all(self, name: str) -> torch.Tensor:
+        """Return the lengths (n,) of one part of the samples, as the Dataset tells them, or else by reading all samples."""
+        if (given := self.given()) is not None:
+            return given
+        began, left = time.perf_counter(), len(self.dataset) - len(self._read)
+        lengths = torch.tensor([self.of(i)[name] for i in range(len(self.dataset))])
+        if (seconds := time.perf_counter() - began) > 1:
+            logger.info(
+                "read %d samples for their lengths, in %.0f s: a Dataset with an attribute `lengths` saves that", left, seconds
+            )
+        return lengths
+
+
+def padding_for(dataset: Any, pad: bool | str | None, target_key: TargetKey) -> tuple[Pad, torch.Tensor] | None:
+    """Return how a set's samples are padded, and their lengths (n,); None if they are not padded. Raises UserError.
+
+    `pad` is the setting data.pad: a name says which input is the sequence; None looks at the first samples.
+    """
+    if pad is False:
+        return None
+    lengths, count = Lengths(dataset, target_key), len(dataset)
+    looked_at = range(min(LOOKED_AT, count))
+    if pad is None and not lengths.differing(looked_at):
+        return None
+    given = lengths.given()
+    shown = range(count) if given is None else sorted({*looked_at, int(given.argmin()), int(given.argmax())})
+    differing, parts = lengths.differing(shown), lengths.of(0)
+    names = [f"x.{pad}"] if isinstance(pad, str) else [*differing, *parts]
+    if not names or names[0] not in parts:
+        raise UserError(
+            f"data.pad={str(pad).lower() if isinstance(pad, bool) else pad}, and the parts of a sample that have a length are "
+            f"{', '.join(parts) or 'none'}: name one of its inputs"
+        )
+    sequence = names[0]
+    if given is not None and (wrong := [i for i in shown if lengths.of(i)[sequence] != given[i]]):
+        raise UserError(
+            f"the Dataset's lengths say {int(given[wrong[0]])} for sample {wrong[0]}, whose {sequence} has a length of "
+            f"{lengths.of(wrong[0])[sequence]}: mend its `lengths`, or name the sequence in data.pad"
+        )
+    along = {n for n in differing if all(lengths.of(i).get(n) == lengths.of(i)[sequence] for i in shown)} | {sequence}
+    logger.info("samples differ in length: %s padded to the longest of each batch", " and ".join(sorted({*differing, *along})))
+    measured = lengths.all(sequence)
+    return Pad(target_key, sequence, frozenset(along), int(measured.max())), measured

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 from drivetrain.core import files
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data.archive import check_member
-from drivetrain.data.bad_samples import NetworkError
+from drivetrain.data.decoding import NetworkError
 from drivetrain.data.images import IMAGES
-from drivetrain.data.untrusted import ordinary
+from drivetrain.data.untrusted import check_member, ordinary
 
 MAX_SHARDS = 100_000
 MAX_WILD_FOLDERS = 1  # whose names a pattern leaves open: more could list a whole disk

@@ -127,7 +127,6 @@ def numbers_of(array: Any) -> np.ndarray:
 
 
 def _bits(array: Any, buffer: int) -> np.ndarray:
-
     packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
     return np.unpackbits(packed, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
 
@@ -138,7 +137,6 @@ def with_nan(array: Any) -> np.ndarray:
 
 
 def _codes(indices: Any) -> np.ndarray:
-
     return np.where(_bits(indices, 0), numbers_of(indices), -1) if indices.null_count else numbers_of(indices)
 
 
@@ -198,7 +196,6 @@ class Layout:
 
         `line` gives the line of a row of this content; without it, it is the text's, from its first line on.
         """
-
         first = len(_LINE_END.findall(self.header)) + 1
         if self.separator == " ":
             content = re.sub(rb"[ \t]+", b" ", re.sub(rb"(?m)^[ \t]+|[ \t]+(?=\r?$)", b"", bytes(content)))

@@ -20,9 +20,8 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, number_apart
 from drivetrain.data.named_sets import expanded
-from drivetrain.data.schema import TYPES, Schema, check_names, named
+from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, named
 from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, absent, open_table
-from drivetrain.data.targets import TargetReader
 from drivetrain.data.untrusted import Encoding, as_kept
 
 KEPT = "table.json"  # in the run's directory: how rows are read and become inputs

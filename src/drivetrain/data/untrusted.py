@@ -8,14 +8,16 @@ import lzma
 import mmap
 import os
 import stat
+import tarfile
 from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
 from drivetrain.core.allowed import Text
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data.decoding import DAMAGED
 
 BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
@@ -138,12 +140,10 @@ def unpacked(content: Any, path: Path) -> Any:
     packing = next((name for mark, name in PACKED if begin.startswith(mark)), None)
     if packing is None:
         return content
-    import pyarrow
-
     if packing == "xz":
         found = lzma.LZMADecompressor().decompress(content, MOST_WHOLE + 1)
     else:
-        found = pyarrow.CompressedInputStream(pyarrow.BufferReader(pyarrow.py_buffer(content)), packing).read(MOST_WHOLE + 1)
+        found = pa.CompressedInputStream(pa.BufferReader(pa.py_buffer(content)), packing).read(MOST_WHOLE + 1)
     if len(found) > MOST_WHOLE:
         raise DataError(f"{path} holds more than {MOST_WHOLE:,} bytes when it is unpacked: unpack it yourself")
     return found
@@ -168,6 +168,20 @@ def ordinary(path: str | Path, flags: int) -> int:
         os.close(descriptor)
         raise DataError(f"{path} is no ordinary file (a pipe, a device or a folder): remove it")
     return descriptor
+
+
+def check_member(archive: object, member: tarfile.TarInfo) -> None:
+    """Raise DataError for a tar member that is a link or a device, or whose path leads out of the archive."""
+    path = PurePosixPath(member.name)
+    if member.issym() or member.islnk():
+        problem = "is a link"
+    elif path.is_absolute() or ".." in path.parts:
+        problem = "points out of the archive"
+    elif not (member.isfile() or member.isdir()):
+        problem = "is neither a file nor a folder"
+    else:
+        return
+    raise DataError(f"{archive}: its member {member.name!r} {problem}, which no data set needs: refused")
 
 
 def number_of_classes(highest: int, samples: int, classes: int | None, where: str) -> int:

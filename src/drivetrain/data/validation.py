@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from drivetrain.core import rng, trees
 from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors
-
-if TYPE_CHECKING:
-    import numpy as np
 
 STREAM = 9  # of the random numbers of samples that have nothing but their number
 
@@ -48,8 +45,6 @@ def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float) -> np.ndar
     Samples of one key are a group, which is held out as a whole where at least half of it is wanted. The shares of classes
     are rounded so that their sum is that of all samples; there are none where a group has samples of several classes.
     """
-    import numpy as np
-
     _, first, group, sizes = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)  # in the keys' order
     one_class = labels is None or not (labels == labels[first][group]).all()
     _, number = np.unique(np.zeros(len(sizes)) if labels is None or one_class else labels[first], return_inverse=True)
@@ -67,8 +62,6 @@ def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float) -> np.ndar
 
 def _keys(source: Source) -> np.ndarray:
     """Return a number (n,) uint64 for each sample, equal for those that stay together."""
-    import numpy as np
-
     if (names := source.identities()) is not None:
         return hash_of(names)
     if isinstance(source, Tensors) and source.device.type == "cpu":
@@ -80,8 +73,6 @@ def _keys(source: Source) -> np.ndarray:
 
 def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
     """Return a hash (n,) uint64 of each text."""
-    import numpy as np
-
     contents = (name.encode(errors="surrogateescape") if isinstance(name, str) else name for name in identities)
     digests = b"".join(hashlib.blake2b(content, digest_size=8, person=b"validation").digest() for content in contents)
     return np.frombuffer(digests, "<u8").astype(np.uint64)

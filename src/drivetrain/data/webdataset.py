@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from drivetrain.core import rng
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import OperatorGives, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.paths import user_cache
 from drivetrain.core.source import CropBox
 from drivetrain.data import shards
-from drivetrain.data.bad_samples import MaxSkipped, OnError
 from drivetrain.data.base import Fraction, Sets, Splits, hash_fraction
-from drivetrain.data.decoding import CropShare, ImageFileSource
+from drivetrain.data.decoding import CropShare, ImageFileSource, MaxSkipped, OnError
 from drivetrain.data.images import ImageData, Normalization
 from drivetrain.data.untrusted import number_of_classes
 
@@ -118,8 +118,6 @@ class SampleTable(NamedTuple):
     @classmethod
     def load(cls, files: list[str], cache: Path) -> SampleTable:
         """Load the indices of these shards. Raises DataError naming the first bad shard."""
-        import numpy as np
-
         with ThreadPoolExecutor(MAX_CONCURRENT) as pool:  # scanning waits for the disk or the network
             indices = list(pool.map(lambda shard: shards.load_index(shard, cache), files))
         if empty := [file for file, index in zip(files, indices, strict=True) if not index.names]:

@@ -16,7 +16,7 @@ from drivetrain.core.process import __version__
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Normalize, Splits, Units
-from drivetrain.data.ranges import Range
+from drivetrain.data.decoding import Range
 from drivetrain.model.base import Model
 
 
