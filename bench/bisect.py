@@ -5,7 +5,7 @@
 
 The simulated rounds have the noise of compare's as it was measured on two cores: the same against itself was known to 1.9 % on
 each side after 20 rounds of the first arm and three others, about 4 % in a round. Some rounds are outliers.
-A true run bisects a model with 15 knobs (bench.planted.Knobs), of which the guilty ones make each forward sleep.
+A true run bisects a model with 15 knobs (Knobs), of which the guilty ones make each forward sleep.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from bench.harness import before, machine, parse, table
 from drivetrain.measure.bisect.measurers import LEAST_ROUNDS, Settings, log_ratio
@@ -121,6 +123,32 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Knobs(torch.nn.Module):
+    """A small net with 15 knobs that do nothing, but for `extra_ms` that each forward sleeps when all of the `slow` ones are on.
+
+    With `noisy` the guilty knobs make the result worse instead: that share of the outputs is replaced by noise.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], classes: int, slow: list[int], extra_ms: float = 0.0, noisy: float = 0.0, **knobs: int
+    ) -> None:  # fmt: skip
+        super().__init__()
+        guilty = all(knobs[f"k{number:02d}"] for number in slow)
+        self.extra, self.noisy = (extra_ms / 1e3, noisy) if guilty else (0.0, 0.0)
+        layers = torch.nn.Flatten(), torch.nn.LazyLinear(64), torch.nn.ReLU(), torch.nn.Linear(64, classes)
+        self.body = torch.nn.Sequential(*layers)
+        self.body(torch.zeros(1, *shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(n, channels, height, width) → (n, classes)."""
+        out = self.body(x)
+        if self.extra:
+            time.sleep(self.extra)
+        if self.noisy:
+            out = torch.where(torch.rand(len(out), 1) < self.noisy, torch.randn_like(out), out)
+        return out
+
+
 def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[str, Any]:
     """One bisection of a planted cause by the command itself."""
     from drivetrain.measure.bisect import bisect
@@ -135,7 +163,7 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *sides, f"data={'digits' if quality else 'synthetic'}",
-            "model=own", "model.target=bench.planted.Knobs", "trust=[bench]", "runtime.device=cpu",
+            "model=own", "model.target=bench.bisect.Knobs", "trust=[bench]", "runtime.device=cpu",
             f"model.kwargs.slow=[{','.join(map(str, guilty))}]", planted, "updates=60", "runtime.threads=1", "optimizer=sgd",
             "optimizer.lr=0.1", "scheduler=constant", f"output_dir={folder}", *settings,
         ]  # fmt: skip

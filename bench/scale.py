@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,12 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def by_hand(ranks: int, updates: int) -> float:
-    """Milliseconds of a step, p50, of a DistributedDataParallel script as one writes it."""
-    command = [sys.executable, "-m", "bench.scale", "by_hand", str(ranks), str(updates)]
+def on_ranks(ranks: int, task: str, *words: str) -> str:
+    """The last line that a task of this file prints on so many ranks, which torch's launcher starts."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "bench.scale"]
+    command = [sys.executable, *launcher, task, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
-    return float(done.stdout.split()[-1])
+    return done.stdout.strip().splitlines()[-1]
 
 
 def overhead(rounds: int, updates: int) -> dict[str, Any]:
@@ -77,7 +79,9 @@ def overhead(rounds: int, updates: int) -> dict[str, Any]:
     for n in range(rounds):
         pair: dict[str, float] = {}
         for who in ("ours", "by hand") if n % 2 == 0 else ("by hand", "ours"):
-            pair[who] = trained([*MLP, "parallel=ddp"], updates)["step_ms_p50"] if who == "ours" else by_hand(2, updates)
+            of_ours = who == "ours"
+            step_ms = trained([*MLP, "parallel=ddp"], updates)["step_ms_p50"] if of_ours else on_ranks(2, "by_hand", str(updates))
+            pair[who] = float(step_ms)
         ours.append(pair["ours"])
         theirs.append(pair["by hand"])
         ratios.append(pair["ours"] / pair["by hand"])
@@ -139,16 +143,12 @@ def prediction(rounds: int) -> dict[str, Any]:
     ddp: work + an all-reduce of the gradients. fsdp: work + two gatherings and a scattering, layer by layer. Nothing
     overlaps: on a CPU the ranks compute and communicate with the same cores.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "bench.scale", "collectives"]
     found: dict[str, list[float]] = {}
     for _ in range(rounds):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
-        costs = json.loads(done.stdout.strip().splitlines()[-1])
-        # Two processes at once: they share caches and memory as two ranks do.
+        costs = json.loads(on_ranks(2, "collectives"))
         half = [*MLP, f"batch.global_batch={BATCH // 2}"]
-        pair = [subprocess.Popen([sys.executable, "-m", "bench.scale", "one", *half], stdout=subprocess.PIPE, text=True,
-                                 env=_environment(), cwd=ROOT) for _ in range(2)]  # fmt: skip
-        work = statistics.mean(float(p.communicate()[0].split()[-1]) for p in pair)
+        with ThreadPoolExecutor(2) as pool:  # two processes at once: they share caches and memory as two ranks do
+            work = statistics.mean(run["step_ms_p50"] for run in pool.map(trained, [half, half], [60, 60]))
         measured = {name: trained([*MLP, *STRATEGIES[name]], 60)["step_ms_p50"] for name in ("ddp", "fsdp")}
         expected = {"ddp": work + costs["all_reduce"], "fsdp": work + 2 * costs["gather"] + costs["scatter"]}
         for name in measured:
@@ -165,15 +165,15 @@ def prediction(rounds: int) -> dict[str, Any]:
     return {"predicted_over_measured": ratios, **found}
 
 
-def by_hand_rank(number: int, ranks: int, updates: int) -> None:
-    """One rank of DistributedDataParallel as one writes it by hand; the first prints a step's ms."""
+def by_hand(updates: str) -> None:
+    """One rank of DistributedDataParallel as one writes it by hand; the first prints the milliseconds of a step, p50."""
     import torch
     import torch.distributed as dist
     from torch import nn
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29517", RANK=str(number), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    number, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     x, y = torch.randn(65536, 192), torch.randint(10, (65536,))
     layers = [nn.Linear(192, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()]
@@ -181,7 +181,7 @@ def by_hand_rank(number: int, ranks: int, updates: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
     share, times = BATCH // ranks, []
-    for update in range(updates):
+    for update in range(int(updates)):
         began = time.perf_counter()
         at = (update * BATCH) % (len(x) - BATCH)
         indices = order[at + number * share : at + (number + 1) * share]
@@ -236,19 +236,7 @@ def collectives() -> None:
     dist.destroy_process_group()
 
 
-def child(task: str, *words: str) -> None:
-    """What a process of its own does for the campaign."""
-    if task == "one":
-        print(trained(words, 60)["step_ms_p50"])
-    elif task == "collectives":
-        collectives()
-    else:
-        import torch.multiprocessing as mp
-
-        ranks, updates = map(int, words)
-        mp.spawn(by_hand_rank, (ranks, updates), nprocs=ranks)
-
-
+TASKS: dict[str, Callable[..., None]] = {"by_hand": by_hand, "collectives": collectives}  # of a rank
 PARTS: dict[str, Callable[[Any], Any]] = {
     "overhead": lambda given: overhead(given.rounds, given.updates),
     "traffic": lambda _: traffic(),
@@ -260,8 +248,8 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 def main() -> None:
     """Run all parts, or those that are named, and write bench/results/scale-cpu.json."""
-    if len(sys.argv) > 1 and sys.argv[1] in ("one", "collectives", "by_hand"):
-        return child(*sys.argv[1:])
+    if len(sys.argv) > 1 and sys.argv[1] in TASKS:
+        return TASKS[sys.argv[1]](*sys.argv[2:])
     given = parse(__doc__, "scale-cpu.json", rounds=8, updates=120, only=PARTS)
     found = {name: PARTS[name](given) for name in given.only}
     write(given.out, {**before(given.out), "machine": machine(), "width": WIDTH, "batch": BATCH, **found})

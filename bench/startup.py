@@ -1,28 +1,35 @@
-"""How long the program takes to start: to the first update of the default run, and to the answer to a bad option.
+"""What starts cost: until the first update of the default run, until a bad option is answered, and for each job of a sweep.
 
-`python -m bench.startup [--quick] [--pairs N] [--out FILE]`
+`python -m bench.startup [--quick] [--pairs N] [--jobs N] [--out FILE]`
 
 Fresh processes alternate with ones that only import torch (A B B A), so that a drifting machine slows both. Wall seconds and
 CPU seconds of the process and its children; the disk's cache is warm. `result.json` has what the run itself says of its first
-update.
+update. A job of a sweep costs the difference of a sweep of N tiny jobs and one of a single job, over N - 1, so that what is paid
+once for a sweep drops out; beyond the job itself it costs that, less the median `wall_s` of the jobs' own result.json.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import harness
 
-TRAIN = ("-m", "src.train", "-q")
-OVERRIDES = ("updates=1", "saving=none", "runtime.device=cpu")
+TORCH, RUN, JOB = "import torch", "the default run, one update", "each further job of a sweep"
+OVERRIDES = ("saving=none", "runtime.device=cpu")
+TINY = (
+    "model=mlp", "data=synthetic", "data.shape=[32]", "batch.global_batch=64", "scheduler=constant", "updates=5",
+    "runtime.threads=1",
+)  # fmt: skip
 BAD = {"precision=ampp": ("precision=ampp",), "optimizer.lr=-1": ("optimizer.lr=-1",)}
 Figures = dict[str, float]
 
@@ -36,41 +43,49 @@ def python(*words: str) -> tuple[Figures, subprocess.CompletedProcess[str]]:
     return {"wall": time.perf_counter() - began, "cpu": cpu}, done
 
 
-def import_torch() -> Figures:
-    """Seconds of a process that only imports torch."""
-    return python("-c", "import torch")[0]
+def train(*words: str) -> tuple[Figures, list[dict[str, Any]]]:
+    """Train by one command: its seconds, and the results of its runs, with the time at which each was written."""
+    with tempfile.TemporaryDirectory() as folder:
+        found, done = python("-m", "src.train", "-q", *words, *OVERRIDES, f"output_dir={folder}")
+        results = [{"ended": f.stat().st_mtime, **json.loads(f.read_text())} for f in Path(folder).rglob("result.json")]
+    if done.returncode or not results or any(result["status"] != "completed" for result in results):
+        raise RuntimeError(f"{' '.join(words)} did not train: {done.returncode} {done.stderr[-300:]}")
+    return found, results
 
 
 def first_update() -> Figures:
     """Seconds of a run of one update, and until its first one has ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.time()
-        found, done = python(*TRAIN, *OVERRIDES, f"output_dir={folder}")
-        files = list(Path(folder).rglob("result.json"))
-        result = {"ended": files[0].stat().st_mtime, **json.loads(files[0].read_text())} if files else {"status": done.stderr}
-    if result["status"] != "completed" or result["updates"] != 1:
-        raise RuntimeError(f"the run did not train: {result['status']}")
+    began = time.time()
+    found, (result,) = train("updates=1")
     return {**found, "ready": result["ended"] - result["wall_s"] + result["time_to_first_step_s"] - began}
 
 
 def refusal(words: Sequence[str]) -> Figures:
     """Seconds until a bad option is answered."""
-    found, done = python(*TRAIN, *OVERRIDES, *words)
+    found, done = python("-m", "src.train", "-q", "updates=1", *OVERRIDES, *words)
     if done.returncode != 2 or "error:" not in done.stderr:
         raise RuntimeError(f"{' '.join(words)} was not refused: {done.returncode} {done.stderr[-200:]}")
     return found
 
 
-def measure(pairs: int) -> dict[str, Any]:
+def further_job(jobs: int) -> Figures:
+    """Seconds of a job of a sweep, and of that those beyond the job itself."""
+    (one, _), (many, results) = (train("-m", f"runtime.seed=range({count})", *TINY) for count in (1, jobs))
+    job = {key: (many[key] - one[key]) / (jobs - 1) for key in many}
+    return {**job, "beyond": job["wall"] - statistics.median(result["wall_s"] for result in results)}
+
+
+def measure(pairs: int, jobs: int) -> dict[str, Any]:
     """All figures, in seconds, and the difference to importing torch: of a run until its first update has ended."""
-    runs: dict[str, list[Figures]] = {name: [] for name in ("import torch", "the default run, one update", *BAD)}
+    arms: dict[str, Callable[[], Figures]] = {
+        TORCH: lambda: python("-c", "import torch")[0], RUN: first_update,
+        **{name: partial(refusal, words) for name, words in BAD.items()}, JOB: partial(further_job, jobs),
+    }  # fmt: skip
+    runs: dict[str, list[Figures]] = {name: [] for name in arms}
     for pair in range(pairs):
-        arms = [("import torch", import_torch), ("the default run, one update", first_update)]
-        for name, run in arms if pair % 2 == 0 else reversed(arms):
-            runs[name].append(run())
-        for name, words in BAD.items():
-            runs[name].append(refusal(words))
-    base = [run["wall"] for run in runs["import torch"]]
+        for name in arms if pair % 2 == 0 else reversed(arms):
+            runs[name].append(arms[name]())
+    base = [run["wall"] for run in runs[TORCH]]
     return {
         name: {
             **{key: harness.spread([run[key] for run in of]) for key in of[0]},
@@ -82,16 +97,17 @@ def measure(pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and report."""
-    given = harness.parse(__doc__, "startup-cpu.json", quick=False, pairs=9)
+    given = harness.parse(__doc__, "startup-cpu.json", quick=False, pairs=9, jobs=10)
     if not given.quick:
         first_update()  # the disk's cache is warm from here on
-    found = measure(1 if given.quick else given.pairs)
+    found = measure(1, 2) if given.quick else measure(given.pairs, given.jobs)
     rows = [
         [name, *(f"{f[key]['median']:.3f}" for key in ("wall", "cpu")), f"{f['to_import_torch']['median']:+.3f}"]
         for name, f in found.items()
     ]
     harness.table("start", ("", "s", "CPU s", "to import torch, s"), rows)
-    harness.write(given.out, {"unit": "s", "pairs": given.pairs, "starts": found})
+    print(f"beyond the job itself a sweep's job takes {found[JOB]['beyond']['median']:.3f} s")
+    harness.write(given.out, {"unit": "s", "pairs": given.pairs, "jobs": given.jobs, "starts": found})
 
 
 if __name__ == "__main__":

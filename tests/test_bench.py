@@ -13,7 +13,7 @@ from typing import Any
 
 import bench
 import pytest
-from bench import harness, overhead
+from bench import harness, overhead, startup
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_PEERS = """
@@ -64,10 +64,11 @@ def test_overhead_measures_what_is_there_and_names_what_is_not(tmp_path: Path) -
 def test_startup_measures(tmp_path: Path) -> None:
     out = tmp_path / "s.json"
     found = read(out, run("-m", "bench.startup", "--quick", "--out", str(out)))["starts"]
-    first = found["the default run, one update"]
+    first = found[startup.RUN]
     assert 0 < first["ready"]["median"] < first["wall"]["median"]
     assert {"precision=ampp", "optimizer.lr=-1"} < set(found)
-    assert min(each["cpu"]["median"] for each in found.values()) > 0
+    assert min(found[name]["cpu"]["median"] for name in (*startup.BAD, startup.TORCH, startup.RUN)) > 0
+    assert found[startup.JOB]["beyond"]["median"] < found[startup.RUN]["wall"]["median"]
 
 
 def test_an_arm_that_did_not_train_is_found_out() -> None:
@@ -102,19 +103,3 @@ def test_pairs_are_compared_within_their_round() -> None:
     assert figures["difference"]["median"] == 10
     assert (figures["difference"]["low"], figures["difference"]["high"]) == (1, 100)
     assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
-
-
-@pytest.mark.slow
-def test_a_sweep_is_measured(tmp_path: Path) -> None:
-    out = tmp_path / "w.json"
-    content = read(out, run("-m", "bench.sweep", "--quick", "--out", str(out)))
-    assert (content["jobs"], content["met"]) == (2, None)
-    assert min(content[name]["median"] for name in ("processes", "sweep")) > 0
-
-
-@pytest.mark.slow
-def test_optimizers_are_measured(tmp_path: Path) -> None:
-    out = tmp_path / "o.json"
-    content = read(out, run("-m", "bench.optimizers", "--quick", "--out", str(out)))
-    assert content["machine"]["cores"] >= 1
-    assert set(content["lists"]["small"]["algorithms"]["lamb"]) == {"loop", "foreach", "fused", "timm"}

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.gpu import campaign, children, clock, interleave, lease, loops, peaks, right, smoke, speed, training, travel
+from bench.gpu import campaign, children, clock, interleave, loops, right, smoke, speed, training
 from bench.gpu.campaign import Campaign, Row
 from bench.gpu.interleave import Loop
 
@@ -184,18 +184,18 @@ def test_what_travels_is_copied_at_once_and_read_back(tmp_path: Path) -> None:
 
 
 def test_the_compilers_cache_travels_where_it_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(travel, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(campaign, "CARRIED", tmp_path / "carried")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
-    cache = travel.cache_folder()
+    cache = campaign.cache_folder()
     (cache / "fxgraph").mkdir(parents=True)
     (cache / "fxgraph" / "kernel").write_text("code")
     (tmp_path / "carried").mkdir()
-    travel.keep_cache(cache, tmp_path / "carried")
+    campaign.keep_cache(cache, tmp_path / "carried")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
-    assert (travel.cache_folder() / "fxgraph" / "kernel").read_text() == "code"
-    monkeypatch.setattr(travel, "LARGEST", 10)
-    travel.keep_cache(cache, tmp_path)
-    assert not (tmp_path / travel.ARCHIVE).exists()
+    assert (campaign.cache_folder() / "fxgraph" / "kernel").read_text() == "code"
+    monkeypatch.setattr(campaign, "LARGEST", 10)
+    campaign.keep_cache(cache, tmp_path)
+    assert not (tmp_path / campaign.ARCHIVE).exists()
 
 
 def test_a_timed_row_runs_alone(tmp_path: Path) -> None:
@@ -354,15 +354,15 @@ def test_flops_are_those_of_forward_and_backward() -> None:
     import torch
 
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    flops = peaks.flops_per_sample(model, torch.zeros(2, 8), lambda output: output.sum())
+    flops = loops.flops_per_sample(model, torch.zeros(2, 8), lambda output: output.sum())
     assert flops == 2 * (2 * 8 * 16 + 3 * 16 * 4)  # the first layer's input needs no gradient
 
 
 def test_a_devices_peak_is_found_by_its_name() -> None:
-    assert peaks.data_sheet_tflops("NVIDIA H200") == 989.5
-    assert peaks.data_sheet_tflops("NVIDIA A100-SXM4-80GB") == 312.0
-    assert peaks.data_sheet_tflops("NVIDIA L40S") == 362
-    assert peaks.data_sheet_tflops("CPU") is None
+    assert loops.data_sheet_tflops("NVIDIA H200") == 989.5
+    assert loops.data_sheet_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert loops.data_sheet_tflops("NVIDIA L40S") == 362
+    assert loops.data_sheet_tflops("CPU") is None
 
 
 def test_marks_take_the_best_of_our_arms() -> None:
@@ -383,10 +383,10 @@ def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(children, "call", lambda *_: {})  # which would write the images
-    found = {stage: import_module(f"bench.gpu.{stage}").rows("cuda", tmp_path) for stage in lease.STAGES}
-    for stage, patterns in lease.ORDER:
+    found = {stage: import_module(f"bench.gpu.{stage}").rows("cuda", tmp_path) for stage in campaign.STAGES}
+    for stage, patterns in campaign.ORDER:
         assert all(campaign.chosen(found[stage], [pattern]) for pattern in patterns)
-    assert [row.name for row in lease.ordered(found)][-1] == "tests marked cuda"
+    assert [row.name for row in campaign.ordered(found)][-1] == "tests marked cuda"
     words = [training.distinct(row.args[0]) for row in (*found["clock"], *found["right"])]
     for row in found["speed"]:
         arms = row.args[1] if len(row.args) == 2 and isinstance(row.args[1], dict) else {}

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import harness
-from bench.gpu import campaign, children, lease, travel
+from bench.gpu import campaign, children
 from bench.gpu.campaign import Campaign, Row
 
 PRELOADED = (
@@ -28,7 +28,7 @@ PRELOADED = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage; 1 if a row failed or was killed."""
     parser = argparse.ArgumentParser(prog="bench.gpu", description="What a machine with a CUDA device is asked; see docs/gpu.md.")
-    parser.add_argument("stage", choices=("lease", *lease.STAGES))
+    parser.add_argument("stage", choices=("lease", *campaign.STAGES))
     parser.add_argument("--minutes", type=float, default=9.0, help="this call ends after so long; the next one goes on")
     parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the JSON files")
     parser.add_argument("--out", type=Path, help="folder that travels: what changes is copied there at once")
@@ -44,18 +44,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too
     if given.out is None:
         return run(given)
-    cache = travel.cache_folder()
+    cache = campaign.cache_folder()
     try:
         return run(given)
     finally:
-        travel.keep_cache(cache, given.out)
+        campaign.keep_cache(cache, given.out)
 
 
 def run(given: argparse.Namespace) -> int:
     """Run what is open of a stage, or of the lease."""
     until = time.monotonic() + 60 * given.minutes  # the imports count: a cold disk takes a minute for them
     _preload()
-    modules = {name: import_module(f"bench.gpu.{name}") for name in (lease.STAGES if given.stage == "lease" else (given.stage,))}
+    modules = {
+        name: import_module(f"bench.gpu.{name}") for name in (campaign.STAGES if given.stage == "lease" else (given.stage,))
+    }
     device = children.call(campaign.device_facts)
     facts = {key: value for key, value in device.items() if key not in ("status", "seconds", "output")}
     about = {**facts, "machine": harness.machine(), "commit": campaign.commit(), "missing": campaign.missing(campaign.OF_USE)}
@@ -72,7 +74,7 @@ def run(given: argparse.Namespace) -> int:
             place.mkdir()
             found[name] = [replace(row, stage=name) for row in module.rows(facts["device"], place)]
         if given.stage == "lease":
-            rows = lease.ordered(found)
+            rows = campaign.ordered(found)
         else:
             rows = found[given.stage]
             if facts["device"] == "cpu" and not given.rows:

@@ -6,10 +6,13 @@ A second call goes on where the first stopped. A row that was killed runs again 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,3 +182,60 @@ def device_facts() -> dict[str, Any]:
         "multiprocessors": about.multi_processor_count, "capability": f"{about.major}.{about.minor}",
         "cuda": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version(),
     }  # fmt: skip
+
+
+# What a device that is lent for half an hour is asked: rows of the other stages, ordered by what their answers are worth. A row
+# is written to its own stage's file, so that stage goes on with what is left. docs/gpu.md says how long each part takes.
+ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("smoke", (  # does it start?
+        "precision=bf16", "compile=inductor", "compile=step", "compile=cudagraph", "compile=regional", "loader=device",
+        "loader=resident", "loader=threads", "loader=workers", "precision=amp", "precision=tf32", "precision=bf16_pure",
+        "parallel=ddp", "parallel=fsdp", "amp whole step resident", "amp compiled ddp device", "save and resume", "torchrun",
+        "optimizer=adamw", "optimizer=adagrad", "optimizer=muon", "optimizer=lamb", "checkpointing=blocks",
+        "checkpointing=offload", "augment=[randaugment]",
+    )),
+    ("right", ("compile=*",)),  # does what it compiles and accumulates train the same?
+    ("clock", ("launch-bound eager", "launch-bound whole step", "launch-bound CUDA graph")),  # can its rates be believed?
+    ("speed", ("ceilings", "resnet50", "vit_b", "mlp")),  # is it fast?
+    ("clock", ("device-bound eager", "device-bound whole step", "resident")),
+    ("speed", ("adamw", "small images", "vit_b more", "resnet50 more", "fed", "ladder", "mlp more", "gpt")),
+    ("right", ("interrupted", "loader=*", "precision=*")),
+    ("verbs", ("compare", "doctor")),
+    ("smoke", ("tests marked cuda",)),
+)  # fmt: skip
+STAGES = tuple(dict.fromkeys(stage for stage, _ in ORDER))
+
+
+def ordered(rows: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """The rows of the lease, out of each stage's."""
+    return [row for stage, patterns in ORDER for row in chosen(rows[stage], patterns)]
+
+
+# --- the compiler's cache, which is kept beside the results where it is small enough to travel with them ---
+
+ARCHIVE = "compiler-cache.tar.gz"
+CARRIED = harness.ROOT / ".gpu"  # not of the checkout: what is brought along, wheels too
+LARGEST = 16 * 2**20  # bytes of the archive
+
+
+def cache_folder() -> Path:
+    """Where the compiler's cache is in this call; it is filled from the archive that was carried, if one was."""
+    folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/drivetrain-gpu-{os.getuid()}"))
+    if (CARRIED / ARCHIVE).exists() and not folder.exists():
+        with tarfile.open(CARRIED / ARCHIVE) as archive:
+            archive.extractall(folder, filter="data")
+    return folder
+
+
+def keep_cache(folder: Path, out: Path) -> None:
+    """Write the cache to the folder that travels, unless it is too large."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
+        for file in folder.rglob("*"):
+            if file.is_file() and file.suffix != ".lock":
+                archive.add(file, file.relative_to(folder))
+    if packed.tell() > LARGEST:
+        print(f"the compiler's cache does not travel: {packed.tell() / 2**20:.0f} MiB packed")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / ARCHIVE).write_bytes(packed.getvalue())

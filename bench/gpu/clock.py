@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.gpu import training
 from bench.gpu.campaign import Row
-from bench.gpu.peaks import synchronize
+from bench.gpu.loops import synchronize
 
 WITHIN = 0.03
 REASON = "a run leaves out its logging, and both clocks are read at slightly different moments: together under 3 % of 20 updates"

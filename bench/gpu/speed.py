@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.gpu import campaign, children, interleave, loops, peaks
+from bench.gpu import campaign, children, interleave, loops
 from bench.gpu.campaign import Row
 from bench.gpu.interleave import Interleaved, Loop
 from bench.gpu.loops import Work
@@ -76,8 +76,8 @@ def rows(device: str, folder: Path) -> list[Row]:
         (WORKS, SMALL_IMAGES) if cuda else (SMALL, replace(SMALL["resnet50"], network=("model=resnet9", "model.width=4")))
     )
     images = works["resnet50"]
-    found = {"ceilings": Row("ceilings", peaks.ceilings, (device,), alone=True)}
-    found["adamw"] = Row("adamw", peaks.adamw_ms, (device, 8 if cuda else 1), alone=True)
+    found = {"ceilings": Row("ceilings", loops.ceilings, (device,), alone=True)}
+    found["adamw"] = Row("adamw", loops.adamw_ms, (device, 8 if cuda else 1), alone=True)
 
     def add(name: str, run: Callable[..., None], *args: Any) -> None:
         found[name] = Row(name, run, args, LIMIT_S, 60.0 if cuda else 5.0, alone=True)
@@ -175,7 +175,7 @@ def measure(work: Work, arms: dict[str, Loop]) -> None:
     """In a child: report the row's figures after each round of the arms. An arm that fails says why, and the others go on."""
     flops = children.call(loops.count_flops, work)["flops"]
     name = children.call(campaign.device_facts)["device_name"]
-    peak = peaks.data_sheet_tflops(name)
+    peak = loops.data_sheet_tflops(name)
     children.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
 
     def keep(found: Interleaved) -> None:

@@ -69,7 +69,7 @@ def test_items_of_a_list_are_changes_of_their_own_and_keep_their_keys():
 def test_keys_of_the_users_own_mappings_are_changes():
     subsets, _, _ = prepared(
         "model.kwargs.a=1 model.kwargs.b=1", "model.kwargs.a=2 model.kwargs.b=2",
-        "model=own", "model.target=bench.planted.Knobs", "trust=[bench]",
+        "model=own", "model.target=bench.bisect.Knobs", "trust=[bench]",
     )  # fmt: skip
     assert set(keys(subsets)) == {"model.kwargs.a", "model.kwargs.b"}
     assert plain(subsets, "model.kwargs.b").plain["model"]["kwargs"] == {"a": 1, "b": 2}

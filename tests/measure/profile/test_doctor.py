@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from bench import attribution
-from bench.drawn import MODELS, PLACES, draw
+from bench.attribution import MODELS, PLACES, draw
 
 from drivetrain.measure.profile import doctor as doctor_module
 from drivetrain.measure.profile.diagnose import COMPUTE, Problem
