@@ -44,6 +44,13 @@ def test_torchruns_words(told):
     told({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     assert launched() == 8
     assert world_of_environment() == World(3, 8, 1, 2)
+    told({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
+    assert world_of_environment() == World(3, 8, 1, 8)
+
+
+def test_a_pytorchjob_names_no_local_rank_and_starts_one_process_in_each_pod(told):
+    told({"RANK": "3", "WORLD_SIZE": "8"})
+    assert world_of_environment() == World(3, 8, 0, 1)
 
 
 def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):

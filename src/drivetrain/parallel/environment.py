@@ -25,8 +25,11 @@ def world_of_environment() -> World:
     slurm = _slurm_environment(os.environ)
     values: dict[str, int] = {}
     problems = []
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", None)):
-        given = (slurm or os.environ).get(name, default or str(values.get("WORLD_SIZE", 1)))
+    environ = slurm or os.environ
+    # Launchers that count ranks but name no local one, such as a PyTorchJob's, start one process in each container.
+    together = environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in environ else "1"
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", together)):
+        given = environ.get(name, default)
         if given.isdecimal():
             values[name] = int(given)
         else:
