@@ -14,7 +14,7 @@ from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
 
-BUDGETS = ("samples", "tokens")
+BUDGETS = {"samples": {}, "tokens": {"tokens": 12 * 256}}
 
 
 class Lengths(Source):
@@ -30,8 +30,8 @@ class Lengths(Source):
         return len(self.lengths)
 
 
-def bucketed(source: Lengths, size: int = 1, **knobs) -> Bucketed:
-    batch = Bucketed(**{"global_batch": 12, **knobs})
+def bucketed(source: Lengths, size: int = 1, budget: str = "samples", **knobs) -> Bucketed:
+    batch = Bucketed(**{"global_batch": 12, **BUDGETS[budget], **knobs}).over(shuffled(len(source)))
     batch.measure(source, 0, World(0, size))
     return batch
 
@@ -168,14 +168,14 @@ def test_a_budget_of_tokens_holds_and_is_used():
 
 
 def test_a_sample_over_the_budget_goes_alone():
-    assert split_by_cost(torch.tensor([1, 1, 9, 9]), 1, by_tokens=True).ends == [2, 3, 4]
+    assert split_by_cost([1, 1, 9, 9], 9).ends == [2, 3, 4]
 
 
 def test_a_short_last_batch_is_known_as_one():
-    assert split_by_cost(torch.tensor([4] * 10), 5, by_tokens=False) == ([5, 10], False)
-    assert split_by_cost(torch.tensor([4] * 9), 5, by_tokens=False) == ([5, 9], True)
-    assert split_by_cost(torch.tensor([4] * 10), 5, by_tokens=True) == ([5, 10], False)
-    assert split_by_cost(torch.tensor([2] * 3 + [4] * 5), 3, by_tokens=True) == ([3, 6, 8], True)
+    assert split_by_cost([1] * 10, 5) == ([5, 10], False)
+    assert split_by_cost([1] * 9, 5) == ([5, 9], True)
+    assert split_by_cost([4] * 10, 20) == ([5, 10], False)
+    assert split_by_cost([2] * 3 + [4] * 5, 12) == ([3, 6, 8], True)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -194,7 +194,7 @@ def test_memory_is_claimed_by_the_longest():
     source = Lengths()
     for made in (bucketed(source), bucketed(source, budget="tokens")):
         chosen = made.largest(len(source), made.micro_batch(World()))
-        assert source.lengths[chosen].tolist() == source.lengths.sort(descending=True).values[:12].tolist()
+        assert source.lengths[chosen].tolist() == source.lengths.sort(descending=True).values[: len(chosen)].tolist()
     assert len(made.largest(len(source), 1000)) == 1000
 
 
@@ -253,7 +253,7 @@ def test_its_schedule_is_checked_when_the_data_was_read(make):
 def test_its_schedule_can_be_shown(tiny, capsys):
     from drivetrain.cli.show import show
 
-    show(tiny(*GPT, "updates=null", "batch.budget=tokens"), [])
+    show(tiny(*GPT, "updates=null", "batch.tokens=3000"), [])
     assert "updates" in capsys.readouterr().out
 
 
@@ -261,7 +261,7 @@ def test_data_without_lengths_is_refused(problems):
     assert problems("batch=bucketed") == [
         "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"
     ]
-    with pytest.raises(UserError, match="do not differ in it, or do not tell it"):
+    with pytest.raises(UserError, match="these samples do not tell it"):
         Bucketed().measure(Tensors(torch.zeros(4), torch.zeros(4)), 0, World())
 
 

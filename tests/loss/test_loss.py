@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from drivetrain.loss import CrossEntropy, NextToken
+from drivetrain.loss import CrossEntropy, NextToken, language
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
 TARGET = torch.tensor([0, 2, 0])
@@ -51,23 +51,26 @@ def test_smoothing_is_a_share(problems, value):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_loss_in_chunks_is_the_loss(dtype):
+def test_a_loss_in_chunks_is_the_loss(dtype, monkeypatch):
+    monkeypatch.setattr(language, "PART", 70)  # 231 logits are four parts
     generator = torch.Generator().manual_seed(0)
     target = torch.randint(11, (3, 7), generator=generator)
     target[0, :5] = -100  # padding
     losses, gradients = [], []
-    for chunks in (1, 4):
+    for chunks in (1, 4, "auto"):
         output = torch.randn(3, 7, 11, generator=generator.manual_seed(1), dtype=torch.float64).to(dtype).requires_grad_()
         losses.append(NextToken(chunks)(output, target))
         (gradient,) = torch.autograd.grad(losses[-1], output)
         gradients.append(gradient)
     close = {"rtol": 1e-12, "atol": 1e-14} if dtype == torch.float64 else {"rtol": 1e-2, "atol": 1e-5}
-    torch.testing.assert_close(losses[1], losses[0], **close)
-    torch.testing.assert_close(gradients[1], gradients[0], **close)
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], **close)
+        torch.testing.assert_close(gradient, gradients[0], **close)
+    assert torch.equal(losses[2], losses[1])
 
 
 def test_a_loss_in_chunks_keeps_less_for_the_backward():
-    def kept(chunks: int) -> int:
+    def kept(chunks) -> int:
         sizes = []
         output, target = torch.randn(2, 64, 50).bfloat16().requires_grad_(), torch.zeros(2, 64, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
@@ -75,3 +78,4 @@ def test_a_loss_in_chunks_keeps_less_for_the_backward():
         return max(sizes)
 
     assert kept(8) < kept(1) / 8
+    assert kept("auto") == kept(1)  # of few logits

@@ -30,6 +30,7 @@ class Auto(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     fixed_micro_batches: ClassVar[bool] = False
+    takes_tokens: ClassVar[bool] = False
     untried = "batch=accumulate"
 
     memory_gb: Positive | None = None

@@ -1,19 +1,22 @@
 """Batch size: how many samples make one update, and how they are split into micro-batches.
 
-`global_batch` determines the result; `accumulation_steps` and the ranks only split it.
+`global_batch`, or `tokens`, determines the result; `accumulation_steps` and the ranks only split it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from annotated_types import Ge
 
 from drivetrain.core import order as orders
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Effect, Option, RunSpec
@@ -38,20 +41,25 @@ class Batch(Option):
 
     With `grow_every` the global batch is multiplied by `grow_by` every so many epochs, up to `grow_until`, in place of a
     falling learning rate (Smith et al. 2018); micro-batches keep their size, so memory does not grow.
+
+    With `tokens` an update takes the next samples of the epoch's order up to so many tokens: update u has those that end
+    within [u·T, (u+1)·T) of the order's tokens, so that every epoch has as many updates. `global_batch` is then derived.
     """
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
     key_effects: ClassVar[Mapping[str, Effect]] = dict.fromkeys(
-        ("global_batch", "lr_scaling", "decay_scaling", "base_batch", "grow_every", "grow_by", "grow_until"), "changes"
+        ("global_batch", "tokens", "lr_scaling", "decay_scaling", "base_batch", "grow_every", "grow_by", "grow_until"), "changes"
     )
     accumulation_steps = 1  # micro-batches of one update, before any growth
     pad_to = 1  # lengths of training sequences are padded to multiples of this
     buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
+    takes_tokens: ClassVar[bool] = True  # an update may be given in tokens
     fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
 
     global_batch: Count = 128
+    tokens: Count | None = None
     lr_scaling: Scaling = "none"
     decay_scaling: DecayScaling = "none"
     base_batch: Count = 256
@@ -73,7 +81,7 @@ class Batch(Option):
     def validate(self, run: RunSpec) -> Iterator[str]:
         ranks = run.parallel.data_ranks()
         parts = self.accumulation_steps * ranks
-        if self.global_batch % parts:
+        if self.global_batch % parts and self.tokens is None:
             below, above = self.global_batch // parts * parts, math.ceil(self.global_batch / parts) * parts
             near = " or ".join(str(n) for n in (below, above) if n)
             yield (
@@ -82,11 +90,20 @@ class Batch(Option):
             )
         if self.grow_until is not None and self.grow_every is None:
             yield f"batch.grow_until={self.grow_until} needs batch.grow_every, the epochs between two growths"
-        if self.grow_until is not None and self.grow_until < self.global_batch * self.grow_by:
+        if self.grow_until is not None and self.tokens is None and self.grow_until < self.global_batch * self.grow_by:
             yield (
                 f"batch.grow_until={self.grow_until} is below batch.global_batch × batch.grow_by = "
                 f"{self.global_batch * self.grow_by}, so that nothing would grow: raise it"
             )
+        if self.tokens is not None and not self.takes_tokens:
+            yield f"batch.tokens and {run.named('batch')} exclude each other (it finds a number of samples): set batch=accumulate"
+        setting, instead = f"batch.tokens={self.tokens}", "batch.tokens=null"
+        if self.buckets_lengths:
+            setting, instead = run.named("batch"), "batch=fixed"
+        if self.by_length and not (run.data.tokens or run.data.may_differ_in_length):
+            yield f"{setting} sorts by length, and all samples of {run.named('data')} are alike: set {instead}"
+        if self.by_length and run.data.order not in ("shuffled", "shuffled" if self.buckets_lengths else "sequential"):
+            yield f"data.order={run.data.order} and {setting} exclude each other (it goes by length): set {instead}"
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if run.data.tokens and run.compile.specializes_on_shapes:
@@ -111,9 +128,43 @@ class Batch(Option):
         self.order = order
         return self
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the lengths of the samples say which of them are in an update."""
+        return self.buckets_lengths or self.tokens is not None
+
     def measure(self, source: Source, seed: int, world: World) -> None:
-        """Read the lengths of the training samples. Must be called before anything that counts updates."""
-        self.lengths = source.lengths
+        """Read the lengths of the training samples. Must be called before anything that counts updates. Raises UserError."""
+        self.lengths, self._seed = source.lengths, seed
+        if not self.by_length:
+            return
+        if self.lengths is None:
+            raise UserError(
+                "batch=bucketed sorts by length, batch.tokens counts it, and these samples do not tell it: set "
+                "batch=fixed batch.tokens=null"
+            )
+        if self.tokens is None:
+            return
+        self._all_tokens, longest = int(self.lengths.sum()), int(self.lengths.max())
+        if self.tokens < longest:
+            raise UserError(f"batch.tokens={self.tokens} is less than the longest sample, of {longest} tokens: set it to more")
+        parts = self.accumulation_steps * world.size
+        self.global_batch = max(1, self.tokens * len(self.lengths) // (self._all_tokens * parts)) * parts
+        self._ends, self._read_in = lru_cache(2)(self._update_ends), lru_cache(None)(self._samples_of)
+
+    def _tokens(self, epoch: int) -> int:
+        """Return the tokens of an update in an epoch."""
+        return int(self.tokens or 0) * (self.size(epoch) // self.global_batch)
+
+    def _update_ends(self, seed: int, epoch: int) -> list[int]:
+        """Return the number of samples, in an epoch's order, up to the end of each update: those whose tokens end before its."""
+        assert self.lengths is not None
+        ends, size = self.lengths[index_of(self.order(seed, epoch))].cumsum(0), self._tokens(epoch)
+        marks = torch.arange(size, self._all_tokens + size, size)
+        return list(torch.searchsorted(ends, marks, right=True).tolist())
+
+    def _samples_of(self, epoch: int, drop_last: bool) -> int:
+        return self._ends(self._seed, epoch)[self.updates(0, epoch, drop_last) - 1]
 
     def lr_factor(self) -> float:
         """Return the factor of the learning rate (linear: Goyal et al. 2017; sqrt: Krizhevsky 2014)."""
@@ -126,7 +177,7 @@ class Batch(Option):
 
     def sizes(self) -> tuple[Any, ...]:
         """Return the settings that say how many samples are in which update."""
-        return (self.buckets_lengths, self.global_batch, self.grow_every, self.grow_by, self.grow_until)
+        return (self.buckets_lengths, self.global_batch, self.tokens, self.grow_every, self.grow_by, self.grow_until)
 
     def set_stages(self, stages: Sequence[tuple[int, Batch]]) -> None:
         """Let the epochs of the run's other stages have the sizes that their batches set; each with the epoch of its start."""
@@ -160,15 +211,23 @@ class Batch(Option):
 
     def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
         """Return the number of updates in an epoch over `samples`."""
+        if self.tokens is not None:
+            tokens, each = self._all_tokens, self._tokens(epoch)
+            return tokens // each if drop_last else math.ceil(tokens / each)
         return samples // self.size(epoch) if drop_last else math.ceil(samples / self.size(epoch))
 
     def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
         """Return the samples that a run has trained on after all epochs before `epoch` and `window` updates of it."""
+        if self.tokens is not None:
+            before = sum(self._read_in(e, drop_last) for e in range(epoch))
+            return before + (self._ends(self._seed, epoch)[window - 1] if window else 0)
         before = self._over_epochs(epoch, lambda e: min(samples, self.updates(samples, e, drop_last) * self.size(e)))
         return before + min(samples, window * self.size(epoch))
 
     def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
-        """Return the number of updates in a run of `epochs`; 0 if one of its epochs has none."""
+        """Return the number of updates in a run of `epochs`; 0 if an epoch has none, or lengths are to be read first."""
+        if self.by_length and self.lengths is None:
+            return 0
         if not all(self.updates(samples, stretch[-1], drop_last) for stretch in self.stretches(epochs)):
             return 0
         return self._over_epochs(epochs, lambda e: self.updates(samples, e, drop_last))
@@ -207,15 +266,10 @@ class Batch(Option):
         Each micro-batch is weighted by its samples (by its tokens, where samples are sequences), so that an update is the
         mean over its samples also where they do not divide, as in the short last batch.
         """
-        ordered, samples = self.order(seed, epoch), self.order.length
-        total, size, micro = self.updates(samples, epoch, drop_last), self.size(epoch), self.micro_batch(world)
-        partners = ordered[(torch.arange(samples) ^ 1).clamp_(max=samples - 1)] if self.pairs else None
-        for update in range(skip, total):
-            window = ordered[update * size : (update + 1) * size]
-            mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
-            # Every rank makes as many micro-batches as the one with the most samples: their forwards may wait for each other.
-            count = math.ceil(math.ceil(len(window) / world.size) / micro)
-            chunks = (mine,) if count == 1 else mine.tensor_split(count)
+        total = self.updates(self.order.length, epoch, drop_last)
+        partners = self._partners(seed, epoch) if self.pairs else None
+        for update, window in enumerate(self._windows(seed, epoch, drop_last, skip), skip):
+            chunks = self._dealt(window, world, epoch) if self.by_length else self._split(window, world)
             amount = self.amount(window)
             for step, indices in enumerate(chunks, 1):
                 share = self.amount(indices) * world.size / amount
@@ -228,6 +282,34 @@ class Batch(Option):
                     request.mix_with = partners[start : start + len(indices)]
                 yield request
 
+    def _partners(self, seed: int, epoch: int) -> torch.Tensor:
+        ordered = self.order(seed, epoch)
+        return ordered[(torch.arange(len(ordered)) ^ 1).clamp_(max=len(ordered) - 1)]
+
+    def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[torch.Tensor]:
+        """Yield the samples of each update of an epoch, from update number `skip` on."""
+        ordered, size, total = self.order(seed, epoch), self.size(epoch), self.updates(self.order.length, epoch, drop_last)
+        ends = range(size, total * size + 1, size) if self.tokens is None else self._ends(seed, epoch)
+        for update in range(skip, total):
+            yield ordered[ends[update - 1] if update else 0 : ends[update]]
+
+    def _split(self, window: torch.Tensor, world: World) -> Sequence[torch.Tensor]:
+        """Return this rank's micro-batches of an update: consecutive samples.
+
+        Every rank makes as many as the one with the most samples: their forwards may wait for each other.
+        """
+        mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
+        count = math.ceil(math.ceil(len(window) / world.size) / self.micro_batch(world))
+        return (mine,) if count == 1 else mine.tensor_split(count)
+
+    def _dealt(self, window: torch.Tensor, world: World, epoch: int) -> Sequence[torch.Tensor]:
+        """Return this rank's micro-batches of an update: samples by their length, in turn, so that all have about equal work."""
+        assert self.lengths is not None
+        mine = window[self.lengths[window].argsort(descending=True, stable=True)][world.rank :: world.size]
+        most = math.ceil(len(window) / world.size)  # of any rank: all make as many micro-batches
+        steps = min(most, self.accumulation_steps * (self.size(epoch) // self.global_batch))
+        return [mine[step::steps] for step in range(steps)]
+
     def amount(self, indices: torch.Tensor) -> int:
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
         return int(self.lengths[index_of(indices)].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
@@ -236,6 +318,9 @@ class Batch(Option):
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""
         lengths = source.lengths
         order = torch.arange(len(source)) if lengths is None else lengths.argsort(stable=True)
+        if self.tokens is not None and lengths is not None:
+            most = max(1, self.tokens // (self.accumulation_steps * world.size))
+            return order.tensor_split(split_by_cost(lengths[order].tolist(), most).ends[:-1])
         return order.split(math.ceil(self.micro_batch(world) / self.together) * self.together)
 
     def evaluation_requests(
@@ -283,3 +368,21 @@ class Accumulate(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     accumulation_steps: Count = 4
+
+
+class BatchEnds(NamedTuple):
+    """The end of each batch in samples sorted by length."""
+
+    ends: list[int]
+    last_is_short: bool  # the last batch could hold more samples
+
+
+def split_by_cost(costs: Sequence[int], budget: int) -> BatchEnds:
+    """Split samples of ascending costs into batches: each costs as many times its last one as it has samples."""
+    ends, end = [], 0
+    while end < len(costs):
+        start = end
+        count = bisect_right(range(1, len(costs) - start + 1), budget, key=lambda n: n * costs[start + n - 1])
+        end = start + max(1, count)
+        ends.append(end)
+    return BatchEnds(ends, (end - start + 1) * costs[-1] <= budget)

@@ -41,6 +41,7 @@ class Critical(Batch):
     changes = "the samples of an update: as many as a measurement says"
     key_effects: ClassVar[Mapping[str, Any]] = {}
     fixed_micro_batches: ClassVar[bool] = False
+    takes_tokens: ClassVar[bool] = False
     untried = "batch=accumulate, and the batch.global_batch that a run by itself finds"
     needs_trial: ClassVar[bool] = True
 

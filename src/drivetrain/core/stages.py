@@ -104,8 +104,8 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
     batches = [stage.run.batch for stage in run.stages]
     if len({batch.sizes() for batch in batches}) < 2:
         return
-    if len({(batch.buckets_lengths, batch.pad_to) for batch in batches}) > 1:
-        yield "stages: batch=bucketed and its lengths are for a whole run: a stage may change batch.global_batch"
+    if len({(batch.buckets_lengths, batch.pad_to) for batch in batches}) > 1 or any(batch.tokens for batch in batches):
+        yield "stages: batch=bucketed, its lengths and batch.tokens are for a whole run: a stage may change batch.global_batch"
         return
     untils = [stage.until for stage in run.stages[:-1] if stage.until is not None]
     for number, until in enumerate(untils):

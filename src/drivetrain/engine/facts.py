@@ -78,7 +78,7 @@ def _an_epoch(trainer: Trainer) -> int:
 def advice(trainer: Trainer) -> Iterator[str]:
     """Yield what to set where an epoch has few updates, or leaves many samples out."""
     samples, an_epoch = trainer.batch.order.length, _an_epoch(trainer)
-    if an_epoch >= trainer.max_updates:  # less than an epoch, on purpose
+    if an_epoch >= trainer.max_updates or trainer.batch.tokens is not None:  # less than an epoch, on purpose
         return
     first = trainer.batch.updates(samples, 0, trainer.drop_last)
     left_out = 1 - trainer.batch.consumed(samples, 0, first, trainer.drop_last) / samples
@@ -96,6 +96,8 @@ def advice(trainer: Trainer) -> Iterator[str]:
 
 def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
     """Why one of the epochs has no update, and what to set."""
+    if batch.tokens is not None:
+        return f"batch.tokens={batch.tokens} is more than the training samples have: set it to less, or data.drop_last=false"
     size = next(batch.size(each.start) for each in batch.stretches(epochs) if batch.size(each.start) > samples)
     set_smaller = f"set batch.global_batch={min(samples, smaller_batch(samples))}"
     given = f"batch.global_batch={size} is"

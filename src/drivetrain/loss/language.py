@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 PADDING = -100  # a target that does not count
+PART = 1 << 26  # logits of which the loss is computed at a time: 256 MiB in float32
 
 
 class NextToken(Loss):
     """Cross entropy of the next token. An evaluation reports it in nats, and in bits per token (here a token is a byte).
 
     With `chunks` the loss is computed in that many parts, each of them again in the backward. Then the float32 logits and
-    their softmax exist for one part at a time: with a large vocabulary they are most of a model's memory. `z_loss` adds to
+    their softmax exist for one part at a time: with a large vocabulary they are most of a model's memory. By default a part has
+    at most 2^26 logits, so that small batches and vocabularies are one part. `z_loss` adds to
     each token's loss so much of the square of its logits' logsumexp, in training (PaLM, Chowdhery et al. 2022).
     """
 
@@ -34,7 +36,7 @@ class NextToken(Loss):
         if not run.data.byte_tokens:
             self.metrics, self.best = ("loss", "bits_per_token"), ("bits_per_token", min)
 
-    def __init__(self, chunks: Count = 1, z_loss: NonNegative = 0.0) -> None:
+    def __init__(self, chunks: Count | Literal["auto"] = "auto", z_loss: NonNegative = 0.0) -> None:
         self.chunks, self.z_loss = chunks, z_loss
 
     def setup(self, context: BuildContext) -> None:
@@ -46,14 +48,12 @@ class NextToken(Loss):
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""
         if self.counted:
             return super().__call__(output, target)
-        return (
-            _token_loss(output, target, "mean", self.z_loss)
-            if self.chunks == 1
-            else self._in_chunks(output, target) / (target != PADDING).sum()
-        )
+        if self._parts(output) == 1:
+            return _token_loss(output, target, "mean", self.z_loss)
+        return self._sum(output, target) / (target != PADDING).sum()
 
     def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        total = _token_loss(output, target, "sum", self.z_loss) if self.chunks == 1 else self._in_chunks(output, target)
+        total = self._sum(output, target)
         return total, self.count(target).to(total.dtype)
 
     def count(self, target: Any) -> torch.Tensor:
@@ -70,14 +70,19 @@ class NextToken(Loss):
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[-1], classes, "tokens")
 
-    def _in_chunks(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def _parts(self, output: torch.Tensor) -> int:
+        return math.ceil(output.numel() / PART) or 1 if self.chunks == "auto" else self.chunks
+
+    def _sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if (parts := self._parts(output)) == 1:
+            return _token_loss(output, target, "sum", self.z_loss)
         from torch.utils.checkpoint import checkpoint
 
         def part(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             arguments = (_token_loss, logits, tokens, "sum", self.z_loss)
             return checkpoint(*arguments, use_reentrant=False, preserve_rng_state=False)  # nothing in it is random
 
-        rows = zip(output.flatten(0, 1).chunk(self.chunks), target.flatten().chunk(self.chunks), strict=True)
+        rows = zip(output.flatten(0, 1).chunk(parts), target.flatten().chunk(parts), strict=True)
         return torch.stack([part(*row) for row in rows]).sum()
 
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
