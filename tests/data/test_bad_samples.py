@@ -17,7 +17,7 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import ImageFolder, Normalize, decode
-from drivetrain.data.decoding import Range, SkipBadSamples
+from drivetrain.data.decoding import BadSamples, Range
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -113,7 +113,7 @@ def test_a_broken_sample_is_tried_once():
             raise DataError("broken")
         return index
 
-    policy = SkipBadSamples(str, 3, 1)
+    policy = BadSamples("skip", 1, 3)
     assert [policy.read(1, read), policy.read(1, read)] == [2, 2]
     assert tried == [1, 2, 2]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drivetrain.core.tensors import Tensors
-from drivetrain.data import fingerprint as module
-from drivetrain.data.fingerprint import fingerprint
+from drivetrain.data import base as module
+from drivetrain.data.base import fingerprint
 from drivetrain.data.own import OwnSource
 from drivetrain.data.samples import Stack
 from drivetrain.data.text import Texts

@@ -18,8 +18,7 @@ from drivetrain.core.source import Source, Subset
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
 from drivetrain.data import Digits, DigitScenes, ImageFolder, Jsonl, Masks, Own, Stdlib, Synthetic, Tabular, Wine
-from drivetrain.data.base import Splits
-from drivetrain.data.validation import chosen, count, hash_of, hold_out
+from drivetrain.data.base import Splits, chosen, count_held_out, hash_of, hold_out
 from drivetrain.launch.job import prepare
 from drivetrain.loader.base import Loader
 from drivetrain.run.result import Result
@@ -108,7 +107,7 @@ def test_classes_have_their_share():
         counts = [torch.bincount(source.fetch(torch.arange(len(source)))[1]) for source in (data.train, data.validation)]
         wanted = (counts[0] + counts[1]) * option.validation
         assert (counts[1] - wanted).abs().max() <= 1
-        assert len(data.validation) == count(len(data.train) + len(data.validation), option.validation)
+        assert len(data.validation) == count_held_out(len(data.train) + len(data.validation), option.validation)
 
 
 def test_the_set_depends_on_what_samples_are_not_where_they_are():

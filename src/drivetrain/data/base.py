@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -14,8 +16,10 @@ from typing import Annotated, Any, ClassVar, Literal
 import annotated_types
 
 from drivetrain.core import order as orders
+from drivetrain.core import rng, trees
 from drivetrain.core.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.order import REPEATS, Order, Sampling
@@ -23,13 +27,9 @@ from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 from drivetrain.core.trees import Tree, map_tensors
-from drivetrain.data import named_sets
-from drivetrain.data.decoding import Range
-from drivetrain.data.fingerprint import fingerprint
-from drivetrain.data.named_sets import SPLITS as SPLITS
-from drivetrain.data.validation import count as held_out_count
-from drivetrain.data.validation import hold_out
+from drivetrain.data.decoding import ImageFileSource, Range
 
+SPLITS = ("validation", "test")  # what is evaluated
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
 Fraction = Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
 # Several named sets: for each what the setting takes for one.
@@ -40,7 +40,12 @@ Validation = Literal["auto"] | Fraction | FileName | Sets | None
 AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the data has no validation set of its own
 
 
+HOLD_OUT_STREAM = 9  # of the random numbers of samples that have nothing but their number
+MAX_BYTES = 2**28  # of tensors that are hashed as a whole for the fingerprint
+SAMPLES = 32  # that are read for it where it would be dear to read all, spread evenly
 WHOLE = {"test": "the whole file"}  # the origin of the samples of another file than the run's own
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -191,7 +196,23 @@ class Data(Option):
 
     def rules(self, run: RunSpec) -> Iterator[str]:
         """Yield what is wrong with the named sets, or what `validate` says of each of them alone."""
-        return named_sets.problems(self, run)
+        wrong = list(self._name_problems())
+        yield from wrong
+        if not wrong:
+            each = [(split, name) for split in SPLITS for name in self.several(split)]
+            for one in (("", ""), *each):
+                yield from self.alone(*one).validate(run)
+
+    def _name_problems(self) -> Iterator[str]:
+        for split, given in (("validation", self.validation), ("test", self.test)):
+            if given == {}:
+                yield f"data.{split}={{}} names no set: set it to null, to one set, or to several as {{clean: …, noisy: …}}"
+            for name in self.several(split):
+                if not PLAIN_NAME.takes(str(name)):
+                    yield f"data.{split}: '{name}' is no name of a set: take letters, digits and _"
+        shares = [name for name, setting in self.several("validation").items() if isinstance(setting, float)]
+        if len(shares) > 1:
+            yield f"data.validation: {' and '.join(shares)} are shares of training, and one can be held out: name files"
 
     def several(self, split: str) -> Mapping[str, Any]:
         """Return the settings of the named sets of a split, validation or test; {} where it is one set, or none."""
@@ -227,7 +248,13 @@ class Data(Option):
 
     def load_set(self, split: str, beside: Splits, device: torch.device) -> Source:
         """Return the one set of a split, for data that is loaded. Raises UserError where it does not fit that."""
-        return named_sets.load_beside(self, split, beside, device)
+        data = self.load(device)
+        if (data.classes, data.names, data.shape) != (beside.classes, beside.names, beside.shape):
+            raise DataError(
+                f"data.{split}={self.test if split == 'test' else self.validation} has {data.classes} classes and the shape "
+                f"{data.shape}, and other sets have {beside.classes} and {beside.shape}: all sets must be of one kind"
+            )
+        return data.sets(split)[""]
 
     def load_sets(self, device: torch.device) -> Splits:
         """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError.
@@ -235,13 +262,28 @@ class Data(Option):
         Data that a finished run is evaluated on is used whole, encoded as the run's own, where it is other data than that.
         """
         try:
-            return named_sets.load(self, device) if self.own is None else self._judged(self.own, device)
+            return self._all_sets(device) if self.own is None else self._judged(self.own, device)
         except OSError as error:
             if error.filename is None:
                 raise
             raise DataError(
                 f"{error.filename} cannot be read ({error.strerror}): set the path of the data, or mend the file"
             ) from None
+
+    def _all_sets(self, device: torch.device) -> Splits:
+        """Load the data with all its sets, named ones too."""
+        data, share, named = self.alone().load(device), self.share(), self.several("validation")
+        sets: dict[str, Any] = {split: data.sets(split) for split in SPLITS}
+        for split in SPLITS:
+            if given := self.several(split):
+                own = [name for name, setting in given.items() if not isinstance(setting, float)]
+                first = {name: source for name, source in zip(given, sets[split].values(), strict=False) if name in own}
+                sets[split] = {n: first.get(n) or self.alone(split, n).load_set(split, data, device) for n in own}
+        if share is not None and (named or not sets["validation"]):
+            train, held = hold_out(data.train, share)
+            data = replace(data, train=train, origins={"validation": f"{share:g} of training", **data.origins})
+            sets["validation"] = {name: sets["validation"].get(name, held) for name in named or ("",)}
+        return replace(data, **{split: found.get("", found or None) for split, found in sets.items()})
 
     def load_whole(self, own: Splits) -> Splits | None:
         """Return all samples as the training and the test set, encoded as those of a run's own data. Raises UserError.
@@ -258,7 +300,7 @@ class Data(Option):
         """Return the other data that a finished run is evaluated on."""
         divided = None
         with contextlib.suppress(UserError):  # too few samples to be divided; what else is wrong is found again
-            divided = named_sets.load(self, device)
+            divided = self._all_sets(device)
             if (fingerprint(divided.train) or {}).get("hash") == own.hash:  # it was moved: its test set is the run's own
                 return divided
         if named := self.several("test"):
@@ -268,7 +310,7 @@ class Data(Option):
             )
         data = self.load_whole(own.splits)
         if data is None:
-            return divided or named_sets.load(self, device)
+            return divided or self._all_sets(device)
         if own.holdout is None:
             return data
         _, test = hold_out(data.sets("test")[""], own.holdout)
@@ -335,7 +377,7 @@ class Data(Option):
     def train_samples(self) -> int | None:
         """Return the number of training samples; None where only loading tells."""
         samples, share = self.loaded_samples(), self.share()
-        return samples if samples is None or share is None else samples - held_out_count(samples, share)
+        return samples if samples is None or share is None else samples - count_held_out(samples, share)
 
     def loaded_samples(self) -> int | None:
         """Return the number of training samples, those included that are held out of them; None where only loading tells."""
@@ -363,3 +405,124 @@ def beside(path: str | None, validation: object) -> Path | None:
 def hash_fraction(name: str) -> float:
     """Return a number in [0, 1) that depends on a sample's name alone, to hold out the same samples in every run."""
     return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
+
+
+def expanded(path: str | Mapping[str, str] | None) -> Any:
+    """Return a path, or those of several sets, with ~ as the home directory; None where there is none."""
+    if isinstance(path, Mapping):
+        return {name: os.path.expanduser(each) for name, each in path.items()}
+    return os.path.expanduser(path) if path else None
+
+
+def hold_out(source: Source, share: float) -> tuple[Source, Source]:
+    """Return the training and the validation samples of a source: the same ones in every run, on any number of ranks.
+
+    Which ones depends on the samples alone: on their content, or on what names them where reading them is too dear. Samples
+    that belong together, such as the pieces of a document, stay together. Each class gives the same share, where the classes
+    are known without reading samples. Raises UserError where one of the sets would be empty.
+    """
+    keys, labels = _keys(source), source.labels()
+    apart = chosen(keys, None if labels is None else labels.cpu().numpy(), share)
+    held = int(apart.sum())
+    if not held or held == len(apart):
+        raise UserError(
+            f"data.validation={share:g} takes {held} of {len(apart)} training samples, and both sets need some (samples that "
+            "belong together stay together): set another share, or data.validation=null to select on the test set"
+        )
+    which = torch.from_numpy(apart)
+    return source.subset((~which).nonzero().flatten()), source.subset(which.nonzero().flatten())
+
+
+def count_held_out(samples: int, share: float) -> int:
+    """Return how many of so many training samples are held out, where each stands for itself."""
+    return int(max(share, 1 / samples) * samples + 0.5)
+
+
+def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float) -> np.ndarray:
+    """Return which samples are held out, bool (n,): those of the lowest keys (n,) uint64, for each class its share.
+
+    Samples of one key are a group, which is held out as a whole where at least half of it is wanted. The shares of classes
+    are rounded so that their sum is that of all samples; there are none where a group has samples of several classes.
+    """
+    _, first, group, sizes = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)  # in the keys' order
+    one_class = labels is None or not (labels == labels[first][group]).all()
+    _, number = np.unique(np.zeros(len(sizes)) if labels is None or one_class else labels[first], return_inverse=True)
+    samples = np.bincount(number, weights=sizes)  # of each class
+    left = np.diff(np.floor(max(share, 1 / len(keys)) * np.cumsum(samples) + 0.5), prepend=0).tolist()
+    taken = np.zeros(len(sizes), bool)
+    for n, (of_class, size) in enumerate(zip(number.tolist(), sizes.tolist(), strict=True)):
+        if size / 2 <= left[of_class]:
+            left[of_class] -= size
+            taken[n] = True
+    if not taken.any() and len(taken) > 1:  # few large groups
+        taken[sizes.argmin()] = True
+    return np.asarray(taken[group])
+
+
+def _keys(source: Source) -> np.ndarray:
+    """Return a number (n,) uint64 for each sample, equal for those that stay together."""
+    if (names := source.identities()) is not None:
+        return hash_of(names)
+    if isinstance(source, Tensors) and source.device.type == "cpu":
+        rows = [leaf.reshape(len(leaf), -1).contiguous().view(torch.uint8).numpy() for leaf in trees.leaves((source.x, source.y))]
+        return hash_of(b"".join(parts) for parts in zip(*(map(bytes, leaf) for leaf in rows), strict=True))
+    numbers = rng.uniform(0, 0, torch.arange(len(source)), HOLD_OUT_STREAM).double() * 2**24
+    return numbers.numpy().astype(np.uint64) * np.uint64(2**40) + np.arange(len(source), dtype=np.uint64)  # all different
+
+
+def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
+    """Return a hash (n,) uint64 of each text."""
+    contents = (name.encode(errors="surrogateescape") if isinstance(name, str) else name for name in identities)
+    digests = b"".join(hashlib.blake2b(content, digest_size=8, person=b"validation").digest() for content in contents)
+    return np.frombuffer(digests, "<u8").astype(np.uint64)
+
+
+def fingerprint(source: Source) -> dict[str, Any] | None:
+    """Return `hash`, `of` (what was hashed) and `samples` (how many there are) of a source; None where it cannot be read.
+
+    It is equal on every machine where the samples are, whatever the seed, and cheap: tensors in memory are hashed as a whole up
+    to MAX_BYTES. What knows a text of each sample's content (rows of a table, documents, checksums of a packed file) is hashed
+    by these. Of image files it is their names and classes, and the bytes of some files; of all else it is some samples.
+    """
+    digest = hashlib.blake2b(f"{len(source)} samples".encode(), digest_size=16)
+    try:
+        of = _add(digest, source)
+    except Exception as error:  # a user's own Dataset may raise anything
+        logger.info("the training data has no fingerprint: %s: %s", type(error).__name__, error)
+        return None
+    return {"hash": digest.hexdigest(), "of": of, "samples": len(source)}
+
+
+def _add(digest: Any, source: Source) -> str:
+    """Hash what there is of a source; return what that was."""
+    names = source.identities()
+    if names is None and isinstance(source, Tensors) and trees.nbytes((source.x, source.y)) <= MAX_BYTES:
+        _add_tensors(digest, (source.x, source.y))
+        return "content"
+    spread = torch.arange(count := min(SAMPLES, len(source)))
+    if not source.in_order:
+        spread = spread * len(source) // max(1, count)
+    if names is not None:
+        for name in names:
+            digest.update(_bytes(name) + b"\0")
+    if (labels := source.labels()) is not None:
+        _add_tensors(digest, labels.long())
+    if isinstance(source, ImageFileSource):
+        for index in spread.tolist():
+            digest.update(source.content(index))
+        return f"names and {count} files" if names is not None else f"{count} files"
+    if names is not None:
+        return "content"
+    _add_tensors(digest, source.fetch(spread))
+    return f"{count} samples"
+
+
+def _add_tensors(digest: Any, tree: Any) -> None:
+    """Hash the tensors of a tree: their names, types, shapes and values."""
+    for name, tensor in trees.named_leaves(tree):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _bytes(name: str | bytes) -> bytes:
+    return name.encode(errors="surrogateescape") if isinstance(name, str) else name

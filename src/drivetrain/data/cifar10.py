@@ -1,17 +1,17 @@
 """CIFAR-10, read from its own archives or from their files.
 
 Not by torchvision.datasets.CIFAR10: it takes no archive and no binary version, reads only files whose MD5 is the original's,
-and runs pickle.load on them. This reader imports nothing that a pickle names.
+and runs pickle.load on them. This reader runs no pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import itertools
 import logging
 import os
-import pickle
+import pickletools
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -173,65 +173,32 @@ def _read_binary(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]
     return _to_tensors(name, records[:, 1:], records[:, 0])
 
 
+NUMBERS = ("BININT1", "BININT2", "BININT", "INT", "LONG1")  # operations of a pickle
+LISTS = (*NUMBERS, "EMPTY_LIST", "LIST", "MARK", "APPEND", "APPENDS", "BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE")
+ARRAYS = {
+    "_codecs encode", "numpy dtype", "numpy ndarray", "numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct",
+}  # fmt: skip
+
+
 def _read_pickle(name: str, content: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode a pickled mapping of `data`, an array (n, 3072), and `labels`, a list. Raises DataError for anything else."""
-    batch: Any = _unpickle(name, content)
-    items = batch.items() if isinstance(batch, dict) else ()
-    batch = {k.decode("latin-1") if isinstance(k, bytes) else k: v for k, v in items}
-    data, labels = batch.get("data"), batch.get("labels")
-    valid = isinstance(data, _Array) and isinstance(labels, list) and data.shape == (len(labels), PIXELS)
-    if not valid or not all(type(label) is int for label in labels):
-        raise DataError(f"{name} holds no 'data' of {PIXELS} bytes with as many 'labels': it is no batch of CIFAR-10")
-    return _to_tensors(name, np.frombuffer(data.bytes, np.uint8).reshape(data.shape), np.array(labels))
+    """Find the longest text of a pickle, its images, and the list of numbers after `labels`. Raises DataError.
 
-
-class _Array:
-    """Replaces a numpy array in a pickle: bytes and a shape. numpy itself never sees the pickle's content."""
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, kind, fortran, content = state
-        valid = isinstance(kind, _DType) and kind.name == "u1" and not fortran and isinstance(content, bytes)
-        if not valid or len(shape) != 2 or shape[0] * shape[1] != len(content):
-            raise pickle.UnpicklingError("an array that is not uint8 (n, m)")
-        self.shape, self.bytes = tuple(shape), content
-
-
-class _DType:
-    """Replaces a numpy dtype in a pickle."""
-
-    def __init__(self, name: str | bytes, *_: Any) -> None:
-        self.name = name.decode("latin-1") if isinstance(name, bytes) else name
-
-    def __setstate__(self, state: Any) -> None:
-        pass  # the byte order, which a single byte does not have
-
-
-def _unpickle(name: str, content: bytes) -> Any:
-    """Load a pickle that needs nothing but arrays of bytes. Raises DataError for any other; imports nothing that it names."""
-
-    def encode(text: str, encoding: str) -> bytes:
-        return text.encode({"latin1": "latin-1"}[encoding])
-
-    def reconstruct(*_: Any) -> _Array:
-        return _Array()
-
-    allowed = {
-        "numpy.core.multiarray._reconstruct": reconstruct, "numpy._core.multiarray._reconstruct": reconstruct,
-        "numpy.ndarray": "ndarray", "numpy.dtype": _DType, "_codecs.encode": encode,
-    }  # fmt: skip
-
-    class Reader(pickle._Unpickler):  # type: ignore[name-defined,misc] # Python's own: a pickle cannot make its memo, a dict, allocate
-        def find_class(self, module: str, attribute: str) -> Any:
-            if f"{module}.{attribute}" not in allowed:
-                raise DataError(f"{name} is a pickle that asks for {module}.{attribute}, which no image needs: refused")
-            return allowed[f"{module}.{attribute}"]
-
+    The pickle is not run: its operations are looked at, and nothing that it names is imported.
+    """
     try:
-        return Reader(io.BytesIO(content), encoding="bytes").load()
-    except UserError:
-        raise
+        found = [(operation.name, argument) for operation, argument, _ in pickletools.genops(content)]
     except Exception as error:  # a damaged pickle can fail in any way
         raise DataError(f"{name} cannot be read as a batch of CIFAR-10 ({error}): fetch the archive again") from None
+    if foreign := [argument for kind, argument in found if kind in ("GLOBAL", "INST") and argument not in ARRAYS]:
+        raise DataError(f"{name} is a pickle that asks for {str(foreign[0]).replace(' ', '.')}, which no image needs: refused")
+    texts = [each.encode("latin-1", "replace") if isinstance(each, str) else each for _, each in found]
+    pixels = max((each for each in texts if isinstance(each, bytes)), key=len, default=b"")
+    after = itertools.dropwhile(lambda one: one[0] != "EMPTY_LIST", found[texts.index(b"labels") if b"labels" in texts else -1 :])
+    listed = itertools.takewhile(lambda one: one[0] in LISTS, after)
+    labels = np.array([argument for kind, argument in listed if kind in NUMBERS], np.int64)
+    if b"u1" not in texts or not len(labels) or len(pixels) != len(labels) * PIXELS:
+        raise DataError(f"{name} holds no 'data' of {PIXELS} bytes (uint8) with as many 'labels': it is no batch of CIFAR-10")
+    return _to_tensors(name, np.frombuffer(pixels, np.uint8).reshape(-1, PIXELS), labels)
 
 
 VERSIONS = (

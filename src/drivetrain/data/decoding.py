@@ -28,38 +28,21 @@ class NetworkError(DataError):
     """A sample could not be fetched. It is never skipped: the sample is not at fault, and may arrive the next time."""
 
 
-class BadSamplePolicy:
-    """on_error=raise: a sample that cannot be read ends the run, and the error names its file."""
+class BadSamples:
+    """What happens when a sample cannot be read. With on_error=raise it ends the run, and the error names its file.
 
-    def __init__(self, name: Callable[[int], str]) -> None:
-        self.name = name
+    With on_error=skip the next index that can be read replaces it, so every reader gets the same samples. Bad samples are marked
+    in memory that worker processes share. Raises DataError once there are more than `max_skipped`: below 1 a share.
+    """
+
+    def __init__(self, on_error: OnError, max_skipped: float, samples: int) -> None:
+        self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
+        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_() if on_error == "skip" else None
 
     def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
         """Return `read_sample(index)`, or the sample that replaces a bad one."""
-        return read_sample(index)
-
-    def skipped(self) -> list[str]:
-        """Return the names of the samples that were replaced, in this process or in its workers."""
-        return []
-
-    def renewed(self, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
-        """Return the same policy for other samples."""
-        return BadSamplePolicy(name)
-
-
-class SkipBadSamples(BadSamplePolicy):
-    """on_error=skip: the next index that can be read replaces a bad one, so every reader gets the same samples.
-
-    Bad samples are marked in memory that worker processes share. Raises DataError once there are more than `max_skipped`.
-    """
-
-    def __init__(self, name: Callable[[int], str], samples: int, max_skipped: float) -> None:
-        super().__init__(name)
-        self.given = max_skipped
-        self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
-        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_()
-
-    def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
+        if self.bad is None:
+            return read_sample(index)
         count = len(self.bad)
         for candidate in (i % count for i in range(index, index + count)):
             if self.bad[candidate]:
@@ -69,28 +52,13 @@ class SkipBadSamples(BadSamplePolicy):
             except NetworkError:
                 raise
             except DataError as error:
-                self._mark(candidate, error)
+                self.bad[candidate] = 1
+                if (found := int(self.bad.sum())) > self.max_skipped:
+                    raise DataError(
+                        f"{found} of {count} samples cannot be read, data.max_skipped allows {self.max_skipped}; "
+                        f"the last: {error}"
+                    ) from None
         raise DataError(f"none of the {count} samples can be read (on_error=skip): mend the data")
-
-    def _mark(self, index: int, error: DataError) -> None:
-        self.bad[index] = 1
-        found = int(self.bad.sum())
-        if found > self.max_skipped:
-            raise DataError(
-                f"{found} of {len(self.bad)} samples cannot be read, data.max_skipped allows {self.max_skipped}; "
-                f"the last: {error}"
-            )
-
-    def skipped(self) -> list[str]:
-        return [self.name(i) for i in self.bad.nonzero().flatten().tolist()]
-
-    def renewed(self, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
-        return SkipBadSamples(name, samples, self.given)
-
-
-def bad_sample_policy(on_error: OnError, max_skipped: float, samples: int, name: Callable[[int], str]) -> BadSamplePolicy:
-    """Return the policy of the knobs on_error and max_skipped; `name(index)` is what messages call a sample."""
-    return SkipBadSamples(name, samples, max_skipped) if on_error == "skip" else BadSamplePolicy(name)
 
 
 BITS = (8, 10, 12, 14, 16)  # that instruments have
@@ -176,7 +144,7 @@ class ImageFileSource(Source):
 
     def __init__(self, how: Decoding, targets: torch.Tensor) -> None:
         self.how, self.targets = how, targets  # (n, …)
-        self.policy = bad_sample_policy(how.on_error, how.max_skipped, len(targets), self.name)
+        self.policy = BadSamples(how.on_error, how.max_skipped, len(targets))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -244,7 +212,7 @@ class ImageFileSource(Source):
         """Return a source of some of the samples. One that cannot be read is replaced by another one of them."""
         made = copy(self)
         made.select(indices)
-        made.policy = self.policy.renewed(len(indices), made.name)
+        made.policy = BadSamples(self.how.on_error, self.how.max_skipped, len(indices))
         return made
 
     def select(self, indices: torch.Tensor) -> None:
@@ -253,7 +221,7 @@ class ImageFileSource(Source):
 
     def skipped(self) -> list[str]:
         """Return the names of the samples that were replaced."""
-        return self.policy.skipped()
+        return [] if self.policy.bad is None else [self.name(i) for i in self.policy.bad.nonzero().flatten().tolist()]
 
 
 class Layout(NamedTuple):

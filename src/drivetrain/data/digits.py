@@ -17,9 +17,8 @@ from drivetrain.core.limits import too_large
 from drivetrain.core.option import Count, RunSpec, Share
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization, number_apart
+from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, count_held_out, measure_normalization, number_apart
 from drivetrain.data.tabular import data_file
-from drivetrain.data.validation import count
 
 DIGITS = 1797
 SIDE = 8  # pixels
@@ -148,7 +147,7 @@ class DigitScenes(Data):
         apart = number_apart(len(classes), self.holdout)
         test, rest = rng.permutation(0, 0, len(classes)).split([apart, len(classes) - apart])
         share = self.share()
-        held, samples = (0, 0) if share is None else (count(n, share) for n in (len(rest), self.samples))
+        held, samples = (0, 0) if share is None else (count_held_out(n, share) for n in (len(rest), self.samples))
         parts = [(rest[held:], self.samples - samples), (test, self.test_samples), (rest[:held], samples)]
         sources = [
             Tensors(*self._scenes(digits[chosen], classes[chosen], scenes, split))

@@ -30,6 +30,7 @@ from drivetrain.data.base import (
     Splits,
     Validation,
     beside,
+    expanded,
     hash_fraction,
     measure_on_some,
 )
@@ -47,7 +48,6 @@ from drivetrain.data.decoding import (
 )
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
-from drivetrain.data.named_sets import expanded
 from drivetrain.data.schema import Schema, TargetReader, check_names, words_of
 from drivetrain.data.tables import KINDS, Cells, absent, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, form_of, names_of

@@ -16,9 +16,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, hash_fraction
+from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, expanded, hash_fraction
 from drivetrain.data.listing import walk
-from drivetrain.data.named_sets import expanded
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenizer import SETTINGS, BytePairs, Bytes, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import Encoding, as_kept, as_utf8, decode, lines_of, mapped

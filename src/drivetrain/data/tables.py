@@ -18,7 +18,7 @@ from drivetrain.core.lazy import arrow_csv
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data import untrusted
-from drivetrain.data.validation import hash_of
+from drivetrain.data.base import hash_of
 
 
 class Words:

@@ -18,8 +18,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, number_apart
-from drivetrain.data.named_sets import expanded
+from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, expanded, number_apart
 from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, named
 from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, absent, open_table
 from drivetrain.data.untrusted import Encoding, as_kept

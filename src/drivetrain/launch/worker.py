@@ -114,7 +114,7 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
     result.remarks += trainer.log.exploded(trainer.progress.final)
     evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
-        from drivetrain.data.fingerprint import fingerprint
+        from drivetrain.data.base import fingerprint
 
         _show_tables(result, trainer, trainer.run_dir)
         result.data = fingerprint(trainer.train_data.source)
