@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import timm
 import torch
@@ -124,9 +126,21 @@ def test_other_devices_are_measured(monkeypatch):
 
 def test_measuring_ends_when_a_product_takes_long_enough(monkeypatch):
     sizes = []
-    monkeypatch.setattr(peak_flops, "_best_seconds", lambda a: sizes.append(len(a)) or len(a) ** 3 / 1e12)
+    monkeypatch.setattr(peak_flops, "_best_seconds", lambda a, clock: sizes.append(len(a)) or len(a) ** 3 / 1e12)
     assert peak_flops.measured(CPU, "float32") == pytest.approx(2e12)
     assert sizes == [256, 512, 1024, 2048]
+
+
+def test_a_cpus_peak_is_one_threads_by_its_own_time(monkeypatch):
+    threads, asked = torch.get_num_threads(), []
+    monkeypatch.setattr(peak_flops, "measured", lambda d, f, clock: asked.append((torch.get_num_threads(), clock)) or 1e12)
+    try:
+        torch.set_num_threads(2)
+        assert peak_flops._measured_once.__wrapped__(CPU, "float32", 2) == 2e12
+        assert asked == [(1, time.thread_time)]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_mfu_is_the_share_of_all_devices(monkeypatch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 
 import pytest
 import torch
 
+from drivetrain.core import cpus
 from drivetrain.core.errors import UserError
 from tests.support import my_messages
 
@@ -57,3 +59,14 @@ def test_targets_that_are_no_classes_are_told_what_to_set(make, kind, described)
         UserError, match=rf"the targets of .* are {described}.*set data.targets=values where they are numbers or images"
     ):
         make(*OWN, f"data.kwargs={{kind: {kind}}}")
+
+
+@pytest.mark.parametrize(("waited", "told"), [(30.0, 1), (1.5, 0), (0.0, 0)])
+def test_a_busy_machine_is_said_once_with_what_to_set(train, caplog, monkeypatch, waited, told):
+    """The kernel's account of the main thread, faked: it has run for 2 s at each look, and waited for as long as said."""
+    looks = itertools.count()
+    monkeypatch.setattr(cpus, "waited_s", lambda: (2.0 * (n := next(looks)), waited * n))
+    assert train("epochs=2", "log_every=1", "runtime.threads=2").status == "completed"
+    lines = [line for line in caplog.messages if "the cores of this machine are busy" in line]
+    assert len(lines) == told
+    assert not told or ("waited for one for 94 % of its time" in lines[0] and "set runtime.threads=1 (2 now" in lines[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from drivetrain.core import cgroup
 
@@ -15,3 +16,12 @@ def usable_cores(ranks: int | None = None) -> int:
     cores = int(min((cores, *cgroup.cores())))
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
     return max(1, cores // (sharing * int(os.environ.get(JOBS, "1"))))
+
+
+def waited_s() -> tuple[float, float]:
+    """Return the seconds that this process's main thread has run, and those that it waited for a core: zeros where unknown."""
+    try:
+        ran, waited = ([*Path("/proc/self/schedstat").read_text(encoding="ascii").split(), "0", "0"])[:2]
+    except OSError:
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9

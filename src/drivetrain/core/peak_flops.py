@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -74,16 +75,23 @@ def from_table(name: str, number_format: str) -> float | None:
 
 @cache
 def _measured_once(device: torch.device, number_format: str, threads: int) -> float:
-    return measured(device, number_format)
+    """On a CPU: one thread's, by its own CPU time, times the threads. On a busy machine several threads wait for each other."""
+    if device.type != "cpu":
+        return measured(device, number_format)
+    torch.set_num_threads(1)
+    try:
+        return threads * measured(device, number_format, time.thread_time)
+    finally:
+        torch.set_num_threads(threads)
 
 
-def measured(device: torch.device, number_format: str) -> float:
+def measured(device: torch.device, number_format: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Measure the operations a second of matrix products, in growing sizes until one takes long enough."""
     dtype = getattr(torch, number_format, torch.float32)
     size, best = _SMALLEST, 0.0
     while True:
         a = torch.ones(size, size, device=device, dtype=dtype)
-        seconds = _best_seconds(a)
+        seconds = _best_seconds(a, clock)
         best = max(best, 2.0 * size**3 / seconds)
         if seconds > _ENOUGH_S or size == _LARGEST:
             return best
@@ -91,13 +99,13 @@ def measured(device: torch.device, number_format: str) -> float:
 
 
 @torch.no_grad()
-def _best_seconds(a: torch.Tensor) -> float:
+def _best_seconds(a: torch.Tensor, clock: Callable[[], float]) -> float:
     """Return the seconds of the fastest of several products: other programs may disturb some."""
     taken: list[float] = []
     while len(taken) < 2 or sum(taken) < _SIZE_S:
         synchronize(a.device)
-        began = time.perf_counter()
+        began = clock()
         torch.mm(a, a)
         synchronize(a.device)
-        taken.append(time.perf_counter() - began)
+        taken.append(clock() - began)
     return min(taken)

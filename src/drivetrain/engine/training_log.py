@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import process
+from drivetrain.core import cpus, process
 from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
 from drivetrain.core.figure import Figure
@@ -24,8 +25,11 @@ from drivetrain.engine.phased_step import Phase
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
 
+logger = logging.getLogger(__name__)
+
 EXPLODED = 100  # times the loss of the first update, or 1 where that is less
 REMEMBERED = 200  # records, to say from when on a loss grew
+BUSY_S, BUSY = 10.0, 0.5  # seconds that the run waited for a core, and their share of its time, from which it is said
 REMEDY = "lower optimizer.lr{}, lengthen scheduler.warmup, or set clip=norm"
 
 
@@ -48,6 +52,7 @@ class TrainingLog:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # update and loss of the last records
         self.loss_sum = torch.zeros((), device=self.device)
         self.first: float | torch.Tensor | None = None  # the loss of the run's first update
+        self._began: tuple[float, float] | None = cpus.waited_s()  # None once it has been said that the cores are busy
         self.restart()
 
     def restart(self) -> None:
@@ -101,6 +106,7 @@ class TrainingLog:
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
         self.restart()
+        self._tell_busy()
         seconds, figures = self.timer.since_last()
         figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
         of_noise: dict[str, float | None] = {}
@@ -118,6 +124,21 @@ class TrainingLog:
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
             samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None,
             memory_bytes=memory_now() if self.writers else None, **of_parts, **figures, **of_noise,
+        )  # fmt: skip
+
+    def _tell_busy(self) -> None:
+        """Say once that this process waits for cores that others use, which several threads suffer from the most."""
+        if self._began is None or not self.writers:
+            return
+        ran, waited = (now - before for now, before in zip(cpus.waited_s(), self._began, strict=True))
+        if waited < BUSY_S or waited < BUSY * (ran + waited):
+            return
+        self._began = None
+        threads = torch.get_num_threads()
+        fewer = f"set runtime.threads=1 ({threads} now, which wait for each other), or " if threads > 1 else ""
+        logger.warning(
+            "the cores of this machine are busy: the run waited for one for %.0f %% of its time, so its speed says little: "
+            "%send other programs", 100 * waited / (ran + waited), fewer,
         )  # fmt: skip
 
     def _parts(self) -> dict[str, torch.Tensor]:
