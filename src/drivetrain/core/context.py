@@ -44,6 +44,8 @@ class BuildContext:
     trains: bool = True  # whether the model is trained, or only used
     phases: Sequence[Running] = ()  # of the updates
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
+    # In which a model is created whose weights have shapes and no values, as a forecast wants it; None: they have values.
+    without_values: AbstractContextManager[Any] | None = None
 
     device: torch.device = field(init=False)
     seed: int = field(init=False)

@@ -286,6 +286,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     model_flops = _count_flops(context, model, example)
     if model_flops.output is not None:
         _check_output(context, context.model_call.output_of(model_flops.output))
+    model_flops = model_flops._replace(output=None)  # which may be large, and whose graph holds the parameters
     model = context.precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
@@ -295,7 +296,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     context.parallel.shard(model, context.precision.gathered_dtype(), example)
     _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
-    return model, model_flops._replace(output=None)  # which may be large
+    return model, model_flops
 
 
 def _edited_model(context: BuildContext) -> torch.nn.Module:

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = child.LIMIT_S) -> T:
+def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = child.LIMIT_S, values: bool = True) -> T:
     """Return `question(trainer)` of a forked process, which has a run's directory until it has answered.
 
-    Raises UserError: the run's own, or child.NoAnswer, whose message begins with `failed`.
+    Without `values` the trainer's weights are fake tensors. Raises UserError: the run's own, or child.NoAnswer, whose message
+    begins with `failed`.
     """
     import torch  # noqa: F401 - imported once here, because the process is forked
 
@@ -31,9 +32,11 @@ def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: fl
 
     def work(answer: Callable[[T], None]) -> None:
         from drivetrain.engine import build
+        from drivetrain.engine.rehearsal.recorder import Fakes
 
         validate.validate_device(run)
-        answer(question(build.build(BuildContext(run, World(), folder), [])))
+        context = BuildContext(run, World(), folder, without_values=None if values else Fakes().as_parameters())
+        answer(question(build.build(context, [])))
 
     try:
         with ended_by_signals():

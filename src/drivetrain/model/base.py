@@ -114,6 +114,9 @@ class Model(Option):
                 f"{context.run.named('model')} takes one tensor, and the inputs of a sample are several "
                 f"({', '.join(name for name, _ in parts)}): set model=own, with a network whose forward takes them"
             )
+        if context.without_values is not None:
+            with context.without_values:
+                return self.create_for(context).to(context.device)
         most, where, copies = min(self._room(context))
         beside = f", with {copies - 1} times as much for gradients and the optimizer's state" if copies > 1 else ""
         with model_within(most, context.run.named("model"), beside, where):

@@ -132,7 +132,7 @@ class Transformers(Model):
             files.write_text(kept, config.to_json_string(use_diff=False))
         attention = {"auto": None, "flash": "flash_attention_2"}.get(self.attention, self.attention)
         with _errors_of(f"model.name={self.name}"):
-            if self.pretrained and not resumed:
+            if self.pretrained and not resumed and context.without_values is None:
                 model = self._loaded(cls, config, attention)
             else:
                 model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)

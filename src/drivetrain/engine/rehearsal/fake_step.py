@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -34,8 +35,12 @@ class Rehearsal:
 
     trainer: Any
     sample: MicroBatch  # real, for the shapes of micro-batches
-    fakes: Fakes = field(default_factory=Fakes)
+    fakes: Fakes = field(init=False)  # of the model's weights, where these are fake already
     has_state: bool = False  # an update was made, so that the optimizer has its state
+
+    def __post_init__(self) -> None:
+        modes = (p.fake_mode for p in self.trainer.model.parameters() if isinstance(p, FakeTensor))
+        self.fakes = next((mode for mode in modes if isinstance(mode, Fakes)), None) or Fakes()
 
     def record(self, size: int, micro_batches: int) -> StepRecord:
         """Record updates of micro-batches of `size`, the second of them with its operations: then there is optimizer state.

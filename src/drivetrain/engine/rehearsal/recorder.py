@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -19,11 +21,19 @@ from drivetrain.engine.rehearsal.operation import Operation, describe
 OTHER = "activations"  # a storage that is nothing else: what the forward keeps, and temporary results
 
 
+class _Converter(FakeTensorConverter):
+    """Keeps no weak references to fake tensors: with one, torch does not convert or move a module's parameter."""
+
+    def set_tensor_memo(self, t: torch.Tensor, v: FakeTensor) -> None:
+        pass
+
+
 class Fakes(FakeTensorMode):
     """torch's fake tensors, which have shapes and no values. Real tensors that meet them count as fake ones of their shape."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        self.fake_tensor_converter = _Converter()
         self._standing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id → the real tensor, which is kept, and its fake
         self._addresses: dict[int, int] = {}  # of the real tensors' memory, by the fakes' storages
 
@@ -41,6 +51,23 @@ class Fakes(FakeTensorMode):
             self._standing[id(tensor)] = tensor, self.from_tensor(plain)
             self._addresses[self._standing[id(tensor)][1].untyped_storage()._cdata] = plain.untyped_storage().data_ptr()
         return self._standing[id(tensor)][1]
+
+    @contextmanager
+    def as_parameters(self) -> Iterator[None]:
+        """Within the context the parameters that modules get are fake. Their memory was reserved, and is never filled."""
+
+        def fake(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> Any:
+            if parameter is None or is_lazy(parameter) or isinstance(parameter, FakeTensor):
+                return parameter
+            with self:
+                made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            return torch.nn.Parameter(made, parameter.requires_grad)
+
+        handle = register_module_parameter_registration_hook(fake)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @contextmanager
     def with_addresses(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from drivetrain.core.world import World
 from drivetrain.engine import build
 from drivetrain.engine.rehearsal import fake_step
 from drivetrain.engine.rehearsal.autocast import autocast_of
+from drivetrain.engine.rehearsal.recorder import Fakes
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
 from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.devices import HERE, Device, Figure, known
@@ -94,7 +95,9 @@ class Subject:
         """Build the plan's run in this process, unless it is given. Raises UserError."""
         on_exit = ExitStack()
         if trainer is None:
-            context = BuildContext(plan.look(), World(), NO_RUN_DIR, on_exit=on_exit)
+            run = plan.look()
+            fakes = None if plan.times_layers else Fakes().as_parameters()
+            context = BuildContext(run, World(), NO_RUN_DIR, on_exit=on_exit, without_values=fakes)
             trainer = build.build(context, [])
         here = plan.device == HERE
         dtype = plan.run.precision.dtype

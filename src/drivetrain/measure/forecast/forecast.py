@@ -112,7 +112,11 @@ def forecast(
 
 def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     """The answer of a process of its own, which builds the run."""
-    return child.ask(planned.look(), lambda trainer: answer(planned, trainer, settings, until), "the run cannot be forecast")
+
+    def question(trainer: Any) -> Answer:
+        return answer(planned, trainer, settings, until)
+
+    return child.ask(planned.look(), question, "the run cannot be forecast", values=planned.times_layers)
 
 
 def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[Any, Any]:

@@ -55,7 +55,9 @@ def text(answer: Any) -> str:
     if hasattr(answer, "stages"):
         return "\n".join(_staged(answer))
     found = answer.forecast
-    return "\n".join([*_title(found), "", *_memory(found), "", *_time(found), "", *_what_if(answer.rows), *_notes(answer)])
+    return "\n".join(
+        [*_title(found), "", *_memory(found), "", *_time(found), "", *_what_if(answer.rows, found.fits), *_notes(answer)]
+    )
 
 
 def _staged(answer: Any) -> Iterator[str]:
@@ -105,7 +107,7 @@ def _time(found: Any) -> Iterator[str]:
     yield f"whole run     {_figure(found.whole, run_time)} for {found.updates:,} updates and the evaluations"
 
 
-def _what_if(rows: list[Any]) -> Iterator[str]:
+def _what_if(rows: list[Any], fits: bool) -> Iterator[str]:
     if not rows:
         return
     width = max(len(row.override) for row in rows)
@@ -115,6 +117,8 @@ def _what_if(rows: list[Any]) -> Iterator[str]:
             yield f"{row.override:<{width}}    {row.why_not}"
         else:
             yield f"{row.override:<{width}}  × {row.speed:5.2f}  × {row.memory:5.2f}{'' if row.fits else '   does not fit'}"
+    if not fits and (enough := next((row for row in rows if row.fits), None)) is not None:
+        yield f"it fits with: {enough.override}"
     faster, smaller = best(rows)
     if faster is not None:
         yield f"most speed: {faster.override}"

@@ -57,6 +57,11 @@ class Plan:
         samples = math.ceil(self.run.batch.size(0) / self.run.parallel.data_ranks())
         return replace(self, steps=math.ceil(samples / max(1, int(largest))))
 
+    @property
+    def times_layers(self) -> bool:
+        """Whether the run times layers of its model on this machine's CPU when it is built, so that its weights need values."""
+        return self.device == HERE and self.run.runtime.device_type() == "cpu"
+
     def look(self) -> RunSpec:
         """The run that is built here. For another device no layer is timed for this CPU's sake."""
         changes = [*ALONE, *(["runtime.device=cpu"] if self.device != HERE else [])]
@@ -66,7 +71,7 @@ class Plan:
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
         run = arms.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
-        run.precision.looks_for_slow_layers = self.device == HERE
+        run.precision.looks_for_slow_layers = self.times_layers
         return run
 
     def stages(self) -> list[tuple[str, float, Plan]]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from drivetrain.core.blocks import blocks_for
 from drivetrain.core.errors import UserError
 from drivetrain.measure.forecast.devices import HERE
 from drivetrain.measure.forecast.examine import Forecast, Subject, examine
@@ -16,6 +17,8 @@ GAIN = 1.1  # that counts as help: timings of the same operations differ by some
 ROW_S = 1.0  # of timing operations that are new in a row
 RANKS = (2, 8)
 SAME_MODEL = {"compile", "parallel", "batch"}  # groups that change nothing of the trainer as it is built to be looked at
+RECOMPUTED = "checkpointing=blocks"  # its step is that of the trainer as it is, with all its blocks recomputed
+FITTING = (RECOMPUTED, "batch=", "parallel=")  # most memory for least time and machines
 
 
 @dataclass
@@ -45,27 +48,36 @@ def candidates(run_plan: Plan) -> Iterator[str]:
         for ranks in RANKS:
             yield f"parallel=fsdp parallel.nproc={ranks}"
     if not run.checkpointing.active:
-        yield "checkpointing=blocks"
+        yield RECOMPUTED
     if run.batch.fixed_micro_batches and run.batch.size(0) % (2 * run_plan.micro_batches()) == 0:
         yield f"batch=accumulate batch.accumulation_steps={2 * run_plan.micro_batches()}"
     yield "checkpointing=none" if run.checkpointing.active else "checkpointing=selective"
 
 
 def table(base: Forecast, subject: Subject, until: float) -> list[Row]:
-    """Forecast each candidate that should be done in time, going by what others of its kind took; the others say so."""
+    """Forecast each candidate that should be done in time, going by what others of its kind took; the others say so.
+
+    Of a run that does not fit those come first that may make it fit, and the quick ones of them are forecast until one does.
+    """
     rows, longest = [], {True: 0.0, False: 0.0}
-    for override in candidates(subject.plan):
+    sought = not base.fits
+    for override in sorted(candidates(subject.plan), key=_fitting if sought else lambda _: 0):
         began, rebuilt = time.perf_counter(), not _same_model(override)
-        if began + longest[rebuilt] > until:
+        if began + longest[rebuilt] > until and (rebuilt or not sought):
             rows.append(Row(override, why_not="not forecast: the time was up (seconds=60 gives it more)"))
             continue
         rows.append(_row(override, base, subject))
+        sought = sought and not rows[-1].fits
         longest[rebuilt] = max(longest[rebuilt], time.perf_counter() - began)
     return rows
 
 
+def _fitting(override: str) -> int:
+    return next((n for n, start in enumerate(FITTING) if override.startswith(start)), len(FITTING))
+
+
 def _same_model(override: str) -> bool:
-    return groups_of(override.split()) <= SAME_MODEL
+    return override.startswith(RECOMPUTED) or groups_of(override.split()) <= SAME_MODEL
 
 
 def _row(override: str, base: Forecast, subject: Subject) -> Row:
@@ -75,7 +87,10 @@ def _row(override: str, base: Forecast, subject: Subject) -> Row:
         if changed.run.batch.size(0) != own.run.batch.size(0):  # another option has another default, or misses a preset's
             override += f" batch.global_batch={own.run.batch.size(0)}"
             changed = _changed(own, override)
-        if _same_model(override):
+        if override.startswith(RECOMPUTED):
+            blocks = blocks_for(RECOMPUTED, "checkpointing.block", subject.trainer.model, None)
+            found = examine(replace(subject, plan=changed, blocks=blocks, recomputed=len(blocks)), ROW_S)
+        elif _same_model(override):
             found = examine(replace(subject, plan=changed), ROW_S)
         else:
             built = replace(Subject.build(changed), timed=subject.timed)
