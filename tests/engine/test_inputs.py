@@ -122,7 +122,7 @@ def pointer(tensor: torch.Tensor) -> int:
 def test_a_batch_on_its_device_reaches_the_step_as_it_is():
     x, y = images(0, 1), torch.zeros(16, dtype=torch.long)
     micro = Loader().to_device(
-        Pipeline(None, (), None, 0), x, y, Request(0, torch.arange(16), 1.0), torch.device("cpu"), torch.contiguous_format
+        Pipeline(None, (), None, 0), x.device, torch.contiguous_format, torch.tensor, x, y, Request(0, torch.arange(16), 1.0)
     )
     assert (pointer(micro.x), pointer(micro.y)) == (pointer(x), pointer(y))
 

@@ -44,6 +44,11 @@ def test_decay_is_off_for_norms_biases_and_listed_names() -> None:
     assert {n for n, (_, decay) in everything.items() if not decay} == {"head.bias"}
 
 
+def test_without_decay_there_is_one_group() -> None:
+    assert len(options.Sgd(weight_decay=0.0).create(mlp()).param_groups) == 1
+    assert len(options.Sgd(weight_decay=0.5).create(mlp()).param_groups) == 2
+
+
 def test_the_models_own_list_is_followed() -> None:
     class Own(torch.nn.Linear):
         def no_weight_decay(self) -> set[str]:

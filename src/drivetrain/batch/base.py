@@ -266,7 +266,7 @@ class Batch(Option):
         Each micro-batch is weighted by its samples (by its tokens, where samples are sequences), so that an update is the
         mean over its samples also where they do not divide, as in the short last batch.
         """
-        total = self.updates(self.order.length, epoch, drop_last)
+        total, again = self.updates(self.order.length, epoch, drop_last), self.order.repeats
         partners = self._partners(seed, epoch) if self.pairs else None
         for update, window in enumerate(self._windows(seed, epoch, drop_last, skip), skip):
             chunks = self._dealt(window, world, epoch) if self.by_length else self._split(window, world)
@@ -276,7 +276,7 @@ class Batch(Option):
                 if not share:  # fewer samples than ranks: this rank joins the all-reduce with a sample of weight 0
                     indices = window[:1]
                 last = step == len(chunks)
-                request = Request(epoch, indices, share, last, last and update + 1 == total, update=update)
+                request = Request(epoch, indices, share, last, last and update + 1 == total, None, update, again)
                 if partners is not None:
                     start = indices.storage_offset()  # position in the order
                     request.mix_with = partners[start : start + len(indices)]
@@ -305,14 +305,16 @@ class Batch(Option):
     def _dealt(self, window: torch.Tensor, world: World, epoch: int) -> Sequence[torch.Tensor]:
         """Return this rank's micro-batches of an update: samples by their length, in turn, so that all have about equal work."""
         assert self.lengths is not None
-        mine = window[self.lengths[window].argsort(descending=True, stable=True)][world.rank :: world.size]
+        mine = window[self.lengths[index_of(window)].argsort(descending=True, stable=True)][world.rank :: world.size]
         most = math.ceil(len(window) / world.size)  # of any rank: all make as many micro-batches
         steps = min(most, self.accumulation_steps * (self.size(epoch) // self.global_batch))
         return [mine[step::steps] for step in range(steps)]
 
     def amount(self, indices: torch.Tensor) -> int:
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
-        return int(self.lengths[index_of(indices)].sum()) if self.lengths is not None and self.weighs_by_length else len(indices)
+        if self.lengths is None or not self.weighs_by_length:
+            return indices.numel()
+        return int(self.lengths[index_of(indices)].sum())
 
     def evaluation(self, source: Source, world: World) -> Sequence[torch.Tensor]:
         """Return the batches of an evaluation, as indices: every sample once, sequences of similar length together."""

@@ -54,8 +54,14 @@ class Norm(Clip):
         self.max_norm, self.norm_type = max_norm, norm_type
 
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
+        on_device = [[p for p in parameters if p.device == device] for device in {p.device for p in parameters}]
+
         def clip() -> None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm(parameters, self.norm_type))
+            with torch.no_grad():
+                factor = (self.max_norm / (norm(parameters, self.norm_type) + 1e-6)).clamp_(max=1.0)  # as torch has it
+                for group in on_device:
+                    if gradients := [p.grad for p in group if p.grad is not None]:
+                        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
         return clip
 

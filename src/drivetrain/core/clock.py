@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from drivetrain.core.lazy import torch
@@ -15,16 +16,18 @@ class Clock:
 
     backlog = 1  # intervals that may be unread: these can be read at once
 
-    def mark(self) -> Mark:
-        """Return a mark of this point in the device's work."""
-        return time.perf_counter()
+    mark: Callable[[], Mark] = staticmethod(time.perf_counter)  # marks this point in the device's work
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Return the seconds between two marks. Waits until the device has passed `end`."""
         return float(end - start)
 
-    def reuse(self, *marks: Mark) -> None:
-        """Take back marks that are no longer needed."""
+    def total(self, intervals: Sequence[tuple[Mark, Mark]]) -> float:
+        """Return the seconds of these intervals together, and take their marks back. Waits as `seconds` does."""
+        return float(sum([end - start for start, end in intervals]))
+
+    def reuse(self, mark: Mark) -> None:
+        """Take back a mark that is no longer needed."""
 
 
 class DeviceClock(Clock):
@@ -48,8 +51,13 @@ class DeviceClock(Clock):
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    def reuse(self, *marks: Mark) -> None:
-        self._free += marks
+    def total(self, intervals: Sequence[tuple[Mark, Mark]]) -> float:
+        seconds = sum(self.seconds(*interval) for interval in intervals)
+        self._free += [mark for interval in intervals for mark in interval]
+        return seconds
+
+    def reuse(self, mark: Mark) -> None:
+        self._free.append(mark)
 
 
 def clock_for(device: torch.device) -> Clock:

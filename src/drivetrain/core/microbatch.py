@@ -21,6 +21,7 @@ class Request:
     epoch_end: bool = False  # the epoch's last micro-batch
     mix_with: torch.Tensor | None = None  # (n,) the sample that each one is mixed with (mixup, CutMix)
     update: int = 0  # of the epoch, from 0
+    again: bool = False  # whether samples come several times in an epoch: indices are then their numbers (core/order.py)
     # Set by the loader once the batch has been read:
     seconds: float | None = None  # spent reading, decoding and augmenting
     ready: float = 0.0  # time.perf_counter() when that was done; all processes share this clock

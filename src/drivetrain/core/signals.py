@@ -13,9 +13,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from drivetrain.core.errors import Interrupted
 
@@ -111,18 +111,13 @@ class StopFlag:
             raise Interrupted("stopped by a signal while a data set was evaluated")
 
     @classmethod
-    @contextmanager
-    def ends_reads(cls) -> Iterator[None]:
-        """Within the context the main thread reads data. Raises Overdue once it was told to stop and has waited long enough."""
+    def ends_reads(cls) -> AbstractContextManager[Any]:
+        """Return a context, for any number of reads of data by this thread.
+
+        The main thread's raise Overdue once it was told to stop and has waited long enough.
+        """
         flag = cls._of_run
-        if flag is None or threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        flag._reads_since = time.monotonic()
-        try:
-            yield
-        finally:
-            flag._reads_since = None
+        return nullcontext() if flag is None or threading.current_thread() is not threading.main_thread() else _Read(flag)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.raised and time.monotonic() > self._at + 1:  # launchers send the first one twice
@@ -151,6 +146,19 @@ class StopFlag:
         StopFlag._of_run = None
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+class _Read:
+    """The context of a read: a class, since a generator takes as long as a small batch."""
+
+    def __init__(self, flag: StopFlag) -> None:
+        self._flag = flag
+
+    def __enter__(self) -> None:
+        self._flag._reads_since = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._flag._reads_since = None
 
 
 @contextmanager

@@ -38,13 +38,16 @@ class Tensors(Source):
 
     def __init__(self, x: Tree, y: Tree, rows: torch.Tensor | None = None) -> None:
         self._x, self._y, self._rows = x, y, rows
+        self.device = trees.first(x).device  # that the samples are on
 
     def __len__(self) -> int:
         return trees.length(self._y) if self._rows is None else len(self._rows)
 
     def fetch(self, indices: torch.Tensor) -> tuple[Tree, Tree]:
         """The samples at these indices (n,), which are on the CPU."""
-        indices = send(indices if self._rows is None else self._rows[indices], self.device)
+        indices = indices if self._rows is None else self._rows[indices]
+        if self.device.type != "cpu":
+            indices = send(indices, self.device)
         return trees.select(self._x, indices), trees.select(self._y, indices)
 
     @property
@@ -70,11 +73,6 @@ class Tensors(Source):
         """The bytes of the inputs."""
         whole = trees.nbytes(self._x)
         return whole if self._rows is None else whole * len(self._rows) // max(1, trees.length(self._y))
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the samples are on."""
-        return trees.first(self._x).device
 
     def to(self, device: torch.device) -> Tensors:
         """The same source on a device."""

@@ -24,7 +24,8 @@ def stream(trainer: Trainer) -> Iterator[MicroBatch]:
     batches = trainer.loader.stream(trainer.taken, trainer.requests(), trainer.device, trainer.memory_format)
     between = alone = trainer.parallel.world.size == 1
     while True:
-        StopFlag.can_save_now(between)
+        if between:
+            StopFlag.can_save_now(True)
         try:
             batch = next(batches)
         except StopIteration:
@@ -34,7 +35,8 @@ def stream(trainer: Trainer) -> Iterator[MicroBatch]:
                 _save_and_stop(trainer, str(error))
             raise
         finally:
-            StopFlag.can_save_now(False)
+            if between:
+                StopFlag.can_save_now(False)
         between = alone and batch.last
         yield batch
 

@@ -82,8 +82,8 @@ class NoiseScaleStep(WrappingStep):
     _first: torch.Tensor | None = field(default=None, init=False)
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        is_whole = self._first is None and batch.last and self.parallel.data_world.size == 1
-        if self._first is not None or self.noise.updates % self.noise.every or is_whole:
+        not_now = self._first is not None or self.noise.updates % self.noise.every
+        if not_now or (batch.last and self.parallel.data_world.size == 1):  # the last one of these is the whole update
             self.inner.micro_batch(batch, loss_sum)
         elif self.parallel.keeps_own_gradients and not batch.last:
             self.inner.micro_batch(batch, loss_sum)

@@ -81,12 +81,10 @@ class StepTimer:
 
     def _read(self, count: int) -> None:
         """Read the durations of the oldest unread steps."""
-        seconds = self._clock.seconds
-        for start, end, waits in (self._unread.popleft() for _ in range(count)):
-            self.steps.append(seconds(start, end))
-            for began, over in waits:
-                self.wait += seconds(began, over)
-                self._clock.reuse(began, over)
+        for _ in range(count):
+            start, end, waits = self._unread.popleft()
+            self.steps.append(self._clock.seconds(start, end))
+            self.wait += self._clock.total(waits)
             self._clock.reuse(start)
             if self.to_first_step is None:
                 self.to_first_step = self._resumed + self.steps[0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import lru_cache, partial
 from itertools import starmap
 from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
@@ -34,6 +35,7 @@ from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.loader.side_stream import copy_ahead
 
+WEIGHTS = 16  # of micro-batches that are kept on the device: most are alike
 LOOKED_AT = 16  # samples that show whether a set's samples draw random numbers
 VIEW = 8  # of the random numbers of a sample's further views
 
@@ -69,9 +71,9 @@ class Pipeline(NamedTuple):
 
         What a user's code draws follows from seed, epoch and index. Beside other threads, not `alone`, it cannot.
         """
-        if self.own_code is not None:
+        if self.source.own_code is not None:
             return cast(OwnCodeSource, self.source).fetch(numbers, self.pad_to, (self.seed, request.epoch) if alone else None)
-        indices = index_of(numbers)
+        indices = index_of(numbers) if request.again else numbers
         if self.pad_to > 1:
             return cast(SequenceSource, self.source).fetch(indices, self.pad_to)
         boxes = self.crop_boxes(numbers, request)
@@ -202,9 +204,8 @@ class Loader(Option):
             on_device = on_device._replace(normalize=None)  # readers normalise, so that the loop does not
         batches = self.batches(pipeline, requests, device, finish=not self.augments_on_device)
 
-        def to_device(x: Tree, y: Tree, request: Request) -> MicroBatch:
-            return self.to_device(on_device, x, y, request, device, memory_format)
-
+        weigh = lru_cache(WEIGHTS)(partial(torch.full, (), device=device))  # a kernel writes it: nothing is copied
+        to_device = partial(self.to_device, on_device, device, memory_format, weigh)
         if (ahead := self.copies_ahead()) and has_streams(device):
             yield from copy_ahead(batches, to_device, device, ahead)
         else:
@@ -215,10 +216,11 @@ class Loader(Option):
     ) -> Iterator[ReadBatch]:
         """Yield each request's batch in order, on the CPU or where the source is: finished, or, without `finish`, only read."""
         work = pipeline if finish else pipeline.read
+        ends_reads = StopFlag.ends_reads()
         for request in requests:
             began = time.perf_counter()
             try:
-                with StopFlag.ends_reads():
+                with ends_reads:
                     x, y = work(request)
             except Overdue:
                 raise timeout_error("loader=sync", 0, pipeline, int(request.indices[0])) from None
@@ -229,24 +231,24 @@ class Loader(Option):
     def to_device(
         self,
         pipeline: Pipeline,
+        device: torch.device,
+        memory_format: torch.memory_format,
+        weigh: Callable[[float], torch.Tensor],
         x: Tree,
         y: Tree,
         request: Request,
-        device: torch.device,
-        memory_format: torch.memory_format,
     ) -> MicroBatch:
         """Copy a batch to the device, and do there what is left of the pipeline, which is on the device too."""
-        if self.copies_ahead():
-            x, y = send(x, device), send(y, device)
-        else:
-            x, y = trees.to(x, device), trees.to(y, device)
+        if device.type != "cpu":
+            copy = send if self.copies_ahead() else trees.to
+            x, y = copy(x, device), copy(y, device)
         if self.augments_on_device:
             x, y = pipeline.augment(x, y, request)
         # The order of memory changes after the copy, since a CPU would write it to memory that is not pinned, and before
         # normalising, since bytes are a quarter of the floats.
         x = pipeline.normalized(in_memory_format(x, memory_format, pipeline.views))
-        weight = torch.full((), request.weight, device=device)  # a kernel writes it: nothing is copied
-        return MicroBatch(x, y, weight, request.last, request.epoch_end, request.seconds, request.ready, not request.weight)
+        weight = request.weight
+        return MicroBatch(x, y, weigh(weight), request.last, request.epoch_end, request.seconds, request.ready, not weight)
 
 
 def in_memory_format(x: Tree, memory_format: torch.memory_format, views: int = 1) -> Tree:

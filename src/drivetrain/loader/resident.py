@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -140,7 +141,9 @@ def _pieces(requests: Iterable[Request], most: int) -> Iterator[list[Request]]:
 
 
 def _joined(piece: list[Request]) -> Request:
-    return piece[0] if len(piece) == 1 else Request(piece[0].epoch, torch.cat([request.indices for request in piece]), 1.0)
+    if len(piece) == 1:
+        return piece[0]
+    return replace(piece[0], indices=torch.cat([request.indices for request in piece]), weight=1.0)
 
 
 def _split(tree: Tree, sizes: list[int]) -> list[Tree]:

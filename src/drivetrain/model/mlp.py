@@ -16,10 +16,11 @@ class Layer(nn.Module):
     def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.dropout = nn.Dropout(dropout) if dropout else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(torch.relu(self.linear(x)))
+        x = torch.relu(self.linear(x))
+        return x if self.dropout is None else self.dropout(x)
 
 
 class Mlp(nn.Module):

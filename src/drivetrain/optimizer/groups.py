@@ -37,7 +37,7 @@ def parameter_groups(
         decayed = not listed and (option.decay_norm_and_bias or not exempt)
         factor = layer_factors.get(name, 1.0) * math.prod(m for pattern, m in multipliers.items() if matches(name, pattern))
         settings = {"weight_decay": option.weight_decay if decayed else 0.0, **group_settings(name, decayed)}
-        key = (factor != 1.0, not decayed, factor, *settings.values())
+        key = (factor != 1.0, not decayed and option.weight_decay > 0, factor, *settings.values())
         groups.setdefault(key, {"params": [], "lr": lr * factor, **settings})["params"].append(p)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]
 

@@ -114,7 +114,11 @@ class Parallel(Option):
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's, or the model's."""
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        # torch's get_total_norm first groups them by device and type, which takes as long as the norm of a small model.
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
 
     @property
     def keeps_own_gradients(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -100,6 +100,9 @@ class Split(Parallel):
                 f"parallel=split needs two devices, and torch finds {count or 'none'} for runtime.device={run.runtime.device}: "
                 "name them in parallel.devices ([cpu,cpu] tries it out), or set parallel=single"
             )
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)  # of several devices
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         first_device = trees.first(example).device

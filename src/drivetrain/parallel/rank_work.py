@@ -52,6 +52,4 @@ class RankWork:
 
     def _read(self, count: int) -> None:
         """Read the oldest unread intervals."""
-        for begin, end in (self._unread.popleft() for _ in range(count)):
-            self._seconds += self._clock.seconds(begin, end)
-            self._clock.reuse(begin, end)
+        self._seconds += self._clock.total([self._unread.popleft() for _ in range(count)])

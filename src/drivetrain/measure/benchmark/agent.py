@@ -72,7 +72,7 @@ class Times:
 
     def data_wait_s(self) -> float:
         """Return the seconds in which the device waited for data. Waits for the device."""
-        return sum(self.clock.seconds(*marks) for marks in self.waits)
+        return self.clock.total(self.waits)
 
 
 class BenchmarkAgent:
