@@ -2,11 +2,13 @@
 
 import base64
 import io
+import json
 import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +17,10 @@ from PIL import Image
 
 from drivetrain.cli import show
 from drivetrain.cli.main import main
+from drivetrain.cli.show_data import sheet_of
 from drivetrain.core.horizon import Horizon
 from drivetrain.data import ImageFolder, Masks
+from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from tests.support import sets
 
@@ -200,8 +204,6 @@ def test_the_data_of_training_is_drawn_beside_what_augmentation_makes_of_it(tmp_
     moved = drawn[:96, 100:196]
     assert not np.array_equal(moved, first)
     assert abs(float(moved.mean()) - float(first.mean())) < 10
-    assert main(["show", "--data", str(tmp_path / "page.html"), "data=wine", "task=classification"]) == 2
-    assert "draws images, and data=wine has none" in capsys.readouterr().err
 
 
 def test_masks_are_drawn_over_their_images(tmp_path):
@@ -221,6 +223,76 @@ def test_masks_are_drawn_over_their_images(tmp_path):
     plain, same = x[0].permute(1, 2, 0).numpy(), (y[0] == 0).numpy()
     assert np.array_equal(drawn[same], plain[same])
     assert not (drawn[~same] == plain[~same]).all(-1).any()
+
+
+def shown(*words: str) -> dict[str, Any]:
+    return sheet_of(prepare(["model=mlp", *words]).run).as_dict()
+
+
+def test_each_column_of_a_table_is_shown_as_what_it_became(tmp_path):
+    head, rows = ",age,heating,sold,price,code,note,empty", []
+    for n in range(60):
+        rows.append(f'{n},{n if n else ""},{["gas", "oil"][n % 2]},2024-0{1 + n % 9}-11,"{100 + n},000",{n % 3:03},t{n},')
+    (tmp_path / "houses.csv").write_text("\n".join([head, *rows]))
+    words = ["data=tabular", f"data.path={tmp_path}/houses.csv", "data.target=heating", "data.columns=[note:unused,*]"]
+    found = {
+        row.pop("column"): row for row in shown(*words, "data.missing=fill", "data.decimal=.", "task=classification")["columns"]
+    }
+    assert found["age"] == {"became": "number", "values": "1 to 59, mean 30", "missing": "1", "examples": "1, 2, 3"}
+    assert found["heating"]["became"] == "the target, 2 classes"
+    assert found["heating"]["values"] == "gas 50 %, oil 50 %"
+    assert found["sold"]["became"] == "a date (year, month, day, weekday)"
+    assert found["sold"]["values"] == "2024-01-11 to 2024-09-11"
+    assert (found["price"]["became"], found["price"]["examples"]) == ("number, written as 1,234.5", "100,000, 101,000, 102,000")
+    assert (found["code"]["became"], found["code"]["values"]) == ("3 categories", "000 33.3 %, 001 33.3 %, 002 33.3 %")
+    left = {name: row["became"] for name, row in found.items() if row["became"].startswith("left out")}
+    assert left == {
+        "(column 1)": "left out: it has no name: an index",
+        "note": "left out: not asked for (data.columns)",
+        "empty": "left out: it has no value",
+    }
+
+
+def test_texts_are_shown_with_their_lengths_and_targets(tmp_path):
+    lines = [json.dumps({"text": f"é{'a' * (n % 9)} {n}", "label": ["good", "bad"][n % 2]}) for n in range(60)]
+    for name, content in {"texts": lines, "test": ['{"text": "new", "label": "bad"}', *lines[:3]]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(content))
+    words = ["data=jsonl", f"data.path={tmp_path}/texts.jsonl", f"data.test={tmp_path}/test.jsonl", "data.length=8", "model=gpt"]
+    found = shown(*words, "data.label=label", "task=classification", "data.validation=null")
+    assert [row["samples"] for row in found["samples"]] == ["60", "4"]
+    assert [(row["pieces"], row["longest"]) for row in found["lengths"]] == [("60", "8"), ("4", "6")]
+    first = found["samples of training"][0]
+    assert first == {"sample": "0", "text": "é 0", "tokens": "4", "target": "good"}
+    tokens = shown(*words, "task=language_modelling", "data.validation=null")["samples of training"][0]
+    assert (tokens["text"], tokens["target"]) == ("é", "the next token")
+
+
+def test_what_is_twice_and_what_cannot_be_read_is_said(tmp_path, capsys):
+    for n in range(20):
+        for place in (f"train/{'ab'[n % 2]}", *([f"test/{'ab'[n % 2]}"] if n < 4 else [])):
+            (tmp_path / place).mkdir(parents=True, exist_ok=True)
+            kind = "L" if n % 2 else "RGB"
+            Image.new(kind, (9 + n, 8), 10 * n if n % 2 else (10 * n, 7, 7)).save(tmp_path / place / f"{n}.png")
+    (tmp_path / "train/a/x.png").write_bytes(b"none")
+    words = ["data=imagefolder", f"data.root={tmp_path}", "data.size=8", "data.on_error=skip", "data.verify=0", "augment=[]"]
+    sheet = sheet_of(prepare([*words, "data.validation=null"]).run)
+    sheet.show()
+    said = capsys.readouterr().out
+    assert "in training too: 4 of the 4 samples of test" in said
+    assert f"1 of 21 files of training cannot be read, the first: {tmp_path}/train/a/x.png" in said
+    files = {row["kind"]: (row["files"], row["width"], row["height"]) for row in sheet.as_dict()["files"]}
+    assert files == {"PNG RGB": ("10", "9 to 27", "8"), "PNG L": ("10", "10 to 28", "8")}
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["data=synthetic", "data.shape=[7]"], {"x": "(n, 7)", "y": "(n,)"}),
+        (["data=wine", "task=classification"], {"x": "(n, 13)", "y": "(n,)"}),
+    ],
+)
+def test_what_is_no_picture_and_no_text_is_shown_as_numbers(words, parts):
+    assert {row["part"]: row["shape"] for row in shown(*words)["samples of training"]} == parts
 
 
 def test_showing_needs_no_torch():

@@ -31,7 +31,7 @@ drivetrain show [group=option] [key=value] …      the learning rate (and momen
   drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
 
   --png FILE            as an image, by matplotlib
-  --data FILE           what training will see of images, as a page: sets, classes, samples beside their augmentation
+  --data FILE           what training will see of its data, as a page: sets, classes, columns, lengths, samples
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 

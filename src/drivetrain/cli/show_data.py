@@ -1,47 +1,61 @@
-"""The page of `drivetrain show --data FILE`: what training will see of images."""
+"""The page of `drivetrain show --data FILE`: what training will see of its data."""
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from drivetrain.core.errors import UserError
+from drivetrain.core import trees
+from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.data.base import Splits
+from drivetrain.data.base import Splits, twice
+from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline
 from drivetrain.logger.drawing import BLACK, Tile, grid, pixels, with_mask
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, escape, heading, words
+from drivetrain.ui.sheet import Part, Section, Sheet, Table, escape, under, words
 
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
+LOOKED_AT = 100  # samples or files of which the range of values is told
+CHARACTERS = 200  # of a text
+LENGTHS = {"sum": "tokens", "min": "shortest", "median": "median", "max": "longest"}
 GAP = 4  # pixels between a sample and what becomes of it
 
 
 def sheet_of(run: RunSpec) -> Sheet:
-    """Return what the training of a run will see: its sets, and samples beside what augmentation makes of them."""
+    """Return what the training of a run will see: its sets, what their columns or texts became, and samples."""
     data = run.data.load_sets(torch.device("cpu"))
-    shape = data.shape
-    if not isinstance(shape, tuple) or len(shape) != 3 or shape[0] not in (1, 3) or data.images is not None:
-        raise UserError(f"drivetrain show --data draws images, and {run.named('data')} has none: leave --data out")
     others = {f"{split} {name}".rstrip(): each for split in ("validation", "test") for name, each in data.sets(split).items()}
     sets = {"training": data.train, **others}
-    said = [line for line in (data.inputs, *data.doubts) if line]
-    counts = Table.of(_counts(data, sets), name="samples")
-    picture = Part(_image(_tiles(run, data)))
-    beside = "Samples of the training set, and beside each what augmentation makes of it in the first epoch"
+    said = [line for line in (data.inputs, *data.doubts, *_repeated(sets), *_skipped(sets)) if line]
+    sections: list[Section] = [*under("What was read", words(*said)), Table.of(_counts(data, sets), name="samples")]
+    if columns := run.data.describe_columns(data):
+        table = Table.of(columns, name="columns", prose=("became", "values", "examples"), spare=("examples", "values"), most=40)
+        sections += under("What each column became", table)
+    if isinstance(data.train, ImageFileSource):
+        sections += under("Files", Table.of(_files(data.train), name="files"))
+    shape, what = data.shape, ""
+    if isinstance(shape, tuple) and len(shape) == 3 and shape[0] in (1, 3) and data.images is None:
+        what = f", images of {shape[2]}×{shape[1]}"
+        beside = "Samples of the training set, and beside each what augmentation makes of it in the first epoch"
+        sections += under(beside, Part(_image(_tiles(run, data))))
+    else:
+        sections += _lengths(sets)
+        texts = _texts(run, data) if run.data.tokens is not False or data.dtype is not None else {}
+        title = "Texts of the training set" if texts else "Inputs and targets of the training set"
+        sections += under(title, Table.of(texts or _values(data), name="samples of training", prose=("text", "values")))
     outputs = "classes" if run.data.targets in ("class", "mask", "pair") else "outputs"
-    answer = f"{len(data.train):,} training samples, {data.classes:,} {outputs}, images of {shape[2]}×{shape[1]}"
-    sections: list[Section] = [heading("What was read"), words(*said), counts, heading(beside), picture]
+    answer = f"{len(data.train):,} training samples, {data.classes:,} {outputs}{what}"
     return Sheet(f"{run.named('data')} – drivetrain show", answer, sections)
 
 
-def _counts(data: Splits, sets: dict[str, Source]) -> dict[str, list[str]]:
+def _counts(data: Splits, sets: Mapping[str, Source]) -> dict[str, list[str]]:
     """Return the number of samples of each set, and of each class where these are known."""
     columns = {"set": list(sets), "samples": [f"{len(source):,}" for source in sets.values()]}
     labels = [source.labels() for source in sets.values()]
@@ -50,11 +64,102 @@ def _counts(data: Splits, sets: dict[str, Source]) -> dict[str, list[str]]:
     return columns if any(each is not None for each in labels) else dict(list(columns.items())[:2])
 
 
+def _repeated(sets: Mapping[str, Source]) -> Iterator[str]:
+    """Yield for each set besides training how many of its samples are in training too."""
+    train = sets["training"]
+    for name, source in sets.items():
+        if source is not train and (count := twice(train, source)):
+            yield f"in training too: {count:,} of the {len(source):,} samples of {name}, whose figures are then too good"
+
+
+def _skipped(sets: Mapping[str, Source]) -> Iterator[str]:
+    """Yield what is wrong with files of which some, spread evenly, cannot be read."""
+    for name, source in sets.items():
+        if isinstance(source, ImageFileSource):
+            problems = [problem for index in _chosen(source, LOOKED_AT).tolist() if (problem := _problem(source, index))]
+            if problems:
+                yield f"{len(problems)} of {min(len(source), LOOKED_AT)} files of {name} cannot be read, the first: {problems[0]}"
+
+
+def _problem(source: ImageFileSource, index: int) -> str:
+    """Return why a file cannot be read; "" where it can."""
+    try:
+        source.decoded(index)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def _files(source: ImageFileSource) -> dict[str, list[str]]:
+    """Return the kinds of some files, spread evenly: their format and mode, how many there are, sizes and range of values."""
+    found: dict[str, list[tuple[int, int, float, float]]] = {}
+    for index in _chosen(source, LOOKED_AT).tolist():
+        if not _problem(source, index):
+            with open_image(source.content(index), source.name(index)) as image:
+                values = values_of(image)
+                values = np.asarray(image.convert("RGB")) if values is None else values
+                one = (*image.size, float(values.min()), float(values.max()))
+                found.setdefault(f"{image.format} {image.mode}", []).append(one)
+    columns: dict[str, list[str]] = {"kind": list(found), "files": [f"{len(each):,}" for each in found.values()]}
+    for name, at in {"width": (0, 0), "height": (1, 1), "values": (2, 3)}.items():
+        ends = [(min(e[at[0]] for e in each), max(e[at[1]] for e in each)) for each in found.values()]
+        columns[name] = [f"{low:g} to {high:g}" if low < high else f"{low:g}" for low, high in ends]
+    return columns
+
+
+def _lengths(sets: Mapping[str, Source]) -> list[Section]:
+    """Return the table of the sets' lengths; nothing where all samples are of one length."""
+    known = {name: source.lengths for name, source in sets.items() if source.lengths is not None and len(source)}
+    if not known:
+        return []
+    columns: dict[str, list[str]] = {"set": list(known), "pieces": [f"{len(each):,}" for each in known.values()]}
+    documents = [sets[name].identities() for name in known]
+    columns["documents"] = ["–" if each is None else f"{len(set(each)):,}" for each in documents]
+    for name in ("sum", "min", "median", "max"):
+        columns[LENGTHS[name]] = [f"{int(getattr(each, name)()):,}" for each in known.values()]
+    return under("Pieces, and their lengths in tokens", Table.of(columns, name="lengths"))
+
+
+def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:
+    """Return some samples as text with their lengths and targets; {} where inputs are no text."""
+    columns: dict[str, list[str]] = {"sample": [], "text": [], "tokens": [], "target": []}
+    for index in _chosen(data.train).tolist():
+        x, y = data.train.fetch(torch.tensor([index]))
+        if not isinstance(x, torch.Tensor) or x.ndim != 2 or (text := run.data.decode(x[0].tolist(), data)) is None:
+            return {}
+        target = ", ".join(_lines(run, data, y[0])) if isinstance(y, torch.Tensor) and y.ndim < 2 else "the next token"
+        short = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
+        for cells, cell in zip(columns.values(), (f"{index}", " ".join(short.split()), f"{x.shape[1]}", target), strict=True):
+            cells.append(cell)
+    return columns
+
+
+def _values(data: Splits) -> dict[str, list[str]]:
+    """Return the parts of some samples: shapes, types and the range of values."""
+    batch = data.train.fetch(_chosen(data.train, LOOKED_AT))
+    parts = {
+        f"{part}{'.' if name else ''}{name}": t
+        for part, tree in zip("xy", batch, strict=True)
+        for name, t in trees.named_leaves(tree)
+    }
+    return {
+        "part": list(parts),
+        "shape": [trees.shape_of(t) for t in parts.values()],
+        "type": [str(t.dtype).removeprefix("torch.") for t in parts.values()],
+        "values": [f"{float(t.min()):.4g} to {float(t.max()):.4g}" if t.numel() else "–" for t in parts.values()],
+    }
+
+
+def _chosen(source: Source, most: int = SHOWN) -> torch.Tensor:
+    """Return the numbers of some samples, spread evenly; of a stream the first ones."""
+    count = min(most, len(source))
+    return torch.arange(count) if source.in_order else torch.arange(count) * len(source) // count
+
+
 def _tiles(run: RunSpec, data: Splits) -> Iterator[Tile]:
     """Yield a tile for each of some samples: as it is read, and as training gets it, with its target."""
-    count = min(SHOWN, len(data.train))
-    chosen = torch.arange(count) * len(data.train) // count
-    steps = tuple(run.augment)
+    chosen = _chosen(data.train)
+    count, steps = len(chosen), tuple(run.augment)
     pipeline = Pipeline(data.train, steps, None, run.runtime.seed, data.classes, masks=run.data.targets == "mask")
     mixed = chosen.roll(max(1, count // 3)) if any(step.mixes for step in steps) else None
     request = Request(0, chosen, 1.0, mix_with=mixed)

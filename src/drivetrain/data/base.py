@@ -359,6 +359,10 @@ class Data(Option):
         """Return the text that the tokens of an input stand for; None where the option cannot tell."""
         return None
 
+    def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
+        """Return in words what each column of the training table became; {} where there is no table."""
+        return {}
+
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         """Return the inputs of a file, or of its lines, in blocks of up to `size`, for predictions.
 
@@ -457,6 +461,22 @@ def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float) -> np.ndar
     if not taken.any() and len(taken) > 1:  # few large groups
         taken[sizes.argmin()] = True
     return np.asarray(taken[group])
+
+
+MOST_FILES = 20_000  # that are read to compare their content
+
+
+def twice(one: Source, other: Source) -> int | None:
+    """Return how many samples of `other` have the same content as one of `one`; None where that would be dear to find out."""
+    if any(isinstance(each, ImageFileSource) for each in (one, other)):
+        if len(one) + len(other) > MOST_FILES:
+            return None
+        found = [hash_of(map(each.content, range(len(each)))) for each in (one, other) if isinstance(each, ImageFileSource)]
+    elif any(each.identities() is None and not isinstance(each, Tensors) for each in (one, other)):
+        return None
+    else:
+        found = [_keys(one), _keys(other)]
+    return int(np.isin(found[1], found[0]).sum())
 
 
 def _keys(source: Source) -> np.ndarray:

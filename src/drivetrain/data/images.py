@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -48,7 +48,7 @@ from drivetrain.data.decoding import (
 )
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
-from drivetrain.data.schema import Schema, TargetReader, check_names, words_of
+from drivetrain.data.schema import Schema, TargetReader, check_names, columns_of, words_of
 from drivetrain.data.tables import KINDS, Cells, absent, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, form_of, names_of
 from drivetrain.data.untrusted import Encoding, as_kept, read_image_file
@@ -406,6 +406,13 @@ class LabelsCsv(ImageData):
             images[0], images[1], self.shape(), reader.outputs, names=reader.classes, units=reader.units,
             validation=images[2] if own else None, files={KEPT: schema.to_json()}, **self.looked_at(images, doubts=doubts),
         )  # fmt: skip
+
+    def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
+        targets = names_of(self.target)
+        cells = open_table(Path(str(self.path)), form_of(self.delimiter, self.encoding)).cells((), [self.image, *targets])
+        found = columns_of(Schema.from_json(data.files[KEPT]), cells, targets, data.names, {})
+        found["became"][found["column"].index(self.image)] = "the image's file"
+        return found
 
     def load_whole(self, own: Splits) -> Splits:
         with as_kept(KEPT):

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any, Literal, get_args
 
 from drivetrain.core.errors import DataError, UserError, did_you_mean
@@ -172,6 +172,7 @@ TYPES = (*get_args(ColumnType), "unused")  # that the user may give
 MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not categories
 NO_VALUE = "(missing)"  # the category of a missing text
 NEARLY_ALL = 0.9
+SHOWN, FIRST_ROWS = 3, 100  # values of a column that are named, and rows that give the examples
 FEW_ROWS = 20  # of which nothing is said to look wrong
 NUMBER = "number"
 BOOLEAN = "boolean"
@@ -247,11 +248,15 @@ class Column:
         """How many inputs of the model it becomes."""
         return len(self.mean) if self.categories is None else len(self.categories)
 
-    def described(self) -> str:
-        """Return what it became, for the run's first line."""
-        if self.categories is not None:
-            return f"{self.name} {len(self.categories)} categories"
-        return f"{self.name} a date ({', '.join(PARTS[: len(self.mean)])})"
+    def kind(self) -> str:
+        """Return what it became, in words."""
+        if self.type == "category":
+            return "a category" if self.categories is None else f"{len(self.categories)} categories"
+        if self.type == "date":
+            return f"a date ({', '.join(PARTS[: self.style[1]])})"
+        style = Style(**self.style)
+        marks = f"written as 1{style.thousands}234{style.decimal}5{style.unit}"
+        return NUMBER if style == PLAIN else f"{NUMBER}, {marks}"
 
 
 @dataclass
@@ -281,13 +286,10 @@ class Schema:
         schema, styles = cls({}, missing), dict[str, list[Style]]()
         for name, values in cells.columns.items():
             wanted = types.get(name, "")
-            if name == NO_NAME:
-                schema.left_out[name] = "it has no name: an index"
+            if why := _why_not(name, values):
+                schema.left_out[name] = why
             elif isinstance(values, Words):
-                if not len(values.words):
-                    schema.left_out[name] = "it has no value"
-                else:
-                    styles[name] = [] if wanted in ("category", "date") else styles_of(values.words, wanted == NUMBER)
+                styles[name] = [] if wanted in ("category", "date") else styles_of(values.words, wanted == NUMBER)
         known = decimal or decimal_of(cells, styles) or hint
         for name, values in cells.columns.items():
             if name not in schema.left_out and types.get(name) != "unused":
@@ -379,7 +381,7 @@ class Schema:
         """Return in short what the inputs became, and what was left out."""
         numbers = [name for name in self.inputs if self.columns[name].type == NUMBER]
         parts = [f"{len(numbers)} number{'s' * (len(numbers) != 1)} ({named(numbers, 5)})"] if numbers else []
-        parts += [self.columns[name].described() for name in self.inputs if self.columns[name].type != NUMBER][:10]
+        parts += [f"{name} {self.columns[name].kind()}" for name in self.inputs if self.columns[name].type != NUMBER][:10]
         left = "".join(f"; {name} left out ({why})" for name, why in list(self.left_out.items())[:5])
         return f"inputs: {', '.join(parts)}{left}"
 
@@ -404,6 +406,49 @@ class Schema:
         if any(name not in columns or not columns[name].outputs for name in content["inputs"]):
             raise ValueError("its inputs are none of its columns")
         return cls(columns, tuple(content["missing"]), content["inputs"])
+
+
+def _why_not(name: str, values: np.ndarray | Words) -> str:
+    """Return why a column can be no input; "" where it can."""
+    if name == NO_NAME:
+        return "it has no name: an index"
+    return "it has no value" if isinstance(values, Words) and not len(values.words) else ""
+
+
+def columns_of(
+    schema: Schema, cells: Cells, targets: Sequence[str], classes: Sequence[str] | None, refused: Mapping[str, UserError]
+) -> dict[str, list[str]]:
+    """Return in words what each column of a table became, its range or categories, missing cells and examples.
+
+    `classes` are those of the targets, where these are classes; `refused` has the columns that cannot be read, and why.
+    """
+    rows = [(name, f"left out: {error}", "", "", "") for name, error in refused.items()]
+    wanted = {name: cells.columns[name] for name in schema.columns if name in cells.columns}
+    known = schema.read(Cells(wanted, cells.source, cells.line)).columns
+    for name, values in cells.columns.items():
+        became = f"left out: {_why_not(name, values) or 'not asked for (data.columns)'}"
+        if name in targets and classes is not None and len(targets) == 1:
+            became = f"the target, {len(classes)} classes"
+        elif name in targets or name in schema.inputs:
+            became = f"{'the target, ' if name in targets else ''}{schema.columns[name].kind()}"
+        gaps, words = int(absent(values).sum()), words_of(values)
+        examples = [words.texts[code] for code in dict.fromkeys(words.codes[:FIRST_ROWS].tolist()) if code >= 0][:SHOWN]
+        span = _span(known.get(name, values)) if gaps < len(cells) else ""
+        rows.append((name, became, span, f"{gaps:,}" if gaps else "–", ", ".join(examples)))
+    names = ("column", "became", "values", "missing", "examples")
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _span(values: np.ndarray | Words) -> str:
+    """Return the range of numbers or dates in words, or the commonest texts with their shares."""
+    if not isinstance(values, Words) and values.ndim > 1:
+        days = sorted(map(tuple, values[~absent(values), :3].astype(int).tolist()))
+        return f"{date(*days[0])} to {date(*days[-1])}"
+    if not isinstance(values, Words):
+        return f"{np.nanmin(values):g} to {np.nanmax(values):g}, mean {np.nanmean(values):.6g}"
+    counts = np.bincount(values.codes[values.codes >= 0], minlength=len(values.texts))
+    shares = [f"{values.texts[n]} {100 * counts[n] / len(values):.3g} %" for n in (-counts).argsort(kind="stable")[:SHOWN]]
+    return ", ".join(shares) + (", …" if len(values.texts) > SHOWN else "")
 
 
 def _are_names(content: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, expanded, number_apart
-from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, named
+from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, columns_of, named
 from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, absent, open_table
 from drivetrain.data.untrusted import Encoding, as_kept
 
@@ -207,6 +207,10 @@ class Tabular(Table):
         doubts = [*schema.doubts, *(line for part in sets for line in said(schema, part))]
         return splits_of([source_of(part, schema, reader) for part in (train, *sets)], schema, reader, doubts)
 
+    def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
+        table, schema = open_table(Path(str(self.path)), self.form()), schema_of(data)
+        return columns_of(schema, table.cells(schema.plain), names_of(self.target), data.names, table.refused)
+
     def load_whole(self, own: Splits) -> Splits:
         schema, reader = schema_of(own), TargetReader(self.targets or "class", names_of(self.target), "data.target")
         rows = self._others(self.other_file(), schema, reader.names, str(self.other_file()))
@@ -292,6 +296,9 @@ class ScikitLearn(Table):
     def read(self) -> dict[str, np.ndarray]:
         """Return the table's columns."""
         raise NotImplementedError
+
+    def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
+        return columns_of(schema_of(data), Cells(self.read(), ""), [self.target], data.names, {})
 
     def load(self, device: torch.device) -> Splits:
         columns = self.read()
