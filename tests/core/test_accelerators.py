@@ -201,6 +201,7 @@ class NVMLError(Exception):
 def nvml(monkeypatch):
     """A GPU whose counter says what is set, in millijoules."""
     made = SimpleNamespace(NVMLError=NVMLError, counter=5_000, asked=[])
+    energy._nvml.cache_clear()
 
     def total(handle):
         if made.counter is None:
@@ -210,14 +211,17 @@ def nvml(monkeypatch):
     made.nvmlInit = lambda: None
     made.nvmlDeviceGetHandleByUUID = lambda uuid: made.asked.append(uuid)
     made.nvmlDeviceGetTotalEnergyConsumption = total
+    made.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=total(handle) // 100)
     monkeypatch.setitem(sys.modules, "pynvml", made)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-12"))
-    return made
+    yield made
+    energy._nvml.cache_clear()
 
 
-def test_joules_are_read_from_the_devices_counter(nvml):
+def test_joules_and_use_are_read_from_the_devices_counter(nvml):
     assert energy.used(torch.device("cuda", 0)) == ("GPU-ab-12", 5.0)
     assert nvml.asked == ["GPU-ab-12"]
+    assert energy.busy(torch.device("cuda", 0)) == 0.5
 
 
 def test_where_nothing_tells_there_is_none(nvml, monkeypatch):
@@ -225,6 +229,8 @@ def test_where_nothing_tells_there_is_none(nvml, monkeypatch):
     nvml.counter = None  # a MIG slice, or an old card
     assert energy.used(torch.device("cuda", 0)) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    energy._nvml.cache_clear()
+    assert energy.busy(torch.device("cuda", 0)) is None
     assert energy.used(torch.device("cuda", 0)) is None
 
 

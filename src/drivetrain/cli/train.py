@@ -97,6 +97,7 @@ def _train(given: argparse.Namespace) -> int:
     from drivetrain.config import hydra_settings
     from drivetrain.core.forking import end_with_parent
     from drivetrain.launch import launcher
+    from drivetrain.measure.report import report
     from drivetrain.parallel import launched
     from drivetrain.ui import terminal
 
@@ -108,6 +109,8 @@ def _train(given: argparse.Namespace) -> int:
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
     if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(ended.result)
+        if not given.quiet:
+            report.add_samples(ended.result)
     if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it
         for line in ended.result.error.splitlines():
             terminal.say(f"error: {line}")

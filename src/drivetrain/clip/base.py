@@ -53,6 +53,16 @@ class Norm(Clip):
     def __init__(self, max_norm: Positive = 1.0, norm_type: Positive = 2.0) -> None:
         self.max_norm, self.norm_type = max_norm, norm_type
 
+    def build(self, context: BuildContext) -> Callable[[], None]:
+        total = context.sums["grad_norm"] = torch.zeros((), device=context.device)
+
+        def norm(parameters: Sequence[Any], norm_type: float) -> Any:
+            found = context.parallel.norm(parameters, norm_type)
+            total.add_(found)
+            return found
+
+        return self.create(updated_parameters(context), norm)
+
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         on_device = [[p for p in parameters if p.device == device] for device in {p.device for p in parameters}]
 

@@ -43,6 +43,7 @@ class BuildContext:
     resumed: bool = False  # whether a checkpoint is restored once the run is built
     trains: bool = True  # whether the model is trained, or only used
     phases: Sequence[Running] = ()  # of the updates
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d: figures of updates, added up since the last record
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
     # In which a model is created whose weights have shapes and no values, as a forecast wants it; None: they have values.
     without_values: AbstractContextManager[Any] | None = None
@@ -66,6 +67,10 @@ class BuildContext:
     train_data: Any = field(init=False)  # loader.Pipeline
     # What is evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
     evaluated: Mapping[str, Mapping[str, Any]] = field(init=False)
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The running sums of what a record of training has the means of: the parts of the loss, and other figures."""
+        return {**self.loss.parts(), **self.sums}
 
     @property
     def judging_data(self) -> Any:

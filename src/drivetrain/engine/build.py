@@ -120,7 +120,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
     timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
-    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, loss.parts, noise, phases)
+    log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, context.parts, noise, phases)
     context.log_image = log.image
     evaluator = Evaluator(
         model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
@@ -175,6 +175,7 @@ def _step(
         clip = run.clip.build(context)
         noise, step = _with_noise_scale(graph(loss, clip), batch, parameters, context)
         return noise, _of_update(step, loss, clip, forward, context)
+    context.sums.clear()  # they are of each phase's own gradients
     of_run = context.optimizer, context.precision
     for phase in phases:
         context.optimizer, context.precision, of_phase = phase.optimizer, phase.precision, loss.of_phase(phase.name)
@@ -190,7 +191,7 @@ def _of_update(step: Step, loss: Any, clip: Callable[[], None], forward: Callabl
     if isinstance(loss, ComparingLoss):
         passes = TwoPasses(loss, forward, context.model, context.precision)
     if context.run.optimizer.takes_closure:
-        return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.loss.parts)
+        return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.parts)
     return step if passes is None else UpdateStep(step, passes)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import cpus, process
+from drivetrain.core import cpus, energy, process
 from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
 from drivetrain.core.figure import Figure
@@ -43,7 +43,7 @@ class TrainingLog:
     timer: StepTimer
     device: torch.device
     mfu: Mfu
-    parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums of the parts of the loss, by the names of their figures
+    parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums, such as of the loss's parts, by their figures' names
     noise: NoiseScale | None = None  # where updates have several micro-batches
     phases: Sequence[Phase] = ()  # of the updates
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
@@ -63,6 +63,7 @@ class TrainingLog:
             phase.runs = 0
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
+        self._used = (process.processor_seconds(), process.now()) if self.writers else (0.0, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next records need of those before."""
@@ -105,6 +106,7 @@ class TrainingLog:
         parts, runs = self._parts(), self._runs(count)
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
+        of_use = self._use()
         self.restart()
         self._tell_busy()
         seconds, figures = self.timer.since_last()
@@ -123,7 +125,7 @@ class TrainingLog:
         self.write(
             "train", loss=_finite(loss), skipped=progress.skipped, samples=progress.samples, lr=lr,
             samples_per_second=rate, mfu=self.mfu.at(rate) if self.writers else None,
-            memory_bytes=memory_now() if self.writers else None, **of_parts, **figures, **of_noise,
+            memory_bytes=memory_now() if self.writers else None, **of_use, **of_parts, **figures, **of_noise,
         )  # fmt: skip
 
     def _tell_busy(self) -> None:
@@ -140,6 +142,14 @@ class TrainingLog:
             "the cores of this machine are busy: the run waited for one for %.0f %% of its time, so its speed says little: "
             "%send other programs", 100 * waited / (ran + waited), fewer,
         )  # fmt: skip
+
+    def _use(self) -> dict[str, float]:
+        """The processor cores and the share of the device that were in use since the last record."""
+        if not self.writers:
+            return {}
+        (before, began), share = self._used, energy.busy(self.device)
+        cores = (process.processor_seconds() - before) / max(process.now() - began, 1e-9)
+        return {"cpu_cores": max(cores, 0.0)} | ({} if share is None else {"gpu_busy": share})
 
     def _parts(self) -> dict[str, torch.Tensor]:
         """The running sums of the loss's parts, and of the phases."""

@@ -119,12 +119,16 @@ class LoadedRun:
         """The text of an input's tokens; None where the run's data option cannot tell."""
         return self._run.data.decode(x.flatten().tolist(), self._data)
 
+    def in_units(self, target: torch.Tensor) -> torch.Tensor:
+        """A target of the run's data in the units of its column."""
+        return self._units.to(torch.device("cpu"))(target) if self._units is not None else target
+
     def name_target(self, target: Any) -> Any:
         """A target of the run's data as text: a class by its name, labels joined by ";", one number in its units."""
         if target is None:
             return None
         if self._units is not None:
-            target = self._units.to(torch.device("cpu"))(torch.tensor(target)).tolist()
+            target = self.in_units(torch.tensor(target)).tolist()
         if self.kind == "class":
             return self.classes[target]
         if self.kind == "labels":

@@ -66,8 +66,9 @@ def remarks(*lines: str) -> Part:
 
 
 def commands(*lines: str) -> Part:
-    """Commands to copy, which the terminal indents."""
-    return Part(f'<pre tabindex="0"><code>{escape(chr(10).join(lines))}</code></pre>', "\n".join(f"  {line}" for line in lines))
+    """Commands, each of which a button copies, and which the terminal indents."""
+    boxes = (f'<pre tabindex="0"><code>{escape(line)}</code></pre>' for line in lines)
+    return Part(f'<div class="commands">{"".join(boxes)}</div>', "\n".join(f"  {line}" for line in lines))
 
 
 def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> Part:

@@ -7,6 +7,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import noninferiority, quality
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
-from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock
+from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
+from drivetrain.run.result import Result
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages import run as run_page
@@ -207,7 +209,7 @@ def _knobs(runs: Sequence[RunFiles]) -> list[str]:
         if len(values) >= 3 and len(numbers) == sum(y is not None for _, y in points):
             log = charts.spans_decades(list(values))
             title = f"Best {metric} over {key}" + (" (logarithmic axis)" if log else "")
-            found.append(charts.curves(title, [Curve("runs", sorted(numbers))], key, log_x=log, dots=True))
+            found.append(charts.curves(title, [Curve("runs", sorted(numbers))], key, log_x=log, dots=1))
     return found
 
 
@@ -230,6 +232,8 @@ SPARE = (  # columns that a narrow table leaves out, in this order
     "folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling", "waiting for data", "peak memory",
     "update, median", "run time", "samples/s",
 )  # fmt: skip
+LOOKED_AT = 512  # samples of a set, at random; the worst of them are shown
+MOMENTS = 2.0  # seconds of training: so many samples are looked at when a run ends
 UNREADABLE = "its result.json is none that drivetrain writes"
 
 
@@ -267,12 +271,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
     """Write the page of a run into its own folder, or into `out` with the CSV."""
-    shown: list[Section] = []
-    if settings.samples and (run.path / "checkpoints").is_dir():
-        from drivetrain.measure.report import samples
-
-        shown = samples.sections(run.path, settings.samples)
-    sheet = run_page.sheet_of(run, shown)
+    sheet = _with_samples(run, settings.samples)
     echo(sentence(sheet.answer))
     if settings.out is None:
         try:
@@ -281,6 +280,25 @@ def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
         except OSError as error:
             echo(f"{run.path} takes no page ({error.strerror})")
     return _write(sheet, found, settings)
+
+
+def _with_samples(run: RunFiles, count: int, most: int = LOOKED_AT) -> Sheet:
+    """A run's page with `count` of the worst of `most` samples and as many others, where it has kept its weights."""
+    shown: list[Section] = []
+    if count and (run.path / "checkpoints").is_dir():
+        from drivetrain.measure.report import samples
+
+        shown = samples.sections(run, count, most)
+    return run_page.sheet_of(run, shown)
+
+
+def add_samples(result: Result) -> None:
+    """Add samples to the page that a run of one process left, as many as it trained on in some moments."""
+    place = result.run_dir / run_page.FILE if result.run_dir is not None else None
+    if place is not None and place.exists() and result.status == "completed" and result.world_size == 1:
+        most = min(LOOKED_AT, max(Settings.samples, int(MOMENTS * (result.samples_per_second or 0))))
+        with suppress(OSError):  # a full disk loses the samples
+            _with_samples(read(place.parent), Settings.samples, most).write(place)
 
 
 def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> int:

@@ -51,11 +51,11 @@ class Axis:
 
 def curves(
     title: str, given: Sequence[Curve], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
-    dots: bool = False, zero: bool = False, marks: Sequence[tuple[str, float]] = (),
+    dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (),
 ) -> str:  # fmt: skip
-    """A chart of curves over `x`, or of dots; "" where there is no point. `log` axes leave out what is not above 0.
+    """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point.
 
-    `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a class of the figure.
+    `log` axes leave out what is not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a class of the figure.
     """
     shown = [(n, curve.name, _thinned(_drawable(curve.points, log, log_x))) for n, curve in enumerate(given)]
     shown = [(n, name, points) for n, name, points in shown if points]
@@ -70,10 +70,10 @@ def curves(
         drawn.append(f'<line class="{style} d2" stroke-width="2" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
     for number, _, points in shown:
         places = [(along.at(a), up.at(b)) for a, b in points]
-        if not dots:
+        if number >= dots:
             path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
             drawn.append(f'<polyline class="curve {_style(number)}" points="{path}"/>')
-        if dots or len(places) == 1:
+        if number < dots or len(places) == 1:
             drawn += [f'<circle class="dot {_style(number)}" cx="{a:.1f}" cy="{b:.1f}" r="3.5"/>' for a, b in places]
     said = escape(f"{title} over {x}: " + "; ".join(_in_words(name, points) for _, name, points in shown[:NAMED]))
     numbered = [(n, name) for n, name, _ in shown] + list(enumerate((name for name, _ in marks), len(given)))

@@ -19,7 +19,7 @@ from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, setting, under, words
+from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, sentence, setting, under, words
 from drivetrain.ui.terminal import duration, number
 
 FILE = "report.html"  # in the run's directory
@@ -27,9 +27,12 @@ MOST_AT_END = 4 * files.MB  # bytes of a metrics.jsonl that the end of a run dra
 OVER = ("updates", "seconds")  # what curves can be drawn over
 OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → title, factor, whether its axis is logarithmic
     "lr": ("Learning rate", 1.0, False),
+    "grad_norm": ("Gradient norm, before clipping", 1.0, True),
     "samples_per_second": ("Speed, samples a second", 1.0, False),
     "data_wait": ("Waiting for data, % of the time", 100.0, False),
     "memory_bytes": ("Memory in use, GiB", 2.0**-30, False),
+    "cpu_cores": ("Processor cores in use", 1.0, False),
+    "gpu_busy": ("GPU busy, % of the time", 100.0, False),
     "noise_scale": ("Gradient noise scale, samples", 1.0, True),
 }
 
@@ -50,7 +53,8 @@ def sheet_of(run: RunFiles, samples: Sequence[Section] = ()) -> Sheet:
     body: list[Section] = [remarks(" · ".join([*place_of(run), *started]))]
     result = run.result
     if result is not None:
-        body += under("What ended it", commands(result.error)) if result.error else []
+        body += [words(*(sentence(f"{remark[:1].upper()}{remark[1:]}") for remark in result.remarks))] if result.remarks else []
+        body += under("What ended it", words(*result.error.splitlines())) if result.error else []
         body += [*_results(result, run), *_speed(result)]
     body += _curves(run)
     if result is not None and result.tables:
@@ -84,7 +88,7 @@ def verdict(run: RunFiles) -> str:
     on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
     if run.status == "completed":
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
-        early += "".join(f"; {remark}" for remark in result.remarks)
+        early += "".join(f"; {remark.partition(':')[0]}" for remark in result.remarks)
         return f"{what} reached {figures or 'no figures'} after {length}{on}; {early}"
     reason = f": {result.error.splitlines()[0]}" if result.error else ""
     return f"{what} {_ended(run.status)} after {length}{on}" + (f", with {figures}" if figures else "") + reason

@@ -43,7 +43,7 @@ tr > :first-child { text-align: left; padding-left: .3rem }
 tbody th { white-space: normal; overflow-wrap: break-word; max-width: 24rem }
 td.text, th.text { text-align: left } td.text { white-space: normal; min-width: 14rem; max-width: 36rem }
 th button { all: unset; cursor: pointer; text-align: inherit } th button:hover { text-decoration: underline }
-th button:focus-visible, .wide:focus-visible, summary:focus-visible, pre:focus-visible, input:focus-visible {
+button:focus-visible, .wide:focus-visible, summary:focus-visible, pre:focus-visible, input:focus-visible {
   outline: 2px solid var(--mark); outline-offset: 2px
 }
 th button::after { content: "\\2195"; padding-left: .25rem }
@@ -53,6 +53,10 @@ th[aria-sort=ascending] button::after { content: "\\2191" } th[aria-sort=descend
 .part { display: block; height: 3px; background: linear-gradient(var(--s0) 0 0) no-repeat right / var(--part) 100% }
 code, pre { font: 13px/1.5 ui-monospace, monospace } pre, p code { overflow-wrap: anywhere }
 pre { white-space: pre-wrap; padding: .6rem; border: 1px solid var(--line); background: var(--raised); margin: .4rem 0 }
+.commands pre { display: flex; gap: .6rem; justify-content: space-between; align-items: start }
+.commands pre + pre { margin-top: -.5rem }
+.commands button { font: 12px system-ui, sans-serif; color: var(--ink); background: var(--ground); border: 1px solid var(--line);
+  border-radius: 3px; padding: .1rem .5rem; cursor: pointer; flex: none }
 summary { cursor: pointer; margin: 1rem 0 .4rem }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 1rem 1.2rem }
 figure { margin: 0; max-width: 560px; position: relative } figcaption { font-weight: 500 }
@@ -82,14 +86,14 @@ output { position: absolute; right: 0; top: 0; font-size: 12px; color: var(--ink
 @media print {
   body { max-width: none; padding: 0; font-size: 11px } .wide { overflow: visible } table { white-space: normal }
   figure, tr, pre, .tiles li { break-inside: avoid } h2, h3 { break-after: avoid } th button::after { content: "" }
-  .over label, .over input { display: none } a { color: inherit }
+  .over label, .over input, .commands button { display: none } a { color: inherit }
 }
 """
     + "".join(f".s{n} {{ stroke: var(--s{n}) }} .dot.s{n} {{ fill: var(--s{n}); stroke: none }}\n" for n in range(8))
     + "".join(f".d{n} {{ stroke-dasharray: {dash} }}\n" for n, dash in ((1, "6 3"), (2, "2 3"), (3, "8 3 2 3")))
 )
 
-# Sorting by a header's button, and the value of a curve below the pointer. Everything else works without a script.
+# Sorting by a header's button, copying a command, and the value of a curve below the pointer. Everything else works without a script.
 SCRIPT = """
 for (const button of document.querySelectorAll('th button')) button.onclick = () => {
   const head = button.closest('th'), body = head.closest('table').tBodies[0], at = head.cellIndex;
@@ -101,6 +105,12 @@ for (const button of document.querySelectorAll('th button')) button.onclick = ()
     ? isNaN(number(a)) - isNaN(number(b)) || a.localeCompare(b) : number(a) - number(b);
   body.append(...[...body.rows].sort((a, b) => (down ? -1 : 1) * order(key(a), key(b))));
 };
+for (const box of document.querySelectorAll('.commands pre')) {
+  const copy = box.appendChild(document.createElement('button'));
+  copy.textContent = 'copy';
+  copy.onclick = () => { getSelection().selectAllChildren(box.firstChild);
+    copy.textContent = document.execCommand('copy') ? 'copied' : 'selected'; };
+}
 for (const chart of document.querySelectorAll('svg[data-x]')) {
   const shown = chart.parentNode.appendChild(document.createElement('output'));
   const scale = text => { const [low, high, from, to, log] = JSON.parse(text);
