@@ -1,6 +1,7 @@
 """Gradients are bounded once an update, after unscaling, as by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,14 @@ def test_norm_equals_the_hand_computation(make, float64, norm_type, split):
     expected = start - 0.1 * gradient * limit / (norm + 1e-6)  # torch's formula, its 1e-6 included
     torch.testing.assert_close(flat(trainer.model.parameters()), expected, rtol=1e-10, atol=1e-13)
     assert norm > 0.01
+
+
+def test_a_record_has_the_mean_norm_of_its_updates_before_clipping(make, float64):
+    gradient = gradient_of_the_first_update(make, *SGD)
+    trainer, records = make(*SGD, "clip=norm", "clip.max_norm=0.001"), []
+    trainer.log.writers = [SimpleNamespace(log=records.append)]
+    trainer.fit()
+    assert records[0]["grad_norm"] == pytest.approx(float(gradient.norm()))
 
 
 def test_a_norm_below_the_limit_is_left_alone(make, float64):

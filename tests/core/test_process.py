@@ -28,6 +28,16 @@ def test_a_module_of_the_working_directory_is_not_imported(tmp_path, monkeypatch
     assert "imported" in subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, check=False).stderr
 
 
+def test_the_processor_time_of_children_counts():
+    """Of one that is alive: once it has ended, its parent no longer sees it."""
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True); input()"
+    before = process.processor_seconds()
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "done\n"
+        assert process.processor_seconds() - before > 0.25
+        child.communicate("\n")
+
+
 def test_nor_by_the_interpreters_that_libraries_start(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

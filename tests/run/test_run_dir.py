@@ -54,6 +54,8 @@ TRAIN_KEYS = {
     "queue_depth",
     "memory_bytes",
     "noise_scale",
+    "cpu_cores",
+    "grad_norm",
 }
 EVALUATE_KEYS = {"event", "update", "epoch", "set", "loss", "accuracy", "ema_loss", "ema_accuracy"}
 FILES = {

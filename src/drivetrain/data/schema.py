@@ -348,7 +348,7 @@ class Schema:
             if not isinstance(found, Words) and np.isinf(found).any():
                 row = int(np.isinf(found).reshape(len(found), -1).any(1).argmax())
                 raise DataError(f"{cells.place(row)}: the column {name} holds an infinite number: mend it, or add it to data.na")
-        return Cells(values, cells.source, cells.line)
+        return Cells(values, cells.source, cells.line, cells.numbers)
 
     def learn(self, rows: Cells, names: Sequence[str], normalize: bool) -> None:
         """Learn how the inputs `names` are encoded, of training rows that `read` gave."""

@@ -61,23 +61,30 @@ Block = tuple[int, Callable[[slice], "Cells"]]
 
 
 class Cells:
-    """Columns of a table: float64 (n,), NaN where a number is missing, parts of dates (n, k), or words; and where rows stand."""
+    """Columns of a table: float64 (n,), NaN where a number is missing, parts of dates (n, k), or words; and where rows stand.
 
-    def __init__(self, columns: Mapping[str, np.ndarray | Words], source: str, line: Callable[[int], int] | None = None) -> None:
+    `numbers` (n,) are those of the rows in the table that was read, from 0, whose lines `line` knows.
+    """
+
+    def __init__(
+        self, columns: Mapping[str, np.ndarray | Words], source: str, line: Callable[[int], int] | None = None,
+        numbers: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         self.columns, self.source, self.line = columns, source, line
+        self.numbers = np.arange(len(self)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
     def __getitem__(self, rows: Any) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
-        line, number = self.line, np.arange(len(self))[rows]
         columns = {name: values[rows] for name, values in self.columns.items()}
-        return Cells(columns, self.source, None if line is None else lambda row: line(int(number[row])))
+        return Cells(columns, self.source, self.line, self.numbers[rows])
 
     def place(self, row: int) -> str:
         """Return where a row stands, for messages: its file and line."""
-        return f"{self.source}, row {row + 1}" if self.line is None else f"{self.source}:{self.line(row)}"
+        number = int(self.numbers[row])
+        return f"{self.source}, row {number + 1}" if self.line is None else f"{self.source}:{self.line(number)}"
 
     def keys(self) -> np.ndarray:
         """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""

@@ -87,14 +87,18 @@ def schema_of(data: Splits) -> Schema:
 
 
 class Rows(Tensors):
-    """The rows of a table as a source, which know the keys of their content as it was before it was encoded."""
+    """The rows of a table as a source, which know the keys of their content as it was before it was encoded, and their places."""
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, keys: np.ndarray) -> None:
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, keys: np.ndarray, file: str, numbers: np.ndarray) -> None:
         super().__init__(x, y)
-        self._keys = keys
+        self._keys, self._file, self._numbers = keys, file, numbers
+
+    def name(self, index: int) -> str:
+        """Return the row's file and its number there, from 1 and without the header."""
+        return f"{self._file}, row {self._numbers[index if self._rows is None else int(self._rows[index])] + 1}"
 
     def subset(self, indices: torch.Tensor) -> Rows:
-        made = Rows(self._x, self._y, self._keys)
+        made = Rows(self._x, self._y, self._keys, self._file, self._numbers)
         made._rows = indices if self._rows is None else self._rows[indices]
         return made
 
@@ -106,7 +110,7 @@ class Rows(Tensors):
 
 def source_of(rows: Cells, schema: Schema, reader: TargetReader) -> Rows:
     """Return rows as inputs and targets."""
-    return Rows(schema.encode(rows), reader.read(rows), rows.keys())
+    return Rows(schema.encode(rows), reader.read(rows), rows.keys(), rows.source, rows.numbers)
 
 
 def splits_of(sets: Sequence[Rows], schema: Schema, reader: TargetReader, doubts: Sequence[str] = ()) -> Splits:
@@ -214,7 +218,7 @@ class Tabular(Table):
     def load_whole(self, own: Splits) -> Splits:
         schema, reader = schema_of(own), TargetReader(self.targets or "class", names_of(self.target), "data.target")
         rows = self._others(self.other_file(), schema, reader.names, str(self.other_file()))
-        every = Rows(schema.encode(rows), reader.read_known(rows, own), rows.keys())
+        every = Rows(schema.encode(rows), reader.read_known(rows, own), rows.keys(), rows.source, rows.numbers)
         return replace(splits_of([every, every], schema, reader, [*said(schema, rows)]), files=own.files, origins=WHOLE)
 
     def form(self) -> Form:

@@ -8,11 +8,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.target import Reach
+from drivetrain.data.tabular import data_file
 from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
 from drivetrain.run.reader import differing, find, read
 from drivetrain.run.result import Result
@@ -85,6 +87,24 @@ def test_a_table_a_csv_and_a_page(two, capsys):
     worst = [float(share) for share in re.findall(r'class="(?:right|wrong)">. \d+ \((\d+)%\)', page)]
     assert len(worst) == 6
     assert "of 359 of the test set" in page
+    assert page.count('<span class="soft">test[') == 6  # their names are in sight
+    table = page[page.index("Confusion matrix, 359 of the test set") :]
+    assert sum(map(int, re.findall(r'--share:[\d.]+">(\d+)<', table[: table.index("</table>")]))) == 359
+
+
+def test_the_page_of_a_regression_draws_numbers_against_what_is_true(tiny, capsys):
+    """The command's own page has samples, which the run left without; `report` makes it again."""
+    words = ["task=regression", "data=diabetes", "model=mlp", "epochs=2", "updates=null", "batch.global_batch=64", "loss=mse"]
+    assert main.main(["train", *tiny(*words)]) == 0
+    (page,) = Path("outputs").glob("*/*/report.html")
+    text = page.read_text()
+    pages.check(text)
+    rows = re.findall(r'<th scope="row">scikit-learn&#x27;s diabetes, row (\d+)</th><td>([\d.]+)</td><td>([-\d.]+)</td>', text)
+    assert len(rows) == 24
+    known = np.loadtxt(data_file("diabetes_target.csv.gz"))
+    assert all(known[int(number) - 1] == pytest.approx(float(true), abs=0.1) for number, true, _ in rows)
+    drawn = {chart[0]: chart[1].count("<circle") for chart in re.findall(r"<figcaption>(.*?)</figcaption>(.*?)</svg>", text)}
+    assert drawn["Predicted against true"] == drawn["Residuals: predicted less true"] == 88
 
 
 def test_only_what_differs_is_a_column(two):

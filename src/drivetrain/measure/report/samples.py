@@ -179,7 +179,7 @@ def _table(samples: Sequence[Sample], text: Any, header: str) -> Table:
         shown = shown if len(shown) <= CHARACTERS else f"{shown[:CHARACTERS]} …"
         rows.append([shown, *([sample.target] if has_target else []), sample.prediction, f"{sample.loss:.4g}"])
     columns = [header, *(["is"] if has_target else []), "predicted", "loss"]
-    return Table(columns, rows, "Samples with predictions", ("is", "predicted"))
+    return Table(columns, rows, "Samples with predictions", ("is", "predicted") if header == "text" else ())
 
 
 def _tile(sample: Sample, top: float | None) -> str:
