@@ -92,7 +92,9 @@ def _scatter(samples: Sequence[Sample], looked_at: str) -> list[Section]:
         dots = [Curve("samples", list(zip(true, number, strict=True))), Curve("as they are", ends)]
         drawn += [
             charts.curves(f"Predicted against true{of}", dots, "true", dots=1),
-            charts.curves(f"Residuals: predicted less true{of}", [Curve("samples", residuals), Curve("none", zero)], "predicted", dots=1),
+            charts.curves(
+                f"Residuals: predicted less true{of}", [Curve("samples", residuals), Curve("none", zero)], "predicted", dots=1
+            ),
         ]
     return under(f"Predictions, {looked_at}", Part(charts.grid(drawn)))
 
@@ -139,8 +141,8 @@ def _judged(reads: Sequence[One], predicted: Predictions, loaded: LoadedRun) -> 
             wide = float((output.flatten()[: target.numel()] - target.float().flatten()).abs().mean())
             found = torch.as_tensor(predicted.labels)[n].flatten().tolist()
             true = loaded.in_units(target).flatten().tolist()
-            texts = (", ".join(map(number, values)) for values in (true, found))
-            yield Sample(read.name, read.x, *texts, None, wide, list(zip(true, found, strict=False)))
+            is_, said = (", ".join(map(number, values)) for values in (true, found))
+            yield Sample(read.name, read.x, is_, said, None, wide, list(zip(true, found, strict=False)))
         elif loaded.kind == "mask":
             counted = target != IGNORED
             share = float((output.argmax(0) == target)[counted].float().mean()) if counted.any() else 1.0

@@ -55,10 +55,11 @@ def curves(
 ) -> str:  # fmt: skip
     """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point.
 
-    `log` axes leave out what is not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a class of the figure.
+    `log` axes leave out what is not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a
+    class of the figure.
     """
-    shown = [(n, curve.name, _thinned(_drawable(curve.points, log, log_x))) for n, curve in enumerate(given)]
-    shown = [(n, name, points) for n, name, points in shown if points]
+    drawable = [(n, curve.name, _drawable(curve.points, log, log_x)) for n, curve in enumerate(given)]
+    shown = [(n, name, points if n < dots else _thinned(points)) for n, name, points in drawable if points]
     if not shown:
         return ""
     xs = [p[0] for _, _, points in shown for p in points] + [value for _, value in marks if value > 0 or not log_x]
