@@ -27,7 +27,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.claims import export, write
+from drivetrain.measure.claims import export
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD, rounded
 from drivetrain.measure.claims.verify import Settings, verify
 from drivetrain.measure.intervals import mean
@@ -201,7 +201,7 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
     if compare_row.ratio is None:
         raise RuntimeError(f"{name}: {compare_row.error or done.rows[0].error}")
     middle, low, high = (round(value, 3) for value in compare_row.ratio)
-    return Speed(middle, (low, high), Against(write.against(job, base)))
+    return Speed(middle, (low, high), Against(export.against(job, base)))
 
 
 def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: Any) -> Claim | None:

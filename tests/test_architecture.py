@@ -296,7 +296,7 @@ OPEN_THEMSELVES = {
     "logger.tensorboard": "a picture that this process has drawn just before",
     "debug.profile": "files that this process has written just before, at places that core.files gave",
     "launch.launcher": "a file in a temporary folder of this process",
-    "launch.network": "/dev/null",
+    "launch.elastic": "/dev/null",
     "launch.heartbeat": "the kernel's /proc",
     "inference.export": "the temporary file that core.files made",
     "inference.tables": "the operator's own output",

@@ -17,7 +17,7 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.launch import heartbeat, network
+from drivetrain.launch import elastic, heartbeat
 from drivetrain.launch.elastic import rank_folder
 from drivetrain.launch.heartbeat import HeartbeatMonitor, _failure_in, ended_without_result, start_heartbeat
 from drivetrain.run import directory
@@ -167,7 +167,7 @@ def test_a_port_that_is_taken(listening, tmp_path, monkeypatch, capfd):
     assert f"port {listening} of this machine is in use by something else: set a free port" in said
     assert "Traceback" not in said
     assert not list(tmp_path.iterdir()), "nothing written"
-    assert not set(network.INTERFACE_VARIABLES).intersection(os.environ), "this process is as it was"
+    assert not set(elastic.INTERFACE_VARIABLES).intersection(os.environ), "this process is as it was"
 
 
 def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
@@ -179,13 +179,13 @@ def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
 
 
 def test_ports(listening):
-    assert not network.is_port_free("127.0.0.1", listening)
-    assert not network.is_torch_store("127.0.0.1", listening, 1)
+    assert not elastic.is_port_free("127.0.0.1", listening)
+    assert not elastic.is_torch_store("127.0.0.1", listening, 1)
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert network.is_torch_store("127.0.0.1", store.port, 5)
-    assert network.is_port_free("127.0.0.1", 0)
+    assert elastic.is_torch_store("127.0.0.1", store.port, 5)
+    assert elastic.is_port_free("127.0.0.1", 0)
 
 
 # --- one directory for all ranks ---

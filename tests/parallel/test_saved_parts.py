@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from drivetrain.core import files
 from drivetrain.core.world import World
-from drivetrain.launch import kept
+from drivetrain.launch import worker
 from drivetrain.parallel.shard_parts import parts_of
 from drivetrain.saving import checkpoint_io
 from tests.parallel.test_whole_layers import STRATEGIES, stay_together
@@ -57,7 +57,7 @@ def test_parts_are_the_whole_and_ranks_go_on_from_them_exactly(ranks, make, floa
         stay_together()
         whole, unbroken = train_to(2, trainer), train_to(3, trainer)
         again = make(*words_of(case), world=world)
-        again.restore(*kept.load(tmp_path / "run/checkpoints/2", again.parallel))
+        again.restore(*worker.load(tmp_path / "run/checkpoints/2", again.parallel))
         return [whole, unbroken, train_to(3, again)] if world.rank == 0 else train_to(3, again) and None
 
     (whole, unbroken, resumed), _ = ranks(work)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from omegaconf import OmegaConf
 
+from drivetrain.cli import recipe
 from drivetrain.cli.main import main
 from drivetrain.config import recipe_checks
 from drivetrain.config.catalog import option_files
@@ -23,7 +24,6 @@ from drivetrain.core import allowed
 from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
-from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
 from drivetrain.loss import teacher
 from drivetrain.recipe import reader as recipes
@@ -132,7 +132,7 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
 
 def check(path: Path) -> None:
     """What `drivetrain recipe check` does with a file."""
-    recipe_check.check(recipes.read(path))
+    recipe.check(recipes.read(path))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,7 +174,7 @@ def test_own_code_is_the_operators_even_where_a_recipe_chooses_it(case: str, tmp
     with limited(), watched(file, tmp_path / "recipes") as effects:
         with pytest.raises(UserError, match=f"own.yaml:2: a recipe cannot choose '{group}=own'"):
             prepare([f"recipe={file}"])
-        left = recipe_check.check(recipes.read(file))
+        left = recipe.check(recipes.read(file))
     assert effects == []
     assert any(line.startswith(f"left to the command line: {file}:2: a recipe cannot choose '{group}=own'") for line in left)
     with pytest.raises(UserError) as refused:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from drivetrain.cli.recipe import check as checked_recipe
 from drivetrain.config import validate as check
 from drivetrain.config.compose import compose
 from drivetrain.config.keys import KeySetter
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.launch import recipe_check
 from drivetrain.launch.job import checked, prepare
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
@@ -195,4 +195,4 @@ def test_a_strangers_repository_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_check_of_a_whole_recipe_says_nothing_more() -> None:
-    assert recipe_check.check(recipe(exported(recipe("")))) == []
+    assert checked_recipe(recipe(exported(recipe("")))) == []

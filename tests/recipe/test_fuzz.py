@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from drivetrain.cli import recipe
 from drivetrain.config.catalog import LISTS
 from drivetrain.core import nvidia_driver
 from drivetrain.core.paths import recipes_dir
-from drivetrain.launch import recipe_check
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipes
 from tests.support import odd
@@ -21,7 +21,7 @@ from tests.support.recipe_mutants import FILES, alike, mutants, written
 def outcome(file: Path, text: str, most_said: int = odd.MOST_SAID) -> str:
     """Check a recipe as `drivetrain recipe check` does."""
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    return odd.outcome(lambda: recipe_check.check(recipes.read(file)), file, Path("recipes"), most_said=most_said)
+    return odd.outcome(lambda: recipe.check(recipes.read(file)), file, Path("recipes"), most_said=most_said)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvidia_driver, "installed", lambda: False)  # parallel=dp asks the machine for its devices, by a process
         prepare([])  # what the first config imports and reads is no effect of a recipe, and none of its time
-        recipe_check.check(recipes.read(recipes_dir() / "articles_ladder.yaml"))
+        recipe.check(recipes.read(recipes_dir() / "articles_ladder.yaml"))
         yield tmp_path_factory.mktemp("fuzz")
 
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain.batch import Batch
+from drivetrain.cli import recipe
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import run_horizon
-from drivetrain.launch import recipe_check
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipes
 from tests.support.effects import limited
@@ -58,15 +58,15 @@ def test_numbers_have_bounds_on_the_command_line_too(words: list[str], named: st
 def test_a_large_sweep_is_checked_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value once, beside the first of the others; a small sweep in all its combinations."""
     file, seen = tmp_path / "sweep.yaml", []
-    monkeypatch.setattr(recipe_check, "compose", lambda words, dirs, base: base.values)
+    monkeypatch.setattr(recipe, "compose", lambda words, dirs, base: base.values)
     nothing = SimpleNamespace(composed=SimpleNamespace(notices=[]), shared=None, run=SimpleNamespace(values={"trust": []}))
-    monkeypatch.setattr(recipe_check, "checked", lambda values: seen.append(values) or nothing)
+    monkeypatch.setattr(recipe, "checked", lambda values: seen.append(values) or nothing)
     file.write_text("sweep:\n  epochs: [1, 2, 3]\n  updates: [1, 2, 3, 4]\n")
-    assert recipe_check.check(recipes.read(file)) == []
+    assert recipe.check(recipes.read(file)) == []
     assert len(seen) == 12
     seen.clear()
     file.write_text("sweep:\n  epochs: [1, 2, 3, 4, 5, 6]\n  updates: [1, 2, 3, 4, 5, 6, 7]\n")
-    assert recipe_check.check(recipes.read(file)) == ["12 of its 42 combinations were checked"]
+    assert recipe.check(recipes.read(file)) == ["12 of its 42 combinations were checked"]
     assert {values["epochs"] for values in seen} == set(range(1, 7))
     assert {values["updates"] for values in seen} == set(range(1, 8))
 

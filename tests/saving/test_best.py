@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain.launch.kept import AVERAGED
+from drivetrain.launch.worker import AVERAGED
 from drivetrain.saving import Best, Last, checkpoint_io
 from tests.support.command import records
 

@@ -23,7 +23,7 @@ from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine.stages import StagedRun
-from drivetrain.launch import kept, launcher
+from drivetrain.launch import launcher, worker
 from drivetrain.saving import manifest
 from tests.support import odd, small_runs
 
@@ -58,7 +58,7 @@ def restore(folder: Path, staged: Any) -> None:
     found, problems = manifest.newest_valid(folder)
     if found is None:
         raise UserError(problems or "no checkpoint")
-    kept.restore(staged, found)
+    worker.restore(staged, found)
 
 
 @odd.fuzz

@@ -24,11 +24,11 @@ Break = Callable[[Any], None]
 def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> Any:
     """The trace of a run; `broken` puts a fault into its trainer."""
     from drivetrain.engine import build
-    from drivetrain.measure.certify import record, shadow
+    from drivetrain.measure.certify import record
 
     job = launcher.prepare(list(words))
     check.validate_device(job.run)
-    widened = shadow.widened_run if look.get("techniques") else shadow.shadow_of
+    widened = record.widened_run if look.get("techniques") else record.shadow_of
     run = widened(job.run) if look.get("float64") else job.run
     context = BuildContext(run, World(), Path(tempfile.mkdtemp(dir=Path.cwd())))
     try:

@@ -26,7 +26,7 @@ from drivetrain.core import child, nvidia_driver
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
-from drivetrain.sweeps import forked
+from drivetrain.sweeps import launchers
 
 # The functions by which torch starts CUDA, in any way of asking it.
 STARTING = ("_cuda_getDeviceCount", "_cuda_init", "_cuda_setDevice", "_cuda_getDevice", "_cuda_exchangeDevice")
@@ -127,7 +127,7 @@ def stay(*_: object, **__: object) -> NoReturn:
 
 def fork_into(function: Callable[..., NoReturn]) -> None:
     """Let every forked process call this function."""
-    forking = (elastic, "_rank_entry"), (forked, "run_job"), (interleave, "_child"), (child, "_child")
+    forking = (elastic, "_rank_entry"), (launchers, "run_job"), (interleave, "_child"), (child, "_child")
     for place, name in forking:
         setattr(place, name, function)
 

@@ -18,7 +18,7 @@ from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.certify import certify, judge
-from drivetrain.measure.certify.trace import Entry, Trace
+from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.leave import origin
 from drivetrain.measure.profile.diagnose import Problem

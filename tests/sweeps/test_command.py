@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from drivetrain.run import directory
-from drivetrain.sweeps import forked, prepare
+from drivetrain.sweeps import launchers, prepare
 from tests.support.command import (
     OWN,
     ROOT,
@@ -461,8 +461,8 @@ def test_slurm_jobs_run_on_when_the_sweep_is_stopped(tmp_path: Path) -> None:
 
 def test_a_job_that_starts_after_the_signal_is_told_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The signal may come between the question whether there was one and the start."""
-    monkeypatch.setattr(forked, "run_job", lambda *_: time.sleep(600))
-    launcher, ends = forked.Forked(slots=2), list[int]()
+    monkeypatch.setattr(launchers, "run_job", lambda *_: time.sleep(600))
+    launcher, ends = launchers.Forked(slots=2), list[int]()
     late: Any = SimpleNamespace(number=0, run_dir=empty(tmp_path / "job"), job=SimpleNamespace(job=None))
     late.close = lambda code, *_: ends.append(code)
     launcher.signal(signal.SIGTERM)

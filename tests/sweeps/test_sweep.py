@@ -18,13 +18,12 @@ from drivetrain.core.errors import UserError
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps import grid, optuna, prepare
-from drivetrain.sweeps.driver import Grid
-from drivetrain.sweeps.forked import own_device
+from drivetrain.sweeps.driver import Grid, LiveTable, ProgressLines, progress, row
 from drivetrain.sweeps.grid import SweepJob
+from drivetrain.sweeps.launchers import _parameters, own_device
 from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.optuna import Search, SearchSpace, choices, examples, setting
 from drivetrain.sweeps.optuna import read as read_space
-from drivetrain.sweeps.progress_table import LiveTable, ProgressLines, progress, row
 from drivetrain.sweeps.store import (
     LENGTH,
     Entry,
@@ -37,7 +36,6 @@ from drivetrain.sweeps.store import (
     unfinished,
     write_summary,
 )
-from drivetrain.sweeps.submitit import _parameters
 from drivetrain.ui import terminal
 
 OPTUNA = "hydra/sweeper=optuna"

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 import drivetrain
 from drivetrain.config.catalog import options
-from drivetrain.config.compose import compose
-from drivetrain.config.presets import read
+from drivetrain.config.compose import compose, read
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.run.recipe_file import to_recipe

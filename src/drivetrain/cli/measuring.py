@@ -53,7 +53,7 @@ def _forecast_words(words: Sequence[str], last: str) -> list[str]:
     return ["device=", "seconds=", "what_if=", "--json", *completion.overrides(words, last)]
 
 
-compare = Measuring("compare", "claims.write:compare", """\
+compare = Measuring("compare", "claims.export:compare", """\
 drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by side, relative to the first
 
   drivetrain compare precision=fp32,bf16 surgery=[],[channels_last]
@@ -99,7 +99,7 @@ claims to be exact or close (`drivetrain list`) is switched off in the other run
 exit codes: 0 exact or within rounding · 1 differs · 2 cannot be judged, or a bad command line
 """, complete=_certify_words)  # fmt: skip
 
-ablate = Measuring("ablate", "claims.write:ablate", """\
+ablate = Measuring("ablate", "claims.export:ablate", """\
 drivetrain ablate recipe=fast baseline=naive [key=value] …   what each technique of a recipe brings, and what leaving it out costs
 
   drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9

@@ -12,11 +12,21 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config import presets, recipe_references, recipe_values
-from drivetrain.config.catalog import LISTS, SUMS, default_options, one_or_several, option_keys, options, other_folders
+from drivetrain.config import recipe_values
+from drivetrain.config.catalog import (
+    LISTS,
+    SUMS,
+    default_options,
+    one_or_several,
+    option_files,
+    option_keys,
+    options,
+    other_folders,
+)
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.elsewhere import suggestion
 from drivetrain.config.hydra_idioms import instead, is_hydra_override
@@ -27,6 +37,26 @@ from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
 from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The options and the values of one task, from the mapping `preset` of its file."""
+
+    choices: Mapping[str, Any]  # group → option
+    values: Mapping[str, Any]  # dotted key → value
+
+    def values_for(self, choices: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values that hold for these options: a group's, if its option is the one that the task was written for."""
+        written_for = {**default_options(), **self.choices}
+        return {k: v for k, v in self.values.items() if choices.get(g := k.split(".")[0]) == written_for.get(g)}
+
+
+def read(task: Any, groups: Container[str], config_dirs: Sequence[str] = ()) -> Preset:
+    """Return the preset of a task; an empty one where there is no such task."""
+    file = option_files(config_dirs).get("task", {}).get(str(task))
+    given = (yaml.safe_load(file.read_text(encoding="utf-8")).get("preset") or {}) if file is not None else {}
+    return Preset({k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups})
 
 
 @dataclass
@@ -141,7 +171,7 @@ def compose(
         elif problem is not None:
             problems.append(composed.where(key) + problem)
             composed.doubtful.add(key.split(".")[0])
-    if recipe is not None and (wrong := list(recipe_references.problems(recipe, values, config))):
+    if recipe is not None and (wrong := list(recipe_values.problems(recipe, values, config))):
         raise UserError([*problems, *wrong])
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
@@ -284,7 +314,7 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
 
 def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], dict[str, Any], list[str]]:
     """The config of these options and of what the task sets beside them; all options; the defaults; what the task cannot set."""
-    preset = presets.read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
+    preset = read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
     made = {**preset.choices, **choices.made}
     defaults = {**default_options(), **preset.choices}
     every = {**defaults, **choices.made}

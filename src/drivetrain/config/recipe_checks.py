@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any, get_type_hints
 
 from drivetrain.config.compose import Composed
-from drivetrain.config.recipe_references import followed
+from drivetrain.config.recipe_values import followed
 from drivetrain.core import allowed, target
 from drivetrain.core.errors import OperatorGives
 from drivetrain.core.option import Option

@@ -2,11 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from drivetrain.config.catalog import LISTS, one_or_several, option_keys
 from drivetrain.recipe.reader import Recipe, holds_for
+from drivetrain.recipe.safe_yaml import REFERENCE
+
+MAX_SIZE = 20_000  # values and characters of what a reference stands for: a few levels of references can multiply to billions
+MAX_STEPS = 8  # from reference to reference
+
+
+class _TooMuch(Exception):
+    """A reference stands for more than MAX_SIZE, or goes on for more than MAX_STEPS, as one in a circle does."""
+
+
+def problems(recipe: Recipe, values: Mapping[str, Any], config: DictConfig) -> Iterator[str]:
+    """The references among a recipe's values that stand for too much. It is asked before the config is resolved.
+
+    A reference to a key that is not there is composing's to report.
+    """
+    own = {key: value for key, value in values.items() if recipe.values.get(key) is value and "${" in str(value)}
+    sizes = _Sizes(OmegaConf.to_container(config)) if own else None
+    for key, value in own.items():
+        try:
+            assert sizes is not None
+            sizes.of_value(value)
+        except _TooMuch:
+            yield f"{recipe.where(key)}: {key}: its references stand for too much, or go round in a circle: write the value out"
+
+
+class _Sizes:
+    """How much a config's values stand for."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.known: dict[str, tuple[int, int]] = {}
+
+    def of_value(self, value: Any, above: int = 0) -> tuple[int, int]:
+        """The values and characters of `value` with what it refers to, and the steps to the end of its references.
+
+        `above` is the number of steps that led to it. Raises _TooMuch.
+        """
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        found = [self.of_value(part, above) for part in parts]
+        if isinstance(value, str):
+            found += [self._of_name(name, above + 1) for name in REFERENCE.findall(value)]
+        size = 1 + len(value if isinstance(value, str) else "") + sum(size for size, _ in found)
+        steps = max((steps for _, steps in found), default=0)
+        if size > MAX_SIZE or steps > MAX_STEPS:
+            raise _TooMuch
+        return size, steps
+
+    def _of_name(self, name: str, above: int) -> tuple[int, int]:
+        if above > MAX_STEPS:
+            raise _TooMuch
+        if name not in self.known:
+            value = self.config
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            size, steps = self.of_value(value, above)
+            self.known[name] = size, steps + 1
+        return self.known[name]
+
+
+def followed(value: Any, config: DictConfig) -> Any:
+    """A value of a recipe, with what its references stand for."""
+    if isinstance(value, list):
+        return [followed(part, config) for part in value]
+    if isinstance(value, dict):
+        return {key: followed(part, config) for key, part in value.items()}
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    if whole := REFERENCE.fullmatch(value):
+        return _selected(config, whole[1])
+    return REFERENCE.sub(lambda match: str(_selected(config, match[1])), value)
+
+
+def _selected(config: DictConfig, name: str) -> Any:
+    found = OmegaConf.select(config, name)
+    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
 def for_task(recipe: Recipe, task: Any, notices: list[str]) -> Recipe:

@@ -17,7 +17,7 @@ from drivetrain.core.trees import length
 from drivetrain.data.base import Data, OwnData
 from drivetrain.engine.description import recall
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
-from drivetrain.launch import kept, launcher
+from drivetrain.launch import launcher, worker
 from drivetrain.launch.job import Job, recorded_environment
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
@@ -121,7 +121,7 @@ def _source(job: Job, origin: str) -> str:
 def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) -> None:
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
     StopFlag.nothing_to_save()
-    weights, state = kept.load(checkpoint, trainer.parallel)
+    weights, state = worker.load(checkpoint, trainer.parallel)
     weights = chosen_weights(checkpoint, weights, state, choice.average)
     no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})

@@ -5,20 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
+import signal
 import socket
+import stat
+import struct
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import process
+from drivetrain.core import files, process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import read_json, write_json
-from drivetrain.core.forking import disown_garbage, end_openmp_threads
-from drivetrain.core.signals import StopFlag
-from drivetrain.launch import network
+from drivetrain.core.forking import ForkedProcess, disown_garbage, end_openmp_threads
+from drivetrain.core.signals import StopFlag, comes_again, handled_by
 from drivetrain.launch.heartbeat import FailureRecorder, HeartbeatMonitor, ended_without_result, start_heartbeat
 from drivetrain.launch.job import Job
 from drivetrain.launch.worker import run_rank
@@ -35,15 +43,124 @@ if TYPE_CHECKING:
     from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 
-import re
-import signal
-import stat
-import tempfile
-from contextlib import contextmanager
-from types import FrameType
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK_S = 2.0  # within which this machine answers itself
+_SIOCGIFADDR = 0x8915
 
-from drivetrain.core import files
-from drivetrain.core.signals import comes_again, handled_by
+
+def local_address_towards(host: str, port: int) -> str:
+    """This machine's address on the route to `host`. Raises OSError where there is no such host, or no route."""
+    target = socket.gethostbyname(host)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        probe.connect((target, port))
+        return str(probe.getsockname()[0])
+
+
+def own_address() -> str:
+    """The name or address at which this machine's processes reach each other: localhost, or what works in its place.
+
+    Raises UserError where nothing does.
+    """
+    why = {}
+    for host in ("localhost", "127.0.0.1", "::1"):
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family, kind) as listener, socket.socket(family, kind) as client:
+                listener.bind(address)
+                listener.listen()
+                client.settimeout(LOOPBACK_S)
+                client.connect(listener.getsockname())
+        except OSError as error:
+            why[host] = error.strerror or str(error)
+        else:
+            return host
+    told = "; ".join(f"{host}: {reason}" for host, reason in why.items())
+    raise UserError(
+        f"the ranks of a run talk to each other over this machine's loopback interface, and none answers ({told}): turn it on "
+        "(ip link set lo up), or set parallel=single"
+    )
+
+
+def is_local(host: str) -> bool:
+    """Whether a host's address is one of this machine's."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((socket.gethostbyname(host), 0))
+        except OSError:
+            return False
+    return True
+
+
+def wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Wait until something listens on host:port. Raises TimeoutError after `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise TimeoutError(f"nothing listens on {host}:{port}") from None
+        time.sleep(0.2)
+
+
+def is_port_free(host: str, port: int) -> bool:
+    """Whether this machine's port can be listened on."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((socket.gethostbyname(host), port))
+        except OSError:
+            return False
+    return True
+
+
+def is_torch_store(host: str, port: int, seconds: float) -> bool:
+    """Whether what listens on host:port is the store of a torch launcher, as where one machine plays two."""
+    # In a process of its own: a client of something that never answers waits for ever, whatever its timeout.
+    client = ForkedProcess(target=_connect_to_store, args=(host, port, seconds), daemon=True)
+    client.start()
+    client.join(seconds)
+    if client.is_alive():
+        client.kill()
+        client.join()
+    return client.exitcode == 0
+
+
+def _connect_to_store(host: str, port: int, seconds: float) -> None:
+    """The child of `is_torch_store`: exits with 0 where a store answers."""
+    from torch.distributed import TCPStore
+
+    code = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where something else answers, torch prints its own frames
+    try:
+        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def use_interface_of(address: str) -> None:
+    """Let gloo and NCCL use the interface that has this address; variables that the user has set stay.
+
+    By themselves they look up the machine's name, whose address other machines may not reach.
+    """
+    name = _interface_of(address)
+    for variable in INTERFACE_VARIABLES if name else ():
+        os.environ.setdefault(variable, str(name))
+
+
+def _interface_of(address: str) -> str | None:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(packed[20:24]) == address:
+                    return name
+    return None
+
 
 PRINTED = re.compile(r"\d+\.log", re.ASCII)  # what a rank printed in this run and those before, which is kept
 
@@ -195,7 +312,7 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
     # Those that this torch knows. With no `numa_options` it would ask for devices, and CUDA that is started does not survive
     # the fork; what it would choose is None.
     newer = {k: v for k, v in newer.items() if k in LaunchConfig.__dataclass_fields__}
-    address, rendezvous = (network.own_address(), {}) if parallel.nnodes == 1 else _rendezvous(parallel)
+    address, rendezvous = (own_address(), {}) if parallel.nnodes == 1 else _rendezvous(parallel)
     own = f"[{address}]:0" if ":" in address else f"{address}:0"
     # Ranks other than the first write their output to files: a machine's terminal shows the lines of one rank.
     local = parallel.local_ranks()
@@ -213,19 +330,19 @@ def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, dict[str, Any]]:
     """This machine's address for the others, and the settings of torch's rendezvous. Raises UserError."""
     host, _, given = str(parallel.rendezvous).rpartition(":")
     port = int(given)
-    address = network.local_address_towards(host, port)
-    here = network.is_local(host)
-    is_host = here and network.is_port_free(host, port)  # where one machine plays two, the first of them is
+    address = local_address_towards(host, port)
+    here = is_local(host)
+    is_host = here and is_port_free(host, port)  # where one machine plays two, the first of them is
     if not here:  # the machine that has the address opens the store
-        network.wait_for_listener(host, port, parallel.rendezvous_s)
-    if not is_host and not network.is_torch_store(host, port, ANSWER_S):
+        wait_for_listener(host, port, parallel.rendezvous_s)
+    if not is_host and not is_torch_store(host, port, ANSWER_S):
         what = (
             f"port {port} of this machine is in use by something else"
             if here
             else f"what answers there is none of this run's machines (another program, or a firewall on the way to {host})"
         )
         raise UserError(f"parallel.rendezvous={parallel.rendezvous}: {what}: set a free port, the same on each machine")
-    network.use_interface_of(address)
+    use_interface_of(address)
     return address, {"is_host": is_host, "join_timeout": int(parallel.rendezvous_s), "read_timeout": ANSWER_S}
 
 

@@ -17,15 +17,16 @@ from drivetrain.config import validate as check
 from drivetrain.config.compose import Composed
 from drivetrain.config.hydra_settings import HydraSettings
 from drivetrain.config.keys import replaced
-from drivetrain.core import signature
+from drivetrain.core import files, signature
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import MB, read_json, write_json, write_text
 from drivetrain.core.option import RunSpec
-from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.overrides import format_value, key_of, redact
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
 from drivetrain.core.typed import fits
 from drivetrain.recipe import reader as recipes
+from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import directory, drift, environment, identity, recipe_file
@@ -34,11 +35,6 @@ from drivetrain.saving import manifest
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
-
-
-from drivetrain.core import files
-from drivetrain.core.overrides import redact
-from drivetrain.recipe import write
 
 OURS = "# written by drivetrain\n"  # the first line of our hydra.yaml
 

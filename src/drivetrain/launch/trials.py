@@ -7,14 +7,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drivetrain.core.child import Died, NoAnswer
-from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process
+from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process, synchronize
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
@@ -27,14 +28,6 @@ if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
 
-from collections.abc import Iterator
-from copy import copy
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from drivetrain.engine.trainer import Trainer
-
-
 NEVER = 2**62  # updates between two that are measured
 SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and the look's limits
 TIMED = 3  # updates of each size, of which the fastest counts: other programs only make one slower
@@ -42,8 +35,6 @@ TIMED = 3  # updates of each size, of which the fastest counts: other programs o
 
 def at_beginning(trainer: Trainer, updates: int | None) -> dict[str, Any]:
     """Train for some updates as the run begins, every one of them measured. None: a share of the run."""
-    import torch
-
     noise, step = trainer.log.noise, trainer.step
     assert noise is not None
     noise.every = 1
@@ -73,7 +64,6 @@ def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, n
     as long as the best batch so far takes for the fewest possible.
     """
     from drivetrain.batch.critical import relative_times
-    from drivetrain.core.device import is_out_of_memory
 
     found: list[float] = []
     smallest, samples = trainer.batch.global_batch, trainer.batch.order.length
@@ -93,9 +83,6 @@ def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, n
 
 def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
     """The seconds of several updates of so many steps, on data that is on the device already."""
-    import torch
-
-    from drivetrain.core.device import synchronize
     from drivetrain.core.microbatch import one_update
 
     batch, step = copy(trainer.batch), trainer.step

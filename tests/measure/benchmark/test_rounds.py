@@ -18,15 +18,14 @@ from drivetrain.core.clock import DeviceClock
 from drivetrain.core.cost import Cost
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
-from drivetrain.measure.benchmark import agent
+from drivetrain.measure.benchmark import interleave
 from drivetrain.measure.benchmark import row as rounds_of
-from drivetrain.measure.benchmark.agent import BenchmarkAgent, TimedBlock
 from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.compare import headline
 from drivetrain.measure.benchmark.comparison import Comparison, _without_effect
-from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, run_rounds
-from drivetrain.measure.benchmark.overview import headline
+from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, BenchmarkAgent, TimedBlock, run_rounds
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims import write
+from drivetrain.measure.claims import export
 from drivetrain.precision.base import Precision
 from tests.support.simulated_device import Queue
 from tests.support.waiting import LIMIT_S, until
@@ -64,7 +63,7 @@ def benchmark(monkeypatch):
         def warm_up(arm, block_s):
             if arm._failed:
                 raise ArmEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-            arm.memory = agent.Reading(sizes[arm.label] * GIB, device.free * GIB if told else None)
+            arm.memory = interleave.Reading(sizes[arm.label] * GIB, device.free * GIB if told else None)
 
         def timed_block(arm):
             assert arm.label in device.held
@@ -134,29 +133,29 @@ def test_an_arm_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch
     def run():
         return benchmark(device, sizes)
 
-    monkeypatch.setattr(agent, "ran_out", lambda reason: False)
+    monkeypatch.setattr(interleave, "ran_out", lambda reason: False)
     sizes["c"] = 100
     assert run()["c"].error
     assert device.started == ["a", "b", "c"]
 
 
 def test_the_margin_counts_the_largest_arm_so_far_or_its_own(monkeypatch):
-    live = [agent.Reading(20, 60), agent.Reading(30, 35)]
-    assert not agent.fits(None, live)
-    assert agent.fits(25, live)
-    assert agent.fits(None, [agent.Reading(20, None)])
-    assert agent.fits(None, [])
+    live = [interleave.Reading(20, 60), interleave.Reading(30, 35)]
+    assert not interleave.fits(None, live)
+    assert interleave.fits(25, live)
+    assert interleave.fits(None, [interleave.Reading(20, None)])
+    assert interleave.fits(None, [])
 
 
 def test_memory_is_read_of_any_device(monkeypatch):
-    used, free = agent.read_memory(torch.device("cpu"), World(local_size=2))
+    used, free = interleave.read_memory(torch.device("cpu"), World(local_size=2))
     assert used > 2**24
     assert free is None or free > 0
-    monkeypatch.setattr(agent, "free_memory", lambda device: 7)
+    monkeypatch.setattr(interleave, "free_memory", lambda device: 7)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(max_memory_reserved=lambda: 5))
-    assert agent.read_memory(torch.device("xpu"), World()) == (5 + agent.CONTEXT, 7)
+    assert interleave.read_memory(torch.device("xpu"), World()) == (5 + interleave.CONTEXT, 7)
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(driver_allocated_memory=lambda: 6))
-    assert agent.read_memory(torch.device("mps"), World()) == (6 + agent.CONTEXT, 7)
+    assert interleave.read_memory(torch.device("mps"), World()) == (6 + interleave.CONTEXT, 7)
 
 
 # --- the agent in an arm's processes ---
@@ -190,10 +189,10 @@ def queue(monkeypatch):
     """A simulated device, with a clock that the agent reads."""
     queue = Queue(depth=1.0)
     monkeypatch.setattr(lazy.torch, "Event", queue.event_type())
-    monkeypatch.setattr(agent, "clock_for", lambda device: DeviceClock(torch.device("cuda", 0)))
-    monkeypatch.setattr(agent, "synchronize", queue.synchronize)
+    monkeypatch.setattr(interleave, "clock_for", lambda device: DeviceClock(torch.device("cuda", 0)))
+    monkeypatch.setattr(interleave, "synchronize", queue.synchronize)
     clock = SimpleNamespace(perf_counter=lambda: queue.now, monotonic=lambda: queue.now, sleep=lambda s: None)
-    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(interleave, "time", clock)
     return queue
 
 
@@ -267,7 +266,7 @@ def test_all_ranks_stand_still_before_rank_0_reports(monkeypatch):
 
 def test_before_a_pause_the_watchdog_of_an_accelerators_collectives_gets_to_see_that_they_are_done(monkeypatch):
     slept = []
-    monkeypatch.setattr(agent, "time", SimpleNamespace(sleep=slept.append))
+    monkeypatch.setattr(interleave, "time", SimpleNamespace(sleep=slept.append))
     for device, ranks in (("cpu", 2), ("cuda", 1), ("cuda", 2)):
         ours, theirs = multiprocessing.Pipe()
         trainer = fake_trainer(Queue(), 0, ranks)
@@ -277,7 +276,7 @@ def test_before_a_pause_the_watchdog_of_an_accelerators_collectives_gets_to_see_
             to_first.send(None)
         ours.send(5)
         assert mine._pause(trainer, {}) == 5
-    assert slept == [agent.WATCHDOG_S]
+    assert slept == [interleave.WATCHDOG_S]
 
 
 # --- made-up rounds: what an arm is worth with its start-up, and whether it needs more of them; one start is measured ---
@@ -387,11 +386,11 @@ def test_rounds_drop_an_arm_by_the_whole_run(monkeypatch):
 
 def test_a_recipe_says_what_the_run_takes_and_when_it_pays():
     plain, compiled = weighed(300, PLAIN, COMPILED)
-    assert write.of_the_run(compiled, plain) == [
+    assert export.of_the_run(compiled, plain) == [
         "the run of 300 updates takes 26.0 s, start-up included, in place of 31.0 s",
         "it pays after 10,000 updates where its kernels are not compiled yet, as in a first run",
     ]
-    assert write.of_the_run(*weighed(None, COMPILED, PLAIN)) == []
+    assert export.of_the_run(*weighed(None, COMPILED, PLAIN)) == []
 
 
 def test_an_arm_that_has_too_few_rounds_has_no_interval_in_the_file():

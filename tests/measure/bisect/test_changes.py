@@ -11,7 +11,7 @@ from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.measurers import UNKNOWN, Settings, Speed, numbers
+from drivetrain.measure.bisect.bisect import UNKNOWN, Settings, Speed, numbers
 from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Answer, Between, Measured, Search
 from drivetrain.measure.changes import Change, in_order
 from drivetrain.measure.intervals import Interval

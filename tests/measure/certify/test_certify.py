@@ -17,10 +17,9 @@ from drivetrain.cli import completion, measuring
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.measure.certify import certify as verb
-from drivetrain.measure.certify import judge, shadow
-from drivetrain.measure.certify.judge import Floors
+from drivetrain.measure.certify import judge, record
+from drivetrain.measure.certify.judge import Entry, Floors, Trace, of_tensor
 from drivetrain.measure.certify.record import plan_of
-from drivetrain.measure.certify.trace import Entry, Trace, of_tensor
 from drivetrain.precision import cpu_half
 from tests.support import json_keys
 from tests.support.certified import SMALL, Break, certified, traced
@@ -115,7 +114,7 @@ def test_dropout_is_judged_only_where_its_draws_are_the_same() -> None:
 
 def test_random_rounding_is_as_large_as_it_says() -> None:
     x = torch.full((4096,), 3.0, dtype=torch.float64)
-    with shadow.RandomRounding(2.0**-8, seed=0):
+    with record.RandomRounding(2.0**-8, seed=0):
         rounded = x * 1.0
     error = (rounded / 3.0 - 1).abs()
     assert 2.0**-9 < float(error.max()) <= 2.0**-8

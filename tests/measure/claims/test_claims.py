@@ -18,8 +18,8 @@ from drivetrain.measure.benchmark.comparison import Comparison, Settings
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, TrainedRun, Verdict
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims import write
-from drivetrain.measure.claims import write as claims
+from drivetrain.measure.claims import export
+from drivetrain.measure.claims import export as claims
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD
 from drivetrain.measure.claims.verify import judge
 from drivetrain.measure.intervals import Interval
@@ -251,7 +251,7 @@ def compared(**ratios: tuple[float, float, float] | None) -> tuple[Comparison, l
 def hand_on(done: Comparison, specs: list[ArmSpec], last: bool = False) -> Path:
     file = Path("mine.yaml")
     file.unlink(missing_ok=True)
-    write.writer("compare", file, last)(done, specs)
+    export.writer("compare", file, last)(done, specs)
     return file
 
 
@@ -282,7 +282,7 @@ def test_without_proof_nothing_is_written(ratio, capsys):
 
 
 def test_without_a_file_nothing_is_handed_on():
-    assert write.writer("compare", None) is None
+    assert export.writer("compare", None) is None
 
 
 @pytest.mark.parametrize(

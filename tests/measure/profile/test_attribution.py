@@ -19,9 +19,7 @@ from drivetrain.measure.profile import diagnose as doctor
 from drivetrain.measure.profile import step
 from drivetrain.measure.profile import step as utilization
 from drivetrain.measure.profile.attribution import Attribution, Line, attribute
-from drivetrain.measure.profile.operations import Operation, Recorder
-from drivetrain.measure.profile.sampler import SAMPLE_S, Sampler, Spent, Times, _Instants
-from drivetrain.measure.profile.sites import Found, Site, find
+from drivetrain.measure.profile.sampler import SAMPLE_S, Found, Operation, Recorder, Sampler, Site, Spent, Times, _Instants, find
 from drivetrain.measure.profile.step import END, READING, Threads
 
 NOTHING, BACKWARD = Found(), Found(in_backward=True)

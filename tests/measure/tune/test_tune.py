@@ -16,9 +16,9 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark.comparison import Comparison, TimesToTarget, columns, proven, ranked
 from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims.write import recommend
+from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.tune import by_target, range_test, tune
+from drivetrain.measure.tune import range_test, tune
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.recipe import reader as recipe
 from tests.support import json_keys
@@ -258,14 +258,14 @@ def arm(label, *seconds):
 
 def test_batches_near_the_noise_scale_are_tried_with_a_rate_that_follows():
     run = prepare(["data=digits", "model=mlp", "batch.global_batch=128"]).run
-    found = by_target.candidates(run, 60.0, 1150)
+    found = tune.candidates(run, 60.0, 1150)
     assert found == [
         f"batch.global_batch={n} batch.lr_scaling=sqrt batch.base_batch=128" for n in (32, 64)
     ]  # 128 is the run's own
-    assert by_target.candidates(run, None, 1150) == []
-    assert by_target.candidates(run, 1e6, 1150) == []
+    assert tune.candidates(run, None, 1150) == []
+    assert tune.candidates(run, 1e6, 1150) == []
     two = prepare(["data=digits", "model=mlp", "batch=accumulate", "batch.accumulation_steps=3", "batch.global_batch=12"]).run
-    assert [int(w.split()[0].rpartition("=")[2]) % 3 for w in by_target.candidates(two, 60.0, 1150)] == [0, 0, 0]
+    assert [int(w.split()[0].rpartition("=")[2]) % 3 for w in tune.candidates(two, 60.0, 1150)] == [0, 0, 0]
 
 
 def test_what_does_not_arrive_is_last_and_stays():
@@ -295,7 +295,7 @@ def test_more_than_three_seeds_are_trained_only_while_there_is_time(seconds, tra
         return (1.0 + n, 10)
 
     arms = [arm("a"), arm("b")]
-    by_target.train_all(arms, train, 5, seconds)
+    tune.train_all(arms, train, 5, seconds)
     assert [len(a.seconds) for a in arms] == [trained, trained]
     assert order[:4] == [0, 1, 1, 0]
 

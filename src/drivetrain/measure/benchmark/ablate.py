@@ -12,8 +12,8 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
+from drivetrain.measure.benchmark.compare import headline, titled
 from drivetrain.measure.benchmark.comparison import Comparison
-from drivetrain.measure.benchmark.overview import headline, titled
 from drivetrain.measure.changes import STAGES, Change, Changes
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Sheet, remarks

@@ -15,10 +15,9 @@ from drivetrain.core.target import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.measure import overrides
 from drivetrain.measure.benchmark import noninferiority
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, trainings
 from drivetrain.measure.benchmark.facts import Facts, final_figures
 from drivetrain.measure.benchmark.noninferiority import TRAINING_LOSS, TrainedRun, Trial, Verdict
-from drivetrain.measure.training import trainings
 from drivetrain.run.reader import RunFiles
 
 # Trains an arm with the seed of this number, counted from 0.

@@ -22,9 +22,11 @@ from drivetrain.measure.certify.judge import (
     CLOSE,
     DIFFERS,
     EXACT,
+    FLOAT32,
     MARGIN,
     Finding,
     Floors,
+    Trace,
     Verdict,
     common_factor,
     different_settings,
@@ -33,7 +35,6 @@ from drivetrain.measure.certify.judge import (
     same_bits,
     same_in_float64,
 )
-from drivetrain.measure.certify.trace import FLOAT32, Trace
 from drivetrain.measure.overrides import apply
 from drivetrain.run import directory, environment
 from drivetrain.run.identity import flatten
@@ -317,11 +318,11 @@ def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
 
     def work(answer: Callable[[Trace], None]) -> None:
         from drivetrain.launch import launcher
-        from drivetrain.measure.certify import record, shadow
+        from drivetrain.measure.certify import record
 
         looked, run = record.Look.at(job.run, updates, **look), job.run
         if looked.float64:
-            run = shadow.widened_run(run) if looked.techniques else shadow.shadow_of(run)
+            run = record.widened_run(run) if looked.techniques else record.shadow_of(run)
 
         def recording(trainer: Any) -> None:  # of each rank
             if (trace := record.Recorder(trainer, looked).run()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,15 +12,104 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.checkpointing import Checkpointing
+from drivetrain.compile import Compile
 from drivetrain.core import streams, trees
+from drivetrain.core.context import BuildContext
 from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import WrappingStep
-from drivetrain.measure.certify import shadow
-from drivetrain.measure.certify.judge import MARGIN
-from drivetrain.measure.certify.trace import FLOAT32, Array, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
+from drivetrain.core.trees import Tree
+from drivetrain.measure.certify.judge import FLOAT32, MARGIN, Array, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
+from drivetrain.parallel import Parallel
+from drivetrain.precision import Precision
+
+# Products round their inputs too, where these are kept in a wider format.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear")
+
+
+class Float64(Precision):
+    """Weights, activations, gradients and optimizer state in float64. Data and first weights are those of the run, converted."""
+
+    full_float32 = False
+
+    def setup(self, context: BuildContext) -> None:
+        self._device = context.device
+
+    def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
+        model.double()
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: (tuple(map(widened, args)), {k: widened(v) for k, v in kwargs.items()}), with_kwargs=True
+        )
+        return model
+
+
+def widened_run(run: RunSpec) -> RunSpec:
+    """Return the run in float64, with all its techniques."""
+    return replace(run, parts={**run.parts, "precision": Float64()})
+
+
+def shadow_of(run: RunSpec) -> RunSpec:
+    """Return the run in float64, in one process, as plain operations. Micro-batches are those of the run's steps and ranks."""
+    batch = copy.deepcopy(run.batch)
+    batch.accumulation_steps = run.batch.accumulation_steps * run.parallel.data_ranks()
+    plain = {"precision": Float64(), "parallel": Parallel(), "compile": Compile(), "checkpointing": Checkpointing()}
+    return replace(run, parts={**run.parts, **plain, "batch": batch})
+
+
+def widened(tree: Tree) -> Tree:
+    """Return a tree with its floating-point tensors in float64."""
+    return trees.map_tensors(lambda t: t.double() if t.is_floating_point() else t, tree)
+
+
+def widen_loss(loss: Any) -> None:
+    """Convert what a loss holds, such as class weights or a teacher, to float64."""
+    for name, value in vars(loss).items():
+        if isinstance(value, torch.nn.Module):
+            value.double()
+        elif isinstance(value, torch.Tensor) and value.is_floating_point():
+            setattr(loss, name, value.double())
+
+
+@dataclass
+class RandomRounding(TorchDispatchMode):
+    """Changes the result of each operation by a random relative error of at most `roundoff` (Monte Carlo arithmetic).
+
+    Parker 1997; a run with it differs from the exact one as a run in that number format does, and shows how errors grow.
+    """
+
+    roundoff: float
+    seed: int
+    paused: bool = field(default=False, init=False)  # while the tensors are looked at
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ in PRODUCTS:
+            args = tuple(self._rounded(a) for a in args)
+        out = func(*args, **kwargs)
+        if any(result.alias_info is not None for result in func._schema.returns):  # a view, or written in place
+            return out
+        return tuple(map(self._rounded, out)) if isinstance(out, tuple) else self._rounded(out)
+
+    def _rounded(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
+            return value
+        noise = torch.rand(value.shape, generator=self._generator(value.device), dtype=torch.float64, device=value.device)
+        return value * noise.mul_(2 * self.roundoff).add_(1 - self.roundoff)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[device]
 
 
 @dataclass(eq=False)
@@ -169,13 +259,13 @@ class Recorder:
     def run(self) -> Trace | None:
         """Train the first updates and return what was computed, on rank 0; None on other ranks."""
         look, parallel = self.look, self.trainer.parallel
-        self.noise = shadow.RandomRounding(look.roundoff, look.seed) if look.roundoff else None
+        self.noise = RandomRounding(look.roundoff, look.seed) if look.roundoff else None
         self.trainer = trainer = self._watched(self.trainer)
         for name, values in plan_of(trainer.requests(), parallel.data_world.size).items():
             self._add("samples", name, Entry(values, 0.0, values.shape), 0)
         if look.float64:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
-            shadow.widen_loss(trainer.evaluator.loss)
+            widen_loss(trainer.evaluator.loss)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
             self._look_at_optimizer()
         # What the run starts from: changes are measured from there.
@@ -265,7 +355,7 @@ class Recorder:
                 batch, indices = replace(batch, x=trees.select(batch.x, there), y=trees.select(batch.y, there)), indices[order]
             if self.look.float64:
                 batch = replace(
-                    batch, x=shadow.widened(batch.x), y=shadow.widened(batch.y), weight=batch.weight.double()
+                    batch, x=widened(batch.x), y=widened(batch.y), weight=batch.weight.double()
                 )  # fmt: skip
             kept = indices if request.weight else indices[:0]
             self.batches.append((len(indices), kept))

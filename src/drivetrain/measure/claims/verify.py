@@ -19,14 +19,13 @@ from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
-from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.arms import ArmSpec, trainings
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import kinds
 from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, OfRuns, Seen
 from drivetrain.measure.intervals import MIN_PAIRS
-from drivetrain.measure.training import trainings
 from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
 from drivetrain.recipe.reader import Recipe

@@ -6,9 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from drivetrain.measure.profile.operations import Operation
-from drivetrain.measure.profile.sampler import Spent
-from drivetrain.measure.profile.sites import Found, Site
+from drivetrain.measure.profile.sampler import Found, Operation, Site, Spent
 
 MAX_OVERHEAD_MS = 0.01  # of one operation, for the engine of the backward and for recording it
 WAITING = "waiting for data"

@@ -19,26 +19,16 @@ from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.row import Row, no_gain
-from drivetrain.measure.claims.write import check_file, recommend
+from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of
-from drivetrain.measure.profile.diagnose import Problem, diagnose
+from drivetrain.measure.profile.diagnose import COMPUTE, Problem, diagnose, roofline_text
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-
-if TYPE_CHECKING:
-    from drivetrain.measure.profile.step import StepProfile
-
-
-from typing import TYPE_CHECKING
-
-from drivetrain.measure.benchmark import overview
-from drivetrain.measure.profile.diagnose import COMPUTE, roofline_text
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
     from drivetrain.measure.profile.step import StepProfile
-
 
 MIN_SHOWN = 0.02  # the least share of a line in the table
 SHARE = "of the update"
@@ -48,7 +38,7 @@ def sheet(found: Diagnosis, faster: Sequence[str] = ()) -> Sheet:
     """The verdict, the commands of a `faster` run, where an update's time goes, and what was measured."""
     body: list[Section] = [verdicts(found), *([commands(*faster)] if faster else [])]
     body += [heading("Where the time of an update goes"), *profiled(found)]
-    body += overview.titled(found.comparisons)
+    body += compare.titled(found.comparisons)
     return Sheet("Where the time goes – drivetrain doctor", conclusion(found), body)
 
 

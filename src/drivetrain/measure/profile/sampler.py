@@ -3,23 +3,117 @@
 from __future__ import annotations
 
 import dis
+import linecache
 import os
 import random
 import signal
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core import process
-from drivetrain.measure.profile.sites import Found, find
+from drivetrain.core.clock import Clock, Mark, clock_for
+from drivetrain.precision.base import backpropagate
+
+_LIBRARIES = tuple(
+    str(Path(place)) + os.sep
+    for place in (
+        Path(torch.__file__).parent,
+        process.PACKAGE,
+        sysconfig.get_paths()["stdlib"],
+        sysconfig.get_paths()["purelib"],
+        sysconfig.get_paths()["platlib"],
+    )
+)
+_SHOWN = 60  # characters of a line's text
+
+
+class Site(NamedTuple):
+    """One call in the user's own code: several may stand on one line."""
+
+    code: CodeType
+    instruction: int
+
+    @property
+    def line(self) -> int:
+        """The number of its line."""
+        positions = list(self.code.co_positions())
+        at = self.instruction // 2
+        return (positions[at][0] if 0 <= at < len(positions) else None) or self.code.co_firstlineno
+
+    @property
+    def place(self) -> str:
+        """`file:line in function`."""
+        name = self.code.co_filename
+        shown = os.path.relpath(name) if name.startswith(os.getcwd() + os.sep) else name
+        return f"{shown}:{self.line} in {self.code.co_name}"
+
+    @property
+    def text(self) -> str:
+        """What is written on its line."""
+        text = linecache.getline(self.code.co_filename, self.line).partition("  #")[0].strip()
+        return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+
+
+class Found(NamedTuple):
+    """What a stack shows."""
+
+    site: Site | None = None  # of the innermost frame of the user's own
+    in_layer: bool = False  # it called a module of a library, such as one of torch.nn
+    in_backward: bool = False  # the backward runs, and no code of the user's within it
+
+
+@cache
+def is_users(code: CodeType) -> bool:
+    """Whether code is neither of Python's library, nor of torch, an installed package or drivetrain."""
+    name = code.co_filename
+    return code.co_name != "<module>" and os.sep in name and not name.startswith(("<", *_LIBRARIES))
+
+
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+_BACKWARD = (torch.autograd.graph._engine_run_backward.__code__, backpropagate.__code__)  # they wait until the backward is done
+
+
+def find(frame: FrameType | None, root: CodeType | None = None) -> Found:
+    """Look for the user's own code in a stack, within what the frame of `root` called."""
+    in_layer = False
+    while frame is not None and frame.f_code is not root:
+        code = frame.f_code
+        if is_users(code):
+            return Found(Site(code, frame.f_lasti), in_layer) if _called_by(frame, root) else Found()
+        if code in _BACKWARD:
+            return Found(in_backward=True)
+        in_layer = in_layer or code is _MODULE_CALL
+        frame = frame.f_back
+    return Found()
+
+
+def _called_by(frame: FrameType | None, root: CodeType | None) -> bool:
+    while frame is not None and root is not None and frame.f_code is not root:
+        frame = frame.f_back
+    return frame is not None
+
+
+def user_line(frame: FrameType | None, root: CodeType | None = None) -> str | None:
+    """file:line of the innermost frame that is not in Python's library, torch, an installed package or drivetrain."""
+    while frame is not None and frame.f_code is not root:
+        if is_users(frame.f_code):
+            return Site(frame.f_code, frame.f_lasti).place
+        frame = frame.f_back
+    return None
+
 
 SAMPLE_S = 0.001  # between two instants, on average
 LOOK_S = 0.002  # between two looks at the other threads, on average
@@ -232,3 +326,155 @@ def thread_clock() -> Callable[[], Times]:
         return Times(now, now - queued, busy())
 
     return clock
+
+
+FACTORIES = ("randperm", "rand", "randn", "randint", "arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
+# What torch.nn's layers do, by the beginnings of the operations' names: a model may call them without a module.
+_OF_LAYERS = (
+    "convolution", "cudnn_", "miopen_", "mkldnn_", "addmm", "mm", "bmm", "baddbmm", "linear", "_scaled_dot_product",
+    "_efficient_att", "_flash_att", "_fused_sdp", "embedding", "native_batch_norm", "_native_batch_norm", "_batch_norm",
+    "native_layer_norm",
+    "native_group_norm", "_fused_rms", "relu", "gelu", "silu", "leaky_relu", "elu", "hardswish", "hardtanh", "mish", "sigmoid",
+    "tanh", "softplus", "_softmax", "_log_softmax", "log_sigmoid", "native_dropout", "max_pool", "avg_pool", "adaptive_",
+    "_adaptive_", "mean", "upsample_", "nll_loss", "binary_cross_entropy", "mse_loss", "smooth_l1", "huber_loss", "_cudnn_rnn",
+)  # fmt: skip
+
+
+@dataclass
+class Operation:
+    """One operation of the forward, or of any other code; its backward is added once that runs."""
+
+    name: str
+    found: Found
+    phase: str
+    layer: bool  # a layer of the model makes it
+    wide: bool  # it computes in float64
+    small: bool
+    creates: bool  # it creates a tensor on the CPU
+    nodes: range = range(0)  # the numbers of its nodes in the graph of the backward
+    frozen: bool = False  # it has no node, and needs none: it has no weights that train
+    ms: float = 0.0
+    backward_ms: float = 0.0
+    backward_operations: int = 0
+    wasted: bool = False  # nothing of it takes part in the backward
+
+    @property
+    def needed(self) -> bool:
+        """Whether the model's own layers need it."""
+        return self.layer and not self.wide and not self.wasted
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Records operations while it is entered. Its own time, which is more than theirs, is not in theirs."""
+
+    phase: Callable[[], str]
+    clock: Clock
+    root: CodeType
+    small_size: int  # elements
+    operations: list[Operation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._of_node: dict[int, Operation] = {}
+        self._marks: list[tuple[Operation, bool, Mark, Mark]] = []
+        self._visited: set[int] = set()
+        self._next_node = _next_node()
+        self._last: Operation | None = None  # whose backward ran last
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation, backward = self._operation(func, args)
+        began = self.clock.mark()
+        out = func(*args, **(kwargs or {}))
+        ended = self.clock.mark()
+        if operation is not None:
+            self._marks.append((operation, backward, began, ended))
+            if not backward:
+                _describe(operation, out, self.small_size)
+        return out
+
+    def _operation(self, func: Any, args: Any) -> tuple[Operation | None, bool]:
+        """Return the operation that the time belongs to, and whether this is its backward."""
+        found = find(sys._getframe(2), self.root)
+        node = torch._C._current_autograd_node()
+        if node is not None and found.site is None:
+            return self._forward_of(node), True
+        name = func._schema.name.removeprefix("aten::")
+        nodes = range(self._next_node, _next_node())
+        layer = found.in_layer or found.site is None or _is_layers(name, args, bool(nodes))
+        operation = Operation(name, found, self.phase(), layer, False, False, False, nodes)
+        operation.frozen = not nodes and not _has_weights(args)
+        self._of_node.update(dict.fromkeys(nodes, operation))
+        self._next_node = max(nodes.stop, self._next_node)
+        self.operations.append(operation)
+        return operation, False
+
+    def _forward_of(self, node: Any) -> Operation | None:
+        """Return the operation whose backward a node is; that of the last one, where a node only adds up gradients."""
+        number = node._sequence_nr()
+        if number not in self._visited:
+            self._visit(node)
+        self._last = self._of_node.get(number, self._last)
+        return self._last
+
+    def _visit(self, node: Any) -> None:
+        """Note a node and all that come after it in the backward."""
+        nodes = [node]
+        while nodes:
+            node = nodes.pop()
+            number = node._sequence_nr()
+            if number in self._visited and number < 2**63:
+                continue
+            self._visited.add(number)
+            nodes += [following for following, _ in node.next_functions if following is not None]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the operations of the block, and read their times at its end."""
+        with self:
+            yield
+        for operation, backward, began, ended in self._marks:
+            ms = 1e3 * self.clock.seconds(began, ended)
+            if backward:
+                operation.backward_ms += ms
+                operation.backward_operations += 1
+            else:
+                operation.ms += ms
+        for operation in self.operations:
+            operation.wasted = not operation.frozen and not any(n in self._visited for n in operation.nodes)
+        self._marks.clear()
+
+
+class _ThreadClock(Clock):
+    """The thread's time on a core: what else a busy machine does is no operation's."""
+
+    def mark(self) -> Mark:
+        return time.thread_time()
+
+
+def operation_clock(device: torch.device) -> Clock:
+    """Return the clock of operations on a device."""
+    return _ThreadClock() if device.type == "cpu" else clock_for(device)
+
+
+def _next_node() -> int:
+    """Return the number of the next node that this thread adds to a graph."""
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def _is_layers(name: str, args: Any, trains: bool) -> bool:
+    """Whether a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
+    return trains and (name.startswith(_OF_LAYERS) or _has_weights(args))
+
+
+def _has_weights(args: Any) -> bool:
+    return any(isinstance(a, torch.nn.Parameter) and a.requires_grad for a in args)
+
+
+def _describe(operation: Operation, out: Any, small_size: int) -> None:
+    if not isinstance(out, torch.Tensor):
+        out = next((o for o in out if isinstance(o, torch.Tensor)), None) if isinstance(out, tuple | list) else None
+    if out is not None:
+        operation.wide = out.dtype in (torch.float64, torch.complex128)
+        operation.small = out.numel() <= small_size
+        operation.creates = operation.name in FACTORIES and out.device.type == "cpu"

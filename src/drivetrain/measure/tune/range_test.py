@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from drivetrain.measure.profile.lines import TrackedStream
+from drivetrain.measure.profile.step import TrackedStream
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
 
