@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
@@ -13,9 +14,13 @@ import torch
 
 import drivetrain
 from drivetrain.core import allowed as rules
+from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.inference.loaded import load
 from drivetrain.model import transformers as option
+from drivetrain.parallel import tensor
+from drivetrain.parallel.rank_work import RankWork
+from tests.support import slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,17 +98,67 @@ def test_techniques(case, technique, train):
     assert result.status == "completed", result.error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("technique", [["parallel=fsdp"], ["parallel=ddp"], ["compile=regional"]], ids="".join)
-@pytest.mark.parametrize("case", ["bert", "llama", "vit"])
-def test_two_ranks_and_compiled_blocks_are_as_one_plain_process(case, technique, train):
-    ranks = ["parallel.nproc=2"] if technique[0].startswith("parallel") else []
-    words = [*CASES[case]]
+OWN = """
+import torch, transformers
+
+class Net(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        config = transformers.LlamaConfig(
+            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, intermediate_size=32,
+            vocab_size=classes, use_cache=False,
+        )
+        self.llama = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens):
+        return self.llama(tokens).logits
+"""
+TOGETHER = [  # of the normal suite: one of each; the others are slow
+    ("llama", "parallel=tensor"), ("own", "parallel=tensor"), ("bert", "parallel=fsdp"), ("bert", "parallel=ddp"),
+    ("llama", "parallel=fsdp"), ("llama", "parallel=ddp"), ("vit", "parallel=fsdp"), ("vit", "parallel=ddp"),
+    ("bert", "compile=regional"), ("llama", "compile=regional"), ("vit", "compile=regional"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "technique"), slow.but(lambda each: each[1] == "parallel=tensor", TOGETHER, " ".join))
+def test_two_ranks_and_compiled_blocks_are_as_one_plain_process(case, technique, train, monkeypatch, tmp_path):
+    """A model of the user's that holds one of transformers has its plan and its blocks too."""
+    (tmp_path / "held.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    ranks = ["parallel.nproc=2"] if technique.startswith("parallel") else []
+    words = CASES[case] if case != "own" else ["model=own", "model.target=held.Net", "trust=[held]", *LANGUAGE]
     if case == "bert":  # each rank draws its own dropout
-        words += ["model.config.hidden_dropout_prob=0.0", "model.config.attention_probs_dropout_prob=0.0"]
-    plain, other = train(*words), train(*words, *technique, *ranks)
+        words = [*words, "model.config.hidden_dropout_prob=0.0", "model.config.attention_probs_dropout_prob=0.0"]
+    plain, other = train(*words), train(*words, technique, *ranks)
     assert other.status == "completed", other.error
     assert other.judged()["loss"] == pytest.approx(plain.judged()["loss"], abs=1e-5)
+
+
+def test_its_blocks_are_those_that_it_names_itself(make):
+    """A BERT names its embeddings too, of which there is one."""
+    model = make(*CASES["bert"]).model
+    assert "BertEmbeddings" in model._no_split_modules
+    blocks = repeated_blocks(torch.nn.Sequential(model))
+    assert [type(block).__name__ for block in blocks] == ["BertLayer"] * 2
+    model._no_split_modules = {"BertAttention"}
+    assert [type(block).__name__ for block in repeated_blocks(model)] == ["BertAttention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "says"),
+    [
+        ("Llama", {"num_key_value_heads": 1}, "a block's 1 heads do not divide into 2 ranks"),
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}, "Qwen3DecoderLayer has styles that drivetrain does not shard by"),
+        ("Bert", {"is_decoder": True}, "as llama does and bert does not"),
+    ],
+)
+def test_a_tensor_plan_that_cannot_be_used_is_refused(kind, more, says):
+    cls = getattr(transformers, f"{kind}LMHeadModel" if kind == "Bert" else f"{kind}ForCausalLM")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
+    model = cls(cls.config_class(**sizes, **more))
+    mesh = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(UserError, match=re.escape(says)):
+        tensor.shard_blocks("parallel=tensor", model, repeated_blocks(model), mesh, RankWork())
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tiny, tmp_path):

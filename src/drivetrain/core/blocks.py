@@ -25,11 +25,16 @@ class TensorLayout(NamedTuple):
 def repeated_blocks(model: torch.nn.Module, class_name: str | None = None) -> list[torch.nn.Module]:
     """The outermost modules of class `class_name`; without a name, the model's own repeated blocks.
 
-    A class is repeated if it has submodules and the model's Sequentials and ModuleLists have at least two members of it. For
-    a stage that consists of repeated blocks itself (in ConvNeXt and Swin), its blocks are returned.
+    A model of transformers names its own (`_no_split_modules`): those that it has several of. Else a class is repeated if it
+    has submodules and the model's Sequentials and ModuleLists have at least two members of it. For a stage that consists of
+    repeated blocks itself (in ConvNeXt and Swin), its blocks are returned.
     """
     if class_name is not None:
         return _found(model, {type(m) for m in model.modules() if type(m).__name__ == class_name}, stages=False)
+    named = next((names for m in model.modules() if (names := getattr(m, "_no_split_modules", None))), ())
+    own = Counter(type(m) for m in model.modules() if type(m).__name__ in named)
+    if several := {cls for cls, n in own.items() if n > 1}:
+        return _found(model, several, stages=False)
     counts = Counter(type(child) for parent in model.modules() for child in _row(parent))
     return _found(model, {cls for cls, n in counts.items() if n > 1}, stages=True)
 

@@ -156,7 +156,7 @@ class Pipeline(Sharded):
         self.my_stages = range(self._pipe_rank, count, ranks)
         owned = [i for stage in self.my_stages for i in range(*self._ranges[stage])]
         if self.tensor > 1:
-            shard_blocks(f"parallel.tensor={self.tensor}", [blocks[i] for i in owned], mesh["tensor"], self._work)
+            shard_blocks(f"parallel.tensor={self.tensor}", model, [blocks[i] for i in owned], mesh["tensor"], self._work)
         else:
             for i in owned:
                 self._work.time_forward(blocks[i])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +24,8 @@ class Tensor(Sharded):
     """Shards heads and hidden units over `size` ranks (Shoeybi et al. 2019), by torch's DeviceMesh; auto is all ranks.
 
     More ranks than `size` form groups that split the batch; weights are also sharded over the groups, as with
-    parallel=fsdp. There are sharding plans for the blocks of timm's vision transformers and of model=gpt.
+    parallel=fsdp. There are sharding plans for the blocks of timm's vision transformers and of model=gpt, and models of
+    transformers have their own (`tp_plan`).
     """
 
     effect = "close"
@@ -62,7 +64,7 @@ class Tensor(Sharded):
         mesh = self.device_mesh(data=self.data_world.size, tensor=size)
         self._mesh, self.data_group = mesh, mesh.get_group("data")
         blocks = repeated_blocks(model)
-        count = shard_blocks("parallel=tensor", blocks, mesh["tensor"], self._work)
+        count = shard_blocks("parallel=tensor", model, blocks, mesh["tensor"], self._work)
         self._sync_last_only = self.data_world.size > 1
         if self.data_world.size > 1:
             fully_shard_blocks(model, blocks, mesh["data"], dtype)
@@ -89,30 +91,45 @@ def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
         )
     if not run.model.may_be_transformer:
         yield (
-            f"{setting} has plans for transformers (model=gpt, vision transformers of model=timm), none for "
+            f"{setting} has plans for transformers (model=gpt, model=transformers, vision transformers of model=timm), none for "
             f"{run.named('model')}: set parallel=ddp, fsdp or pipeline"
         )
 
 
-def shard_blocks(setting: str, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWork) -> int:
-    """Shard the blocks that have a plan over the mesh's ranks, in place. Returns their number. Raises UserError if it is 0.
+def shard_blocks(setting: str, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWork) -> int:
+    """Shard a model's blocks that have a plan over the mesh's ranks, in place. Returns their number. Raises UserError if it is 0.
 
     `work` times what a rank computes in them before the all-reduce.
     """
-    plans = [plan for block in blocks if (plan := plan_for(block)) is not None]
+    styles = own_styles(model)
+    plans = [plan for block in blocks if (plan := plan_for(block, styles)) is not None]
     if not plans:
         found = ", ".join(sorted({type(b).__name__ for b in blocks})) or "none that repeat"
         raise UserError(
-            f"{setting} has no plan for this model's blocks ({found}): it knows those of timm's vision transformers and of "
-            "model=gpt: set parallel=fsdp or pipeline"
+            f"{setting} has no plan for this model's blocks ({found}): it knows those of timm's vision transformers, of "
+            "model=gpt, and of models of transformers that bring one, as llama does and bert does not: set parallel=fsdp"
         )
     for plan in plans:
         plan(mesh, work)
     return len(plans)
 
 
-def plan_for(block: Any) -> Plan | None:
-    """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else."""
+def own_styles(model: torch.nn.Module) -> dict[int, str]:
+    """The styles that the plan of a model of transformers gives its layers, by their ids; {} where it has no plan."""
+    for module in model.modules():
+        if plan := getattr(module, "_tp_plan", None):
+            numbered = ((re.sub(r"\b\d+\b", "*", name), layer) for name, layer in module.named_modules())
+            return {id(layer): plan[name] for name, layer in numbered if name in plan}
+    return {}
+
+
+def plan_for(block: Any, styles: Mapping[int, str] | None = None) -> Plan | None:
+    """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else.
+
+    `styles` are those of `own_styles`, for a block that has layers among them.
+    """
+    if styles and (own := {name: styles[id(m)] for name, m in block.named_modules() if id(m) in styles}):
+        return functools.partial(_shard_by_styles, block, own)
     timms = sys.modules.get("timm.layers.attention"), sys.modules.get("timm.layers.mlp")  # loaded where a block is of timm
     attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
     if (
@@ -160,6 +177,27 @@ def _shard_by_layout(layout: TensorLayout, mesh: Any, work: RankWork) -> None:
     parallelize_module(feed_forward, mesh, styles, src_data_rank=None)
     work.time_between(attention, getattr(attention, layout.out))
     work.time_between(feed_forward, getattr(feed_forward, layout.down))
+
+
+def _shard_by_styles(block: Any, styles: Mapping[str, str], mesh: Any, work: RankWork) -> None:
+    """Shard a block by the styles of its layers. Its layers' widths are the heads of an attention, or hidden units."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    made: dict[str, Any] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    if others := sorted({*styles.values()} - {*made}):
+        raise UserError(
+            f"the tensor plan of {type(block).__name__} has styles that drivetrain does not shard by ({', '.join(others)}): set "
+            "parallel=fsdp"
+        )
+    modules = dict(block.named_modules())
+    for name, style in styles.items():
+        parent, layer = modules[name.rpartition(".")[0]], modules[name]
+        if style == "rowwise":
+            work.time_between(parent, layer)
+        else:
+            heads = getattr(parent, "head_dim", None)
+            _check_divisible(layer.out_features // (heads or 1), "heads" if heads else "hidden units", mesh.size())
+    parallelize_module(block, mesh, {name: made[style]() for name, style in styles.items()}, src_data_rank=None)
 
 
 def _check_divisible(number: int, what: str, size: int) -> None:
