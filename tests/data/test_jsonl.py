@@ -17,6 +17,12 @@ CPU = torch.device("cpu")
 TEXTS = [f"the {'cat' if i % 2 else 'dog'} number {i} sat on the mat, and then the mat sat on it" for i in range(80)]
 
 
+def passages_of(source) -> list[str]:
+    """The texts of a source whose tokens are bytes."""
+    parts = source.documents.tokens.split(source.documents.sizes.tolist())
+    return [bytes(parts[n].tolist()).decode() for n in source.which.tolist()]
+
+
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     path = tmp_path / "texts.jsonl"
@@ -47,7 +53,7 @@ def test_byte_pairs_are_trained_once_and_kept_with_the_run(texts):
     file = texts.parent / "tokenizer.json"
     file.write_text(splits.files["tokenizer.json"])
     loaded = Jsonl(str(texts), tokenizer="file", tokenizer_file=str(file), length=64, holdout=0.2).load(CPU)
-    assert torch.equal(loaded.train.text, splits.train.text)
+    assert torch.equal(loaded.train.documents.tokens, splits.train.documents.tokens)
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -143,18 +149,18 @@ def test_plain_text_is_read_in_passages_of_whole_lines(tmp_path):
     (tmp_path / "in" / "a.txt").write_text("".join(text + "\n" for text in TEXTS))
     (tmp_path / "in" / "notes.md").write_text("not read")
     option = TextFiles(str(tmp_path / "in" / "a.txt"), length=16, holdout=0.3)
-    train, test = option._lines()
-    passages = [line.text for line in (*train, *test)]
+    splits = option.load(CPU)
+    train, test = passages_of(splits.train), passages_of(splits.test)
+    passages = [*train, *test]
     assert sorted("".join(passages).splitlines()) == sorted(TEXTS)
     assert all(64 <= len(p) < 64 + len(max(TEXTS, key=len)) + 1 and p.endswith("\n") for p in passages)
     (tmp_path / "in" / "b.txt").write_text("something else " * 20)
-    folder = TextFiles(str(tmp_path / "in"), length=16, holdout=0.3)._lines()
-    assert set(test) <= set(folder[1])
-    assert set(train) <= set(folder[0])
-    splits = option.load(CPU)
+    folder = TextFiles(str(tmp_path / "in"), length=16, holdout=0.3).load(CPU)
+    assert set(test) <= set(passages_of(folder.test))
+    assert set(train) <= set(passages_of(folder.train))
     x, y = splits.train.fetch(torch.arange(2))
     assert (splits.classes, x[0, 0]) == (257, 256)
-    assert bytes(y[0].tolist()).decode() == train[0].text[:16]
+    assert bytes(y[0].tolist()).decode() == train[0][:16]
     assert option.encode("ab", splits).tolist() == [256, 97, 98]
 
 
@@ -183,10 +189,12 @@ def test_texts_of_other_encodings(tmp_path):
     for name, content, option in (("t.txt", text, TextFiles), ("t.jsonl", lines, Jsonl)):
         path = tmp_path / name
         path.write_text(content, encoding="utf-8")
-        expected = option(str(path), length=8, holdout=0.4).load(CPU).train.text
+        expected = option(str(path), length=8, holdout=0.4).load(CPU).train.documents.tokens
         for encoding, given in (("utf-8-sig", None), ("utf-16", None), ("latin-1", "latin-1")):
             path.write_bytes(content.encode(encoding))
-            assert torch.equal(option(str(path), length=8, encoding=given, holdout=0.4).load(CPU).train.text, expected)
+            assert torch.equal(
+                option(str(path), length=8, encoding=given, holdout=0.4).load(CPU).train.documents.tokens, expected
+            )
         path.write_bytes(content.encode().replace(b" 7 ", b"\xe9"))
         with pytest.raises(
             UserError, match=rf"{name}:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or name .* data.encoding"
@@ -206,16 +214,15 @@ def test_half_of_a_character_in_json_is_named(tmp_path):
 def test_one_long_line_is_cut_at_its_spaces_and_held_out(tmp_path):
     words = " ".join(f"word{n}ß" for n in range(2000))
     (tmp_path / "text8.txt").write_text(words)
-    train, test = TextFiles(str(tmp_path / "text8.txt"), length=16, holdout=0.2)._lines()
-    passages = [line.text for line in (*train, *test)]
+    splits = TextFiles(str(tmp_path / "text8.txt"), length=16, holdout=0.2).load(CPU)
+    train, test = passages_of(splits.train), passages_of(splits.test)
+    passages = [*train, *test]
     assert sorted(word for passage in passages for word in passage.split()) == sorted(words.split())
     assert all(64 <= len(passage.encode()) < 80 for passage in passages if not passage.endswith("word1999ß"))
     assert 0 < len(test) < len(train)
     (tmp_path / "text8.txt").write_text("ß" * 1000)  # no space: no character is cut through
-    assert sorted({*TextFiles(str(tmp_path / "text8.txt"), length=16)._read(tmp_path / "text8.txt")}) == [
-        ("ß" * 104, ""),
-        ("ß" * 128, ""),
-    ]
+    found = {line.text for line in TextFiles(str(tmp_path / "text8.txt"), length=16)._read(tmp_path / "text8.txt")}
+    assert found == {"ß" * 104, "ß" * 128}
 
 
 def test_the_texts_of_a_folder_are_read_by_their_ending_and_hidden_ones_are_not(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import packed, shards, untrusted
+from drivetrain.data import packed, shards, stored, untrusted
 from drivetrain.data.cifar10 import read_members
 from drivetrain.data.decoding import Layout
 from drivetrain.data.masks import MaskReading
@@ -182,18 +182,18 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_index_of_wrong_types_is_refused_in_our_words(name):
     good = {
-        "format": packed.FORMAT, "version": packed.VERSION, "kind": "uint8", "shape": [3, 4, 4], "classes": 2, "names": None,
+        "format": stored.FORMAT, "version": stored.VERSION, "kind": "uint8", "shape": [3, 4, 4], "classes": 2, "names": None,
         "normalize": None, "splits": {"train": ENTRY, "test": ENTRY},
     }  # fmt: skip
     Path("index.json").write_text(json.dumps(good))
-    assert packed.read_index(Path()) == good
+    assert stored.read_index(Path()) == good
     for value in WRONG[name]:
         Path("index.json").write_text(json.dumps({**good, name: value}))
         with pytest.raises(UserError, match=f"no index that drivetrain pack wrote .its.*{name}"):
-            packed.read_index(Path())
+            stored.read_index(Path())
     Path("index.json").write_text(json.dumps({key: value for key, value in good.items() if key != name}))
     with pytest.raises(UserError, match=f"no index that drivetrain pack wrote .its.*{name}"):
-        packed.read_index(Path())
+        stored.read_index(Path())
 
 
 @pytest.mark.parametrize("row", [[49, 0, 0], [-48, 0, 0], [48, 0, 2], [48, 0, -1], [2**62, 0, 0]])
@@ -205,5 +205,5 @@ def test_a_table_that_names_what_is_not_there(row):
     Path("train.data").write_bytes(bytes(48))
     entry = {"samples": 1, "bytes": 48, "table": hashlib.blake2b(content).hexdigest()}
     index = {"kind": "uint8", "shape": [3, 4, 4], "classes": 2, "splits": {"train": entry}}
-    with pytest.raises(DataError, match=r"train\.table is no table of these images"):
+    with pytest.raises(DataError, match=r"train\.table is no table of these"):
         packed.open_split(Path(), index, "train", (3, 4, 4), 100, verify=False)

@@ -16,7 +16,7 @@ from drivetrain.cli import arguments
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.paths import add_import_paths
-from drivetrain.data import packing
+from drivetrain.data import packing, stored
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
 from drivetrain.ui import terminal
@@ -54,7 +54,7 @@ def command(argv: Sequence[str]) -> int:
         if len(given.overrides) != 1:
             raise UserError("drivetrain pack --verify needs one folder that was packed")
         with _progress("verified") as step:
-            count = packing.verify(Path(given.overrides[0]), step)
+            count = stored.verify(Path(given.overrides[0]), step)
         echo(f"{given.overrides[0]}: all {count:,} samples are as they were packed")
         return DONE
     paths = [w for w in given.overrides if "=" not in w]
@@ -145,7 +145,7 @@ def _progress(verb: str) -> Iterator[packing.OnProgress]:
     with ExitStack() as shown:
         rates: dict[str, Rate] = {}
 
-        def step(split: str, done: int, total: int) -> None:
+        def step(split: str, total: int, done: int) -> None:
             if split not in rates:
                 shown.close()
                 rates[split] = shown.enter_context(Rate(f"samples of {split} {verb}", total, done))

@@ -121,6 +121,17 @@ def read_yaml(path: Path, most: int = LARGEST) -> Any:
         raise ValueError(str(error).splitlines()[0]) from None
 
 
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """A context that one process of a machine is in at a time, while others wait; `path` is a file for that. Raises OSError."""
+    with open(path, "ab", opener=descriptor) as file:
+        with contextlib.suppress(ImportError):  # no such locks on Windows
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file of UTF-8 text, as `write_bytes` does."""
     write_bytes(path, text.encode())

@@ -29,6 +29,7 @@ class Source(Protocol):
     # (n,) of sequences: the length of each sample, known without reading it (SequenceSource). Where there is a target for each
     # token, it is the number of those that count in the loss.
     lengths: torch.Tensor | None = None
+    groups: torch.Tensor | None = None  # (m,) how many samples each group has, of groups that follow each other (GroupedSource)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -49,11 +50,11 @@ class Source(Protocol):
         """Return how often each sample is drawn, relative to the others (n,), where that is known."""
         return None
 
-    def identities(self) -> Sequence[str | bytes] | None:
-        """Return a text for each sample that is the same in every run, on every machine.
+    def identities(self) -> Sequence[str | bytes] | torch.Tensor | None:
+        """Return a text, or a whole number of 64 bits, for each sample that is the same in every run, on every machine.
 
         Samples that share one stay together where a validation set is held out. None: the content of tensors, else the numbers
-        of the samples, stand for it.
+        of the samples, stand for it. Where samples have `groups`, there is one for each group.
         """
         return None
 
@@ -75,6 +76,14 @@ class SequenceSource(Source, Protocol):
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets (n, length), their length a multiple of `pad_to` or the longest sample there is."""
+        ...
+
+
+class GroupedSource(Source, Protocol):
+    """A source of samples of which some belong together, such as the pieces of a document."""
+
+    def of(self, groups: torch.Tensor) -> Source:
+        """Return a source of the samples of these groups."""
         ...
 
 

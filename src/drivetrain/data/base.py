@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import annotated_types
 
@@ -23,6 +23,7 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.order import REPEATS, Order, Sampling
+from drivetrain.core.source import GroupedSource
 from drivetrain.core.source import Source as Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
@@ -425,16 +426,18 @@ def hold_out(source: Source, share: float) -> tuple[Source, Source]:
     that belong together, such as the pieces of a document, stay together. Each class gives the same share, where the classes
     are known without reading samples. Raises UserError where one of the sets would be empty.
     """
-    keys, labels = _keys(source), source.labels()
-    apart = chosen(keys, None if labels is None else labels.cpu().numpy(), share)
-    held = int(apart.sum())
-    if not held or held == len(apart):
+    labels, groups, counts = source.labels(), source.groups, None
+    if groups is not None:
+        counts, labels = groups.numpy(), None if labels is None else labels[groups.cumsum(0) - groups]
+    which = torch.from_numpy(chosen(_keys(source), None if labels is None else labels.cpu().numpy(), share, counts))
+    held = int(which.sum() if groups is None else groups[which].sum())
+    if not held or held == len(source):
         raise UserError(
-            f"data.validation={share:g} takes {held} of {len(apart)} training samples, and both sets need some (samples that "
+            f"data.validation={share:g} takes {held} of {len(source)} training samples, and both sets need some (samples that "
             "belong together stay together): set another share, or data.validation=null to select on the test set"
         )
-    which = torch.from_numpy(apart)
-    return source.subset((~which).nonzero().flatten()), source.subset(which.nonzero().flatten())
+    part = source.subset if groups is None else cast(GroupedSource, source).of
+    return part((~which).nonzero().flatten()), part(which.nonzero().flatten())
 
 
 def count_held_out(samples: int, share: float) -> int:
@@ -442,20 +445,24 @@ def count_held_out(samples: int, share: float) -> int:
     return int(max(share, 1 / samples) * samples + 0.5)
 
 
-def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float) -> np.ndarray:
+def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float, counts: np.ndarray | None = None) -> np.ndarray:
     """Return which samples are held out, bool (n,): those of the lowest keys (n,) uint64, for each class its share.
 
     Samples of one key are a group, which is held out as a whole where at least half of it is wanted. The shares of classes
-    are rounded so that their sum is that of all samples; there are none where a group has samples of several classes.
+    are rounded so that their sum is that of all samples; there are none where a group has samples of several classes. Where
+    each of the n stands for several samples, `counts` (n,) says for how many.
     """
-    _, first, group, sizes = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)  # in the keys' order
+    _, first, group = np.unique(keys, return_index=True, return_inverse=True)  # in the keys' order
+    sizes = np.bincount(group, counts)
     one_class = labels is None or not (labels == labels[first][group]).all()
     _, number = np.unique(np.zeros(len(sizes)) if labels is None or one_class else labels[first], return_inverse=True)
     samples = np.bincount(number, weights=sizes)  # of each class
-    left = np.diff(np.floor(max(share, 1 / len(keys)) * np.cumsum(samples) + 0.5), prepend=0).tolist()
+    left = np.diff(np.floor(max(share, 1 / samples.sum()) * np.cumsum(samples) + 0.5), prepend=0).tolist()
     taken = np.zeros(len(sizes), bool)
-    for n, (of_class, size) in enumerate(zip(number.tolist(), sizes.tolist(), strict=True)):
-        if size / 2 <= left[of_class]:
+    for n, (of_class, size) in enumerate(zip(number, sizes, strict=True)):
+        if max(left) <= 0:  # most groups are left
+            break
+        if 0 < size / 2 <= left[of_class]:
             left[of_class] -= size
             taken[n] = True
     if not taken.any() and len(taken) > 1:  # few large groups
@@ -482,6 +489,8 @@ def twice(one: Source, other: Source) -> int | None:
 def _keys(source: Source) -> np.ndarray:
     """Return a number (n,) uint64 for each sample, equal for those that stay together."""
     if (names := source.identities()) is not None:
+        if isinstance(names, torch.Tensor):
+            return rng.keys(0, 0, names, HOLD_OUT_STREAM).numpy().astype(np.uint64)
         return hash_of(names)
     if isinstance(source, Tensors) and source.device.type == "cpu":
         rows = [leaf.reshape(len(leaf), -1).contiguous().view(torch.uint8).numpy() for leaf in trees.leaves((source.x, source.y))]
@@ -522,7 +531,9 @@ def _add(digest: Any, source: Source) -> str:
     spread = torch.arange(count := min(SAMPLES, len(source)))
     if not source.in_order:
         spread = spread * len(source) // max(1, count)
-    if names is not None:
+    if isinstance(names, torch.Tensor):
+        _add_tensors(digest, names)
+    elif names is not None:
         for name in names:
             digest.update(_bytes(name) + b"\0")
     if (labels := source.labels()) is not None:

@@ -6,7 +6,6 @@ and runs pickle.load on them. This reader runs no pickle.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -235,7 +234,7 @@ def download(url: str, path: Path, sha256: str) -> None:
     One process of a machine downloads; the others wait for it. Raises UserError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _file_lock(path.with_name(f".{path.name}.lock")):
+    with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             _download(url, path, sha256)
 
@@ -259,14 +258,3 @@ def _download(url: str, path: Path, sha256: str) -> None:
         partial.unlink()
         raise UserError(f"{url} gave a file whose SHA-256 is {digest.hexdigest()}, not {sha256}: it was not kept")
     partial.replace(path)
-
-
-@contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Let one process of this machine in at a time."""
-    import fcntl
-
-    with path.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    path.unlink(missing_ok=True)

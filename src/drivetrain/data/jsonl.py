@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -19,18 +20,22 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, expanded, hash_fraction
 from drivetrain.data.listing import walk
 from drivetrain.data.text import LabelledTexts, Texts
+from drivetrain.data.tokenized import Document, Documents, Work, key_of, tokenized
 from drivetrain.data.tokenizer import SETTINGS, BytePairs, Bytes, OfModel, Tokenizer, from_json
-from drivetrain.data.untrusted import Encoding, as_kept, as_utf8, decode, lines_of, mapped
+from drivetrain.data.untrusted import MAPPED, Encoding, as_kept, as_utf8, decode, let_go, lines_of, mapped
 
 logger = logging.getLogger(__name__)
 KEPT = "tokenizer.json"  # in the run's directory
+TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a tokenizer
+TRAINED_ON = 64 << 20  # bytes of texts, about, that byte pairs are trained on at most
 
 
 class Line(NamedTuple):
-    """One line's text and its class; "" for no class."""
+    """One text and its class; "" for no class."""
 
     text: str
     label: str
+    end: int = 0  # bytes of the files up to its end
 
 
 class Jsonl(Data):
@@ -40,7 +45,7 @@ class Jsonl(Data):
     file of its own for the test, the share `holdout` of the texts is held out, chosen by the hash of their content.
     """
 
-    machine_local_keys = ("path", "test", "tokenizer_file")
+    machine_local_keys = ("path", "test", "tokenizer_file", "cache")
     tokens = True
     max_value = None
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
@@ -61,10 +66,11 @@ class Jsonl(Data):
         encoding: Encoding | None = None,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
+        cache: str | None = None,
         drop_last: bool = True,
         order: Sampling = "shuffled",
     ) -> None:
-        self.path, self.test, self.tokenizer_file = (expanded(p) for p in (path, test, tokenizer_file))
+        self.path, self.test, self.tokenizer_file, self.cache = (expanded(p) for p in (path, test, tokenizer_file, cache))
         self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
         self.length, self.encoding = length, encoding
         self.holdout, self.validation, self.drop_last, self.order = holdout, validation, drop_last, order
@@ -129,29 +135,40 @@ class Jsonl(Data):
         return self.encode(self._entry(line, source, number, [("text", self.text)])[self.text], data).unsqueeze(0)
 
     def load(self, device: torch.device) -> Splits:
-        sets = self._lines()
-        names = sorted({line.label for line in sets[0]})
-        if self.label is not None and (unknown := sorted({line.label for lines in sets[1:] for line in lines} - set(names))):
-            raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
-        return self._encoded(sets, self._tokenizer([line.text for line in sets[0]]), names)
+        own = beside(self.path, self.validation)
+        train, tokenizer = self._tokenized(Path(str(self.path)), None)
+        others = [self._tokenized(Path(path), tokenizer)[0] for path in (self.test, own) if path]
+        apart = torch.full((len(train),), False) if self.test else train.fractions() < self.holdout
+        sets = [(train, (~apart).nonzero().flatten()), *((each, torch.arange(len(each))) for each in others)]
+        if not self.test:
+            sets.insert(1, (train, apart.nonzero().flatten()))
+        if not all(len(which) for _, which in sets):
+            train_texts, test_texts = (len(which) for _, which in sets[:2])
+            raise UserError(
+                f"{self.path} gives {train_texts} training and {test_texts} test texts: set data.test or data.holdout"
+            )
+        names = sorted(train.names[number] for number in train.numbers[sets[0][1]].unique().tolist())
+        return self._splits(sets, tokenizer, names, f"{self.test or self.path}: no training text has the class")
 
     def load_whole(self, own: Splits) -> Splits:
         path = self.other_file()
-        lines, tokenizer = self._read(path), self._tokenizer([])
-        names = sorted({line.label for line in lines}) if own.names is None else list(own.names)
-        if self.label is not None and (unknown := sorted({line.label for line in lines} - set(names))):
-            raise UserError(f"{path} has classes that the run does not know: {', '.join(unknown[:5])}")
-        return replace(self._encoded([lines, lines], tokenizer, names), origins=WHOLE)
+        documents, tokenizer = self._tokenized(path, None)
+        names = sorted(documents.names) if own.names is None else list(own.names)
+        whole = (documents, torch.arange(len(documents)))
+        return replace(
+            self._splits([whole] * 2, tokenizer, names, f"{path} has classes that the run does not know:"), origins=WHOLE
+        )
 
-    def _encoded(self, sets: Sequence[Sequence[Line]], tokenizer: Tokenizer, names: list[str]) -> Splits:
-        """Return the lines of each set as tokens, and with `label` the numbers of their classes."""
-        texts = [[line.text for line in lines] for lines in sets]
+    def _splits(
+        self, sets: Sequence[tuple[Documents, torch.Tensor]], tokenizer: Tokenizer, names: list[str], foreign: str
+    ) -> Splits:
+        """Return some documents of each set, and with `label` the numbers of their classes. Raises UserError: `foreign` ones."""
         files = {KEPT: tokenizer.to_json()}
         if isinstance(tokenizer, OfModel):
             files[SETTINGS] = json.dumps(tokenizer.settings)
         shape, vocabulary = self.shape(), tokenizer.vocabulary
         if self.label is None:
-            pieces = [Texts(tokenizer(each), self.length, begin=tokenizer.begin) for each in texts]
+            pieces = [Texts(documents, self.length, tokenizer.begin).of(which) for documents, which in sets]
             lengths = tokenizer.token_bytes()
             if lengths is not None and vocabulary > len(lengths):
                 lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
@@ -159,22 +176,60 @@ class Jsonl(Data):
                 pieces[0], pieces[1], shape, vocabulary, None, dtype=torch.int64, token_bytes=lengths, files=files,
                 validation=pieces[2] if len(pieces) > 2 else None, pad_token=tokenizer.padding,
             )  # fmt: skip
-        parts = [tokenizer.whole(each, self.length) for each in texts]
-        if cut := sum(len(tokens) >= self.length for tokens in parts[0]):
+        sources, numbers = list[LabelledTexts](), {name: number for number, name in enumerate(names)}
+        for documents, which in sets:
+            classes = torch.tensor([numbers.get(name, -1) for name in documents.names])[documents.numbers]
+            if unknown := sorted({documents.names[n] for n in documents.numbers[which[classes[which] < 0]].unique().tolist()}):
+                raise UserError(f"{foreign} {', '.join(unknown[:5])}")
+            source = LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, tokenizer.padding or 0)
+            sources.append(source.of(which))
+        if cut := int((sources[0].lengths == self.length).sum()):
             logger.info(
                 "%d of %d training texts have data.length=%d tokens or more: a longer text is read to there",
-                cut, len(parts[0]), self.length,
+                cut, len(sources[0]), self.length,
             )  # fmt: skip
-        sources = [
-            LabelledTexts(
-                tokens, [names.index(line.label) for line in lines], self.length, 1, tokenizer.shift, tokenizer.padding or 0
-            )
-            for tokens, lines in zip(parts, sets, strict=True)
-        ]
         return Splits(
             sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files,
             pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
         )  # fmt: skip
+
+    def _tokenized(self, path: Path, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
+        """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
+        tokenizer = tokenizer or self._given_tokenizer()
+        about = {
+            "reads": type(self).__name__, "text": self.text, "label": self.label, "length": self.length,
+            "encoding": self.encoding,
+            "tokenizer": tokenizer.to_json() if tokenizer else [self.vocabulary, None if self.test else self.holdout],
+        }  # fmt: skip
+        documents = tokenized(self._files(path), about, self.cache, partial(self._work, path, tokenizer))
+        return documents, tokenizer or from_json(documents.files[KEPT])
+
+    def _work(self, path: Path, given: Tokenizer | None) -> Work:
+        """Return what tokenizes a file, whose tokenizer is trained where there is none."""
+        tokenizer = given or BytePairs.trained(self._to_train_on(path), self.vocabulary)
+        names = list[str]()
+        number_of: dict[str, int] = {}
+
+        def documents(start: int) -> Iterator[Document]:
+            number_of.update({name: number for number, name in enumerate(names)})
+            lines = islice(self._read(path), start, None)
+            while batch := list(islice(lines, TOGETHER)):
+                texts = [line.text for line in batch]
+                parts = tokenizer(texts) if self.label is None else tokenizer.whole(texts, self.length)
+                for line, tokens in zip(batch, parts, strict=True):
+                    if line.label not in number_of:
+                        number_of[line.label] = len(names)
+                        names.append(line.label)
+                    yield Document(tokens, key_of(line.text), number_of[line.label], line.end)
+
+        return Work(documents, tokenizer.largest(), {KEPT: tokenizer.to_json()}, names)
+
+    def _to_train_on(self, path: Path) -> Iterator[str]:
+        """Yield the training texts, or as many as a tokenizer is trained on, chosen by their hashes."""
+        first = 0.0 if self.test else self.holdout
+        size = sum(file.stat().st_size for file in self._files(path))
+        last = first + (1 - first) * min(1.0, TRAINED_ON / max(size, 1))
+        return (line.text for line in self._read(path) if first <= hash_fraction(line.text) < last)
 
     def _kept_tokenizer(self, data: Splits) -> Tokenizer:
         """The run's tokenizer. Raises UserError where it is none, or has more tokens than the model."""
@@ -187,38 +242,32 @@ class Jsonl(Data):
                 raise ValueError(f"it has {tokenizer.size:,} tokens, which are not the model's")
         return tokenizer
 
-    def _tokenizer(self, texts: list[str]) -> Tokenizer:
+    def _given_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer; None where it is trained on the texts. Raises UserError."""
         if self.own is not None and (not self.byte_tokens or KEPT in self.own.splits.files):
             return self._kept_tokenizer(self.own.splits)
-        if (of_model := self._of_model()) is not None:
+        if (of_model := self._of_model()) is not None or self.tokenizer == "bpe":
             return of_model
-        if self.tokenizer == "bpe":
-            return BytePairs.trained(texts, self.vocabulary)
         return BytePairs.loaded(Path(str(self.tokenizer_file))) if self.tokenizer == "file" else Bytes()
 
     def _of_model(self) -> OfModel | None:
         """The model's own tokenizer, where the data takes that. Raises UserError."""
         return None if self._model is None else OfModel.read(*self._model.tokenizer_files())
 
-    def _lines(self) -> list[list[Line]]:
-        """Return the lines of training, test and, where it is a file, validation. Raises UserError."""
-        train, own = self._read(Path(str(self.path))), beside(self.path, self.validation)
-        validation = [self._read(own)] if own else []
-        if self.test is not None:
-            return [train, self._read(Path(self.test)), *validation]
-        test = [line for line in train if hash_fraction(line.text) < self.holdout]
-        train = [line for line in train if hash_fraction(line.text) >= self.holdout]
-        if not train or not test:
-            raise UserError(f"{self.path} gives {len(train)} training and {len(test)} test texts: set data.test or data.holdout")
-        return [train, test, *validation]
+    def _files(self, path: Path) -> list[Path]:
+        """Return the files that a path stands for."""
+        return [path]
 
-    def _read(self, path: Path) -> list[Line]:
-        """Return the lines whose text is not empty. Raises UserError."""
-        read = (self._line(line, str(path), number) for number, line in lines_of(path, self.encoding) if line.strip())
-        lines = [line for line in read if line.text]
-        if not lines:
+    def _read(self, path: Path) -> Iterator[Line]:
+        """Yield the lines whose text is not empty. Raises UserError."""
+        end, empty = 0, True
+        for number, content in lines_of(path, self.encoding):
+            end += len(content)
+            if content.strip() and (line := self._line(content, str(path), number)).text:
+                empty = False
+                yield line._replace(end=end)
+        if empty:
             raise UserError(f"{path} has no texts under the key '{self.text}'")
-        return lines
 
     def _line(self, content: bytes, source: str, number: int) -> Line:
         entry = self._entry(content, source, number, [("text", self.text), ("label", self.label)])
@@ -279,12 +328,13 @@ class TextFiles(Jsonl):
         encoding: Encoding | None = None,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
+        cache: str | None = None,
         drop_last: bool = True,
         order: Sampling = "shuffled",
     ) -> None:
         super().__init__(
             path, test, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length,
-            encoding=encoding, holdout=holdout, validation=validation, drop_last=drop_last, order=order,
+            encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last, order=order,
         )  # fmt: skip
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -295,15 +345,23 @@ class TextFiles(Jsonl):
     def exists(self, path: Path) -> bool:
         return path.is_file() or path.is_dir()
 
-    def _read(self, path: Path) -> list[Line]:
-        files = sorted(path / name for name in walk(str(path), (".txt",)).every()) if path.is_dir() else [path]
-        passages = [Line(passage, "") for file in files for passage in self._passages(file)]
-        if not passages:
-            raise UserError(f"{path} holds no .txt file with a text" if path.is_dir() else f"{path} is empty")
-        return passages
+    def _files(self, path: Path) -> list[Path]:
+        return sorted(path / name for name in walk(str(path), (".txt",)).every()) if path.is_dir() else [path]
 
-    def _passages(self, file: Path) -> Iterator[str]:
-        """Yield the passages of a file: whole lines, or parts of a long one that end at a space. Raises DataError."""
+    def _read(self, path: Path) -> Iterator[Line]:
+        end = 0
+        for file in self._files(path):
+            for passage, size in self._passages(file):
+                end += size
+                yield Line(passage, "", end)
+        if not end:
+            raise UserError(f"{path} holds no .txt file with a text" if path.is_dir() else f"{path} is empty")
+
+    def _passages(self, file: Path) -> Iterator[tuple[str, int]]:
+        """Yield the passages of a file, and their bytes: whole lines, or parts of a long one that end at a space.
+
+        Raises DataError.
+        """
         content, least = as_utf8(mapped(file), self.encoding, str(file)), PIECES * self.length
         start, line = 0, 1
         while start < len(content):
@@ -312,5 +370,7 @@ class TextFiles(Jsonl):
             while end < len(content) and content[end] & 0xC0 == 0x80:  # within a character
                 end -= 1
             passage = content[start:end]
-            yield decode(passage, str(file), line).replace("\r\n", "\n").replace("\r", "\n")
+            yield decode(passage, str(file), line).replace("\r\n", "\n").replace("\r", "\n"), end - start
+            if start // MAPPED < end // MAPPED:
+                let_go(content)
             start, line = end, line + passage.count(b"\n")

@@ -1,30 +1,25 @@
-"""Writes what data=packed reads: samples one after the other. A packing that was killed can be continued."""
+"""Packs images: how samples are stored for data=packed."""
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
-import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Protocol
 
-from drivetrain.core.errors import DataError, UserError
-from drivetrain.core.files import write_json
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.data.base import SPLITS, Source, Splits
 from drivetrain.data.decoding import ImageFileSource, Range, open_image, orientation_of, pixels_of, upright
-from drivetrain.data.packed import CRC, END, FORMAT, LABEL, VERSION, open_split, read_index
+from drivetrain.data.stored import Sample, write_index, write_set
 
-CHUNK = 32 << 20  # bytes written between two entries of the journal, about
 TASK = 16  # samples that a thread decodes at a time
 
-Sample = tuple[bytes, int]  # its stored bytes and its class
-OnProgress = Callable[[str, int, int], None]  # called with a split's name, the samples done, and the samples in all
+OnProgress = Callable[[str, int, int], None]  # called with a split's name, the samples in all, and the samples done
 
 
 class Encoder(Protocol):
@@ -33,7 +28,7 @@ class Encoder(Protocol):
     kind: str  # in index.json
 
     def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
-        """Return the stored form of some of a source's samples."""
+        """Return the stored form and the class of some of a source's samples."""
         ...
 
 
@@ -91,113 +86,24 @@ def pack(
 
     `about` describes what is packed and how. A folder that was begun with another `about` is refused (UserError).
     """
-    entries = {}
-    for name, source in {
-        "train": splits.train,
-        **{split: each for split in SPLITS for each in splits.sets(split).values()},
-    }.items():
-        entries[name] = _pack_split(name, source, out, encode, about, threads, on_progress)
+    sets = {"train": splits.train, **{split: each for split in SPLITS for each in splits.sets(split).values()}}
+    entries = {
+        name: write_set(out, name, about, partial(_encoded, source, encode, threads), partial(on_progress, name, len(source)))
+        for name, source in sets.items()
+    }
     normalize = splits.normalize
-    write_json(out / "index.json", {
-        "format": FORMAT, "version": VERSION, "kind": encode.kind, "shape": list(shape), "classes": splits.classes,
+    write_index(out, {
+        "kind": encode.kind, "shape": list(shape), "classes": splits.classes,
         "names": None if splits.names is None else list(splits.names), "about": about, "splits": entries,
         "normalize": normalize and {"mean": normalize.mean.flatten().tolist(), "std": normalize.std.flatten().tolist()},
     })  # fmt: skip
-    for name in entries:
-        (out / f"{name}.journal").unlink()
 
 
-def _pack_split(
-    name: str, source: Source, out: Path, encode: Encoder, about: str, threads: int, on_progress: OnProgress
-) -> dict[str, Any]:
-    """Write a split's data and table; return its entry in the index."""
-    import numpy as np
-
-    journal = out / f"{name}.journal"
-    rows = _read_journal(journal, about)
-    with (out / f"{name}.data").open("r+b" if rows else "wb") as data, journal.open("a" if rows else "w") as log:
-        if not rows:
-            _write(log, json.dumps(about))
-        end = rows[-1][END] if rows else 0
-        data.truncate(end)  # what was written after the journal's last entry
-        data.seek(end)
-        on_progress(name, len(rows), len(source))
-        for chunk in _chunks(source, encode, len(rows), threads):
-            more = []
-            for content, label in chunk:
-                end += len(content)
-                data.write(content)
-                more.append([end, zlib.crc32(content), label])
-            _sync(data)  # before the journal: the samples it lists are on the disk
-            _write(log, json.dumps(more))
-            rows += more
-            on_progress(name, len(rows), len(source))
-    table = np.array(rows, "<i8").tobytes()  # no header to parse: numpy parses those of .npy files as Python, unsafe in threads
-    with (out / f"{name}.table").open("wb") as file:
-        file.write(table)
-        _sync(file)
-    return {"samples": len(rows), "bytes": end, "table": hashlib.blake2b(table).hexdigest()}
-
-
-def _chunks(source: Source, encode: Encoder, start: int, threads: int) -> Iterator[list[Sample]]:
-    """Yield the samples from `start` on, in order, in lists of about CHUNK bytes. Threads encode them."""
+def _encoded(source: Source, encode: Encoder, threads: int, start: int) -> Iterator[Sample]:
+    """Yield the samples from `start` on, in order. Threads encode them."""
     tasks = (list(range(i, min(i + TASK, len(source)))) for i in range(start, len(source), TASK))
-    chunk: list[Sample] = []
     with ThreadPoolExecutor(threads) as pool:
-        running: deque[Any] = deque()
-        more = True
-        while more or running:
-            while len(running) < 2 * threads and (more := (task := next(tasks, None)) is not None):
-                running.append(pool.submit(encode, source, task))
-            if running:
-                chunk += running.popleft().result()
-            if sum(len(content) for content, _ in chunk) >= CHUNK:
-                yield chunk
-                chunk = []
-    if chunk:
-        yield chunk
-
-
-def _read_journal(journal: Path, about: str) -> list[list[int]]:
-    """Return the table's rows that an earlier packing wrote. Raises UserError where it packed something else."""
-    try:
-        whole = journal.read_text(encoding="utf-8").rpartition("\n")[0]
-    except FileNotFoundError:
-        return []
-    lines = whole.splitlines()
-    try:
-        begun = json.loads(lines[0]) if lines else about
-        rows = [row for line in lines[1:] for row in json.loads(line)]
-    except (ValueError, TypeError, RecursionError):
-        raise UserError(f"{journal} is damaged: give another folder, or remove {journal.parent}") from None
-    if begun != about:
-        raise UserError(f"{journal.parent} was begun with something else ({lines[0][:300]}): give another folder or remove it")
-    os.truncate(journal, len(whole) + bool(whole))  # drop a last line that was not written to its end
-    return rows
-
-
-def _write(file: Any, line: str) -> None:
-    file.write(line + "\n")
-    _sync(file)
-
-
-def _sync(file: BinaryIO | Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def verify(out: Path, on_progress: OnProgress) -> int:
-    """Check every sample's checksum; return the number of samples. Raises DataError naming all that differ."""
-    index = read_index(out)
-    broken, count = [], 0
-    for name in index["splits"]:
-        split = open_split(out, index, name, tuple(index["shape"]), 1, verify=True)
-        for i in range(len(split)):
-            if zlib.crc32(split.stored(i)) != split.table[i, CRC]:
-                broken.append(f"{split.path}: sample {i} (class {int(split.table[i, LABEL])}) is not what was packed: pack again")
-            if i % 1000 == 999 or i + 1 == len(split):
-                on_progress(name, i + 1, len(split))
-        count += len(split)
-    if broken:
-        raise DataError(broken)
-    return count
+        running = deque(pool.submit(encode, source, task) for task in islice(tasks, 2 * threads))
+        while running:
+            yield from running.popleft().result()
+            running.extend(pool.submit(encode, source, task) for task in islice(tasks, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Container, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Literal, Self, cast
+from typing import ClassVar, Literal, Self
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -19,9 +18,9 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
+from drivetrain.data.tokenized import BEGIN, Documents
 from drivetrain.data.untrusted import read_whole
 
-BEGIN = 256  # the token before a document's first byte
 VOCABULARY = 257  # the 256 values of a byte, and BEGIN
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}  # folders within the library's that do not belong to it
 PACKAGE, PIECES = 20, 16  # files that make a package a class, and pieces of each file, with kind=class
@@ -95,23 +94,26 @@ class Stdlib(Data):
         if packages is not None:
             return self._classified(root, train, test, packages)
         sources = [Texts([read_whole(root / name) for name in names], self.length) for names in (train, test)]
-        return Splits(sources[0], sources[1].spread(self.test_samples), self.shape(), VOCABULARY, None, dtype=torch.int64)
+        test_source = _spread(sources[1], self.test_samples)
+        return Splits(sources[0], test_source, self.shape(), VOCABULARY, None, dtype=torch.int64)
 
     def load_sets(self, device: torch.device) -> Splits:
         data = super().load_sets(device)
         if data.validation is None:
             return data
-        return replace(data, validation=cast(Pieces, data.validation).spread(self.test_samples))
+        return replace(data, validation=_spread(data.sets("validation")[""], self.test_samples))
 
     def _classified(self, root: Path, train: list[Path], test: list[Path], packages: list[str]) -> Splits:
         sources = [
             LabelledTexts(
-                [as_tokens(read_whole(root / name)) for name in names], [packages.index(name.parts[0]) for name in names],
-                self.length, PIECES,
+                [read_whole(root / name) for name in names],
+                [packages.index(name.parts[0]) for name in names],
+                self.length,
+                PIECES,
             )
             for names in (train, test)
-        ]  # fmt: skip
-        test_source = sources[1].spread(self.test_samples)
+        ]
+        test_source = _spread(sources[1], self.test_samples)
         shape = self.shape()
         return Splits(sources[0], test_source, shape, len(packages), None, packages, torch.int64, vocabulary=VOCABULARY)
 
@@ -121,6 +123,11 @@ class Stdlib(Data):
         hashed = sorted((hash_fraction(name.as_posix()), name) for name in _python_files(root, unwanted))
         step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # held-out files come first: skip through all
         return [(name, value) for value, name in hashed[::step][: self.max_files]]
+
+
+def _spread(source: Source, most: int | None) -> Source:
+    """Return a source of at most so many of the pieces, spread evenly over the documents."""
+    return source if most is None or most >= len(source) else source.subset(torch.arange(most) * len(source) // most)
 
 
 def _python_files(root: Path, unwanted: Container[str]) -> Iterator[Path]:
@@ -145,12 +152,33 @@ def _packages(files: list[tuple[Path, float]]) -> list[str]:
 
 
 class Pieces(Source):
-    """Pieces of documents as a source, (n,) each: where they begin in a text, their lengths, and their documents' numbers."""
+    """Pieces of documents as a source, (n,) each: up to `length` tokens, in order, of the documents `which` (m,)."""
 
-    text: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    document: torch.Tensor
+    lengths: torch.Tensor  # (n,)
+    groups: torch.Tensor  # (m,)
+    most = 1 << 32  # pieces of a document, spread evenly
+    least = 0
+
+    def __init__(self, documents: Documents | Sequence[bytes | torch.Tensor], length: int) -> None:
+        self.documents = documents if isinstance(documents, Documents) else Documents.of(documents)
+        self.length = length
+        self._keep(torch.arange(len(self.documents)))
+
+    def _keep(self, which: torch.Tensor) -> None:
+        sizes = self.documents.sizes[which]
+        whole = (-(-sizes // self.length)).clamp_(min=self.least)  # pieces of each document
+        self.which, self.groups = which, whole.clamp(max=self.most)
+        self.ends = self.groups.cumsum(0)  # (m,) where a document's pieces end
+        self.lengths = torch.full((int(self.ends[-1]) if len(which) else 0,), self.length, dtype=torch.int32)
+        last = (whole > 0) & (whole == self.groups)  # documents whose last piece is one of theirs
+        self.lengths[self.ends[last] - 1] = (sizes - (whole - 1) * self.length)[last].int()
+        self.longest = int(self.lengths.max()) if len(self.lengths) else 0
+
+    def of(self, which: torch.Tensor) -> Self:
+        """Return a source of the pieces of these of the documents (m,)."""
+        part = copy(self)
+        part._keep(self.which[which])
+        return part
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -159,57 +187,40 @@ class Pieces(Source):
         """Return inputs and targets of these pieces, padded to the longest of them."""
         raise NotImplementedError
 
-    def spread(self, max_pieces: int | None) -> Self:
-        """Return a source of at most so many of the pieces, spread evenly over the documents."""
-        if max_pieces is None or max_pieces >= len(self):
-            return self
-        return self.subset(torch.arange(max_pieces) * len(self) // max_pieces)
+    def read(self, indices: torch.Tensor, pad_to: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens (n, length), what of them is padding, where the first ones stand, and the pieces' places in `which`."""
+        document = torch.searchsorted(self.ends, indices, right=True)
+        which, pieces = self.which[document], self.groups[document]
+        self.documents.check(which)
+        chosen = indices - self.ends[document] + pieces  # its number among its document's
+        whole = (-(-self.documents.sizes[which] // self.length)).clamp_(min=self.least)
+        start, lengths = chosen * whole // pieces * self.length, self.lengths[indices].unsqueeze(1)
+        longest = max(-(-int(lengths.max()) // pad_to) * pad_to, self.least)
+        position = torch.arange(min(longest, self.longest))
+        padding = position >= lengths
+        at = (self.documents.begins[which] + start).unsqueeze(1) + position
+        return self.documents.tokens[at.masked_fill_(padding, 0)].long(), padding, start, document
 
-    def subset(self, indices: torch.Tensor) -> Self:
-        """Return a source of these pieces, of the same text."""
-        subset = copy(self)
-        subset.starts, subset.lengths, subset.document = self.starts[indices], self.lengths[indices], self.document[indices]
-        return subset
-
-    def identities(self) -> list[bytes]:
-        """Return a hash of each piece's document: the pieces of a document, and of equal ones, stay together."""
-        first = torch.cat([torch.ones(1, dtype=torch.bool), self.document[1:] != self.document[:-1]])
-        ends = self.starts + self.lengths
-        last = torch.cat([first[1:], torch.ones(1, dtype=torch.bool)])
-        spans = zip(self.starts[first].tolist(), ends[last].tolist(), strict=True)
-        hashes = [hashlib.blake2b(self.text[start:end].numpy().tobytes(), digest_size=8).digest() for start, end in spans]
-        return [hashes[n] for n in (first.cumsum(0) - 1).tolist()]
+    def identities(self) -> torch.Tensor | list[bytes]:
+        """Return what is equal for equal documents: their pieces stay together."""
+        return self.documents.identities(self.which)
 
 
 class Texts(Pieces):
     """Pieces of documents as a source: inputs (n, longest of the batch) and targets, the next tokens.
 
-    Documents are bytes, or tokens below `begin` (int tensors); `begin` is the token before a document's first.
+    `begin` is the token before a document's first; before a later piece stands the last one of the piece before it.
     """
 
-    def __init__(self, documents: Sequence[bytes | torch.Tensor], length: int, begin: int = BEGIN) -> None:
-        sizes = torch.tensor([len(d) for d in documents])
-        pieces = -(-sizes // length)
-        document = torch.repeat_interleave(pieces)  # of each piece
-        number = torch.arange(len(document)) - (pieces.cumsum(0) - pieces)[document]  # of the piece in its document
-        begins = (sizes + 1).cumsum(0) - sizes - 1
-        largest = max([begin, *(int(d.max()) for d in documents if isinstance(d, torch.Tensor) and len(d))])
-        dtype = torch.int16 if largest < 2**15 else torch.int32
-        self.text = torch.full((int(sizes.sum()) + len(documents),), begin, dtype=dtype)
-        for first, content in zip((begins + 1).tolist(), documents, strict=True):
-            self.text[first : first + len(content)] = as_tokens(content)
-        self.starts = begins[document] + number * length  # of each piece's inputs, in `text`
-        self.lengths = (sizes[document] - number * length).clamp_(max=length)
-        self.document, self.longest = document, int(self.lengths.max())
+    def __init__(self, documents: Documents | Sequence[bytes | torch.Tensor], length: int, begin: int = BEGIN) -> None:
+        super().__init__(documents, length)
+        self.begin = begin
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = self.lengths[indices].unsqueeze(1)
-        longest = -(-int(lengths.max()) // pad_to) * pad_to
-        position = torch.arange(min(longest, self.longest))
-        tokens = self.starts[indices].unsqueeze(1) + position
-        padding = position >= lengths
-        tokens.masked_fill_(padding, 0)
-        x, y = self.text[tokens].long(), self.text[tokens + 1].long()
+        y, padding, start, document = self.read(indices, pad_to)
+        before = self.documents.begins[self.which[document]] + start - 1
+        first = self.documents.tokens[before.clamp_(min=0)].long().masked_fill_(start == 0, self.begin)
+        x = torch.cat([first.unsqueeze(1), y[:, :-1]], 1)
         return x.masked_fill_(padding, 0), y.masked_fill_(padding, IGNORE_INDEX)
 
 
@@ -220,41 +231,25 @@ class LabelledTexts(Pieces):
     spread evenly.
     """
 
+    least = 1
+
     def __init__(
         self,
-        documents: Sequence[torch.Tensor],
-        labels: Sequence[int],
+        documents: Documents | Sequence[bytes | torch.Tensor],
+        labels: Sequence[int] | torch.Tensor,
         length: int,
         max_pieces: int,
         shift: int = 1,
         padding: int = 0,
     ) -> None:
-        sizes = torch.tensor([len(d) for d in documents])
-        all_pieces = (-(-sizes // length)).clamp(min=1)
-        pieces = all_pieces.clamp(max=max_pieces)
-        document = torch.repeat_interleave(pieces)  # of each piece
-        chosen = torch.arange(len(document)) - (pieces.cumsum(0) - pieces)[document]  # its number among its document's
-        number = chosen * all_pieces[document] // pieces[document]
-        self.text = torch.cat(list(documents)).to(torch.int32) + shift
-        self.padding = padding
-        self.starts = (sizes.cumsum(0) - sizes)[document] + number * length
-        self.lengths = (sizes[document] - number * length).clamp_(max=length)
-        self.classes = torch.tensor(labels)  # of the documents
-        self.document, self.longest = document, int(self.lengths.max())
+        self.classes, self.most = torch.as_tensor(labels), max_pieces  # classes of all documents
+        self.shift, self.padding = shift, padding
+        super().__init__(documents, length)
 
     def labels(self) -> torch.Tensor:
         """Return the classes (n,)."""
-        return self.classes[self.document]
+        return self.classes[self.which].repeat_interleave(self.groups)
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        lengths = self.lengths[indices].unsqueeze(1)
-        longest = -(-int(lengths.max()) // pad_to) * pad_to
-        position = torch.arange(min(max(longest, 1), self.longest))
-        padding = position >= lengths
-        tokens = (self.starts[indices].unsqueeze(1) + position).masked_fill_(padding, 0)
-        return self.text[tokens].long().masked_fill_(padding, self.padding), self.classes[self.document[indices]]
-
-
-def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:
-    """Return a document's tokens: each byte of bytes is one."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if isinstance(content, bytes) else content
+        tokens, padding, _, document = self.read(indices, pad_to)
+        return tokens.add_(self.shift).masked_fill_(padding, self.padding), self.classes[self.which[document]]

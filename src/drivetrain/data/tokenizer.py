@@ -38,6 +38,10 @@ class Tokenizer:
         """The number of tokens that a model has to know."""
         return self.size + 1
 
+    def largest(self) -> int:
+        """Return the largest token."""
+        return self.size - 1
+
     def token_bytes(self) -> torch.Tensor | None:
         """Return the bytes of text that each token stands for (size,); None: a token is a byte."""
         return None
@@ -96,6 +100,9 @@ class BytePairs(Tokenizer):
             raise UserError(f"the tokenizer cannot encode a text: {error}") from None
         tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
         return list(tokens.split([len(text) for text in encoded]))
+
+    def largest(self) -> int:
+        return int(max(self.tokenizer.get_vocab().values()))
 
     def token_bytes(self) -> torch.Tensor | None:
         texts = (self.tokenizer.decode([token]) for token in range(self.size))

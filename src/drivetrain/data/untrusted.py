@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import hashlib
 import lzma
 import mmap
 import os
@@ -24,6 +25,7 @@ BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
 HEADER_BYTES = 1 << 20  # beside the pixels
 MOST_LINE = 1 << 24  # characters of one line of a table or of texts
 MOST_WHOLE = 1 << 30
+MAPPED = 64 << 20  # bytes of a file that a process keeps mapped, about: pages that were read count as its memory
 FEW_CLASSES = 1000  # so many are believed whatever the number of samples
 Encoding = Annotated[str, Text(r"[A-Za-z0-9_-]{1,20}", "an encoding, such as latin-1")]
 SAVE_AS_UTF8 = "save the file as UTF-8, or name what it is in by data.encoding (latin-1, cp1252, cp1250, …)"
@@ -68,6 +70,12 @@ def read_whole(path: Path, most: int = MOST_WHOLE) -> bytes:
         if size > most:
             raise DataError(f"{path} has {size:,} bytes, and at most {most:,} are read: it is not the file it should be")
         return file.read(size)
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file of any size. Raises DataError."""
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, bytes]]:
@@ -132,6 +140,12 @@ def mapped(path: Path) -> Any:
         if not os.fstat(file.fileno()).st_size:
             return b""
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def let_go(content: Any) -> None:
+    """Give back the memory of what was read of a mapped file; it stays in the system's cache of the file."""
+    if isinstance(content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        content.madvise(mmap.MADV_DONTNEED)
 
 
 def unpacked(content: Any, path: Path) -> Any:

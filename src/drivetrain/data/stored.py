@@ -1,0 +1,282 @@
+"""Samples one after the other in a file that is mapped into memory: packed images and tokenized texts.
+
+A folder has two files for each set, NAME.data and NAME.table, and index.json, which is written last. A writing that was killed
+goes on where it was, and writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.files import write_json
+from drivetrain.core.lazy import torch
+from drivetrain.core.typed import fits
+from drivetrain.data.untrusted import MAPPED, let_go, ordinary, read_whole
+
+FORMAT, VERSION = "drivetrain-packed", 4
+END, CRC, LABEL, KEY = range(
+    4
+)  # of a row of the table: where a sample ends in the file, its CRC-32, its class; of a text its key
+MOST_INDEX = 1 << 26  # bytes of index.json
+CHUNK = 16 << 20  # bytes written between two entries of the journal, about
+FAULT = 1 << 16  # bytes that the system maps at once where one is read
+INDEX: dict[str, Any] = {"kind": str, "names": list[str] | None, "splits": dict[str, dict[str, Any]]}
+OF_IMAGES: dict[str, Any] = {"shape": list[int], "classes": int, "normalize": dict[str, list[float]] | None}
+OF_TEXTS: dict[str, Any] = {"dtype": str, "files": dict[str, str]}
+IMAGES, TEXTS = ("uint8", "jpeg"), ("tokens",)  # kinds of samples
+KINDS = {IMAGES: OF_IMAGES, TEXTS: OF_TEXTS}
+DTYPES = ("uint8", "int16", "int32")
+MAX_SIDE = 1 << 16  # pixels
+ENTRY = {"samples": int, "bytes": int, "table": str}
+
+Sample = tuple[Any, ...]  # its stored bytes, and the columns of its row from LABEL on, whole numbers
+
+
+def write_set(
+    out: Path,
+    name: str,
+    about: str,
+    samples: Callable[[int], Iterator[Sample]],
+    on_progress: Callable[[int], None],
+    names: list[str] | None = None,
+) -> dict[str, Any]:
+    """Write a set's data and table; return its entry in the index. `samples` gives those from a number on.
+
+    `about` describes what is written: a set that was begun with another one is refused (UserError). `names` are the classes as
+    far as they are known, which `samples` may add to.
+    """
+    import numpy as np
+
+    journal = out / f"{name}.journal"
+    begun = _begun(journal, about)
+    names = [] if names is None else names
+    names[:] = begun["names"]
+    paths = [out / f"{name}.{ending}" for ending in ("data", "table")]
+    with _writing(out):
+        for path, size in zip(paths, begun["bytes"], strict=True):
+            path.touch()
+            if path.stat().st_size < size:
+                raise UserError(f"{path} is damaged: give another folder, or remove {out}")
+            os.truncate(path, size)  # what was written after the journal's last entry
+    on_progress(begun["samples"])
+    for chunk in _chunks(samples(begun["samples"])):
+        ends = begun["bytes"][0] + np.cumsum([len(content) for content, *_ in chunk])
+        rows = [(end, zlib.crc32(content), *columns) for end, (content, *columns) in zip(ends, chunk, strict=True)]
+        table = np.array(rows, "<i8").tobytes()
+        with _writing(out):
+            for path, parts in zip(paths, ((content for content, *_ in chunk), (table,)), strict=True):
+                with path.open("ab") as file:
+                    file.writelines(parts)
+                    file.flush()
+                    os.fsync(file.fileno())
+            written = [int(ends[-1]), begun["bytes"][1] + len(table)]
+            begun |= {"samples": begun["samples"] + len(chunk), "bytes": written, "names": names}
+            write_json(journal, begun)  # after the samples that it counts are on the disk
+        on_progress(begun["samples"])
+    return {"samples": begun["samples"], "bytes": begun["bytes"][0], "table": _digest(paths[1].read_bytes())}
+
+
+def write_index(out: Path, index: Mapping[str, Any]) -> None:
+    """Write index.json, which marks a folder as complete."""
+    with _writing(out):
+        write_json(out / "index.json", {"format": FORMAT, "version": VERSION, **index})
+        for name in index["splits"]:
+            (out / f"{name}.journal").unlink()
+
+
+def _chunks(samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+    """Yield samples in lists of about CHUNK bytes."""
+    chunk, size = list[Sample](), 0
+    for sample in samples:
+        chunk.append(sample)
+        size += len(sample[0])
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _begun(journal: Path, about: str) -> dict[str, Any]:
+    """Return what an earlier writing has done. Raises UserError where it wrote something else."""
+    begun = {"about": about, "samples": 0, "bytes": [0, 0], "names": []}
+    if not journal.exists():
+        return begun
+    try:
+        found = json.loads(read_whole(journal, MOST_INDEX))
+        found = {name: found[name] for name in begun}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{journal} is damaged: give another folder, or remove {journal.parent}") from None
+    if found["about"] != about:
+        raise UserError(
+            f"{journal.parent} was begun with something else ({str(found['about'])[:300]}): give another folder or remove it"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raise UserError where the disk is full, or the folder may not be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written ({error.strerror}): make room, or give another folder (of texts: data.cache)"
+        ) from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content).hexdigest()
+
+
+def damaged(path: Path, what: str) -> DataError:
+    """The error for a file that is not what was written."""
+    return DataError(f"{path} {what}: remove {path.parent} and make it anew")
+
+
+def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
+    """Read the index.json of a folder of these kinds. Raises UserError where it is missing, or not as it was written."""
+    try:
+        if not (root / "index.json").exists():
+            raise FileNotFoundError
+        index = json.loads(read_whole(root / "index.json", MOST_INDEX))
+        known, version = index["format"] == FORMAT, index["version"]
+    except FileNotFoundError:
+        started = any(root.glob("*.journal"))
+        fix = "its packing was not finished: run the same drivetrain pack again" if started else "write one by drivetrain pack"
+        raise UserError(f"data.root={root} is no packed folder (no index.json in it): {fix}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        known, version = False, None
+    if not known:
+        raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote: pack again")
+    if version != VERSION:
+        raise UserError(f"{root} is packed in version {version}, and this drivetrain reads {VERSION}: pack again")
+    wanted = INDEX | KINDS.get(kinds, {})
+    wrong = [name for name, kind in wanted.items() if name not in index or not fits(index[name], kind)]
+    if wrong := wrong or _senseless(index, kinds):
+        raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote (its {', '.join(wrong)}): pack again")
+    return index
+
+
+def _senseless(index: dict[str, Any], kinds: Sequence[str]) -> list[str]:
+    """Return the names of the entries whose values cannot be."""
+    splits = index["splits"]
+    good = {"kind": index["kind"] in kinds, "splits": bool(splits) and all(map(_is_entry, splits.values()))}
+    if kinds == IMAGES:
+        good |= {
+            "shape": len(index["shape"]) == 3 and all(0 < side <= MAX_SIDE for side in index["shape"]),
+            "classes": index["classes"] > 0,
+            "normalize": index["normalize"] is None or set(index["normalize"]) == {"mean", "std"},
+            "splits": good["splits"] and {"train", "test"} <= splits.keys(),
+        }
+    elif kinds == TEXTS:
+        good["dtype"] = index["dtype"] in DTYPES
+    return [name for name, is_good in good.items() if not is_good]
+
+
+def _is_entry(entry: dict[str, Any]) -> bool:
+    """Whether a set's entry says how many samples it has, in how many bytes, and the digest of its table."""
+    return all(fits(entry.get(name), kind) for name, kind in ENTRY.items()) and bool(entry["samples"] > 0)
+
+
+class Stored:
+    """The samples of a set, each of which is some bytes of a mapped file.
+
+    With `verify`, a sample's checksum is checked the first time it is read, whichever process reads it.
+    """
+
+    def __init__(self, path: Path, table: torch.Tensor, verify: bool) -> None:
+        self.path, self.table, self.verifies = path, table, verify
+        self.begins = torch.cat([torch.zeros_like(table[:1, END]), table[:-1, END]])  # (n,) where each sample begins
+        self._touched = 0  # bytes of pages, at most, that were mapped since some were let go
+        self._open: tuple[mmap.mmap, torch.Tensor] | None = None
+        self.expect_all()
+
+    @classmethod
+    def rows(cls, root: Path, index: dict[str, Any], name: str) -> torch.Tensor:
+        """Return the table (n, columns) of a set. Raises DataError where its files are not what the index describes."""
+        entry, path = index["splits"][name], root / f"{name}.table"
+        try:
+            content = read_whole(path, 8 * (KEY + 1) * entry["samples"])
+            size = (root / f"{name}.data").stat().st_size
+        except OSError as error:
+            raise damaged(Path(error.filename), f"cannot be read ({error.strerror})") from None
+        if _digest(content) != entry["table"]:
+            raise damaged(path, "is not what was packed (its checksum differs)")
+        if size != entry["bytes"]:
+            raise damaged(root / f"{name}.data", f"has {size:,} bytes, not {entry['bytes']:,}: it was cut or copied in part")
+        columns, odd = divmod(len(content), 8 * entry["samples"])
+        if odd or columns not in (LABEL + 1, KEY + 1):
+            raise damaged(path, f"is no table of {entry['samples']:,} samples")
+        table = torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, columns)
+        if int(table[-1, END]) > size or bool((table[:, END].diff(prepend=table.new_zeros(1)) < 0).any()):
+            raise damaged(path, "is no table of these samples")
+        return table
+
+    def expect_all(self) -> None:
+        """Verify each sample when it is read."""
+        # In memory that worker processes share: each sample is verified once, whichever process reads it.
+        self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": None}  # each process maps the file itself
+
+    @property
+    def mapped(self) -> tuple[mmap.mmap, torch.Tensor]:
+        """The file as mapped memory, and as a tensor (bytes,) uint8."""
+        if self._open is None:
+            # Read-only and shared: the system refuses a private mapping that is larger than the memory.
+            with open(self.path, "rb", opener=ordinary) as file:
+                memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                self._open = memory, torch.frombuffer(memory, dtype=torch.uint8)
+        return self._open
+
+    def check(self, indices: torch.Tensor) -> None:
+        """Verify the samples that are about to be read, and let go of pages that were. Raises DataError."""
+        self._touched += int((self.table[indices, END] - self.begins[indices]).sum()) + FAULT * len(indices)
+        if self._touched > MAPPED:
+            let_go(self.mapped[0])
+            self._touched = 0
+        if self.unverified is not None:
+            for index in indices[self.unverified[indices]].unique().tolist():
+                self.verify(index, self.stored(index))
+
+    def verify(self, index: int, content: Any) -> None:
+        """Raise DataError if a sample's bytes are not those that were written."""
+        if zlib.crc32(content) != self.table[index, CRC]:
+            raise damaged(self.path, f"has a sample, number {index}, that is not what was packed (its checksum differs)")
+        if self.unverified is not None:
+            self.unverified[index] = False
+
+    def stored(self, index: int) -> memoryview:
+        """Return the bytes of a sample as they are stored."""
+        return memoryview(self.mapped[0])[int(self.begins[index]) : int(self.table[index, END])]
+
+
+def verify(out: Path, on_progress: Callable[[str, int, int], None]) -> int:
+    """Check every sample's checksum; return the number of samples. Raises DataError naming all that differ."""
+    index = read_index(out, IMAGES + TEXTS)
+    broken, count = list[str](), 0
+    for name in index["splits"]:
+        split = Stored(out / f"{name}.data", Stored.rows(out, index, name), verify=False)
+        for i, row in enumerate(split.table):
+            if zlib.crc32(split.stored(i)) != row[CRC]:
+                broken.append(f"{split.path}: sample {i} (class {int(row[LABEL])}) is not what was packed: make the folder anew")
+            if i % 1000 == 999 or i + 1 == len(split.table):
+                on_progress(name, len(split.table), i + 1)
+        count += len(split.table)
+    if broken:
+        raise DataError(broken)
+    return count

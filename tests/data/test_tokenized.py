@@ -1,0 +1,152 @@
+"""Large texts are tokenized once into files, and are then the same samples as those read in memory."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from drivetrain.core.errors import UserError
+from drivetrain.data import Jsonl, TextFiles, stored, tokenized
+from drivetrain.data.base import Splits, fingerprint
+from drivetrain.loader import Loader, Pipeline, Threads, Workers
+from tests.loader.test_loader import requests
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A folder with two plain texts and a file of JSON lines, of all lengths."""
+    folder = tmp_path / "texts"
+    (folder / "plain").mkdir(parents=True)
+    lines = [f"{n} größe " * (1 + n % 23) for n in range(300)]
+    for name, part in (("a.txt", lines[:170]), ("b.txt", lines[170:])):
+        (folder / "plain" / name).write_text("\n".join(part), encoding="utf-8")
+    rows = [json.dumps({"text": line, "kind": "cba"[n % 3]}) for n, line in enumerate([*lines, *lines[:5]])]
+    (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def large(monkeypatch) -> None:
+    """Every text is large, and every few documents are written apart."""
+    monkeypatch.setattr(tokenized, "LARGE", 0)
+    monkeypatch.setattr(stored, "CHUNK", 200)
+
+
+def option(texts: Path, kind: str, **settings) -> Jsonl:
+    given = {"cache": str(texts.parent / "cache"), "length": 16, "holdout": 0.2, **settings}
+    if kind == "plain":
+        return TextFiles(str(texts / "plain"), **given)
+    return Jsonl(str(texts / "rows.jsonl"), label="kind" if kind == "labelled" else None, **given)
+
+
+def sets(splits: Splits) -> list:
+    return [splits.train, *splits.sets("validation").values(), *splits.sets("test").values()]
+
+
+def assert_same(one: Splits, other: Splits) -> None:
+    assert (one.classes, one.names, one.vocabulary, one.files) == (other.classes, other.names, other.vocabulary, other.files)
+    for a, b in zip(sets(one), sets(other), strict=True):
+        assert len(a) == len(b) > 0
+        assert torch.equal(a.lengths, b.lengths)
+        for x, y in zip(a.fetch(torch.arange(len(a))), b.fetch(torch.arange(len(b))), strict=True):
+            assert torch.equal(x, y)
+        assert torch.equal(a.identities(), b.identities())
+    assert fingerprint(one.train) == fingerprint(other.train)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rows", "labelled"])
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_samples_from_files_are_those_in_memory(texts, kind, tokenizer, monkeypatch):
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
+    made = option(texts, kind, tokenizer=tokenizer, vocabulary=300)
+    in_memory = made.load_sets(CPU)
+    assert not (texts.parent / "cache").exists()
+    monkeypatch.setattr(tokenized, "LARGE", 0)
+    monkeypatch.setattr(stored, "CHUNK", 200)
+    assert_same(made.load_sets(CPU), in_memory)
+    monkeypatch.setattr(tokenized, "write_set", None)  # the second time nothing is written, nor a tokenizer trained
+    again = made.load_sets(CPU)
+    assert_same(again, in_memory)
+    (kept,) = (p for p in (texts.parent / "cache").iterdir())
+    assert {p.name for p in kept.iterdir()} == {"index.json", "texts.data", "texts.table", ".lock"}
+    assert_same(pickle.loads(pickle.dumps(again)), in_memory)
+
+
+def test_other_sets_take_the_tokenizer_and_the_classes_of_training(texts, large):
+    pytest.importorskip("tokenizers")
+    rows = (texts / "rows.jsonl").read_text().splitlines()
+    (texts / "own.jsonl").write_text("\n".join(rows[7:90]))
+    given = {"tokenizer": "bpe", "vocabulary": 280, "test": str(texts / "own.jsonl"), "validation": "own.jsonl"}
+    splits = option(texts, "labelled", **given).load_sets(CPU)
+    assert (splits.names, len(splits.train), len(splits.test)) == (["a", "b", "c"], 305, 83)
+    x, y = splits.test.fetch(torch.arange(83))
+    same, classes = splits.train.fetch(torch.arange(7, 90))
+    assert torch.equal(x, same)
+    assert torch.equal(y, classes)
+    (texts / "own.jsonl").write_text(rows[0].replace('"c"', '"new"'))
+    with pytest.raises(UserError, match=r"own.jsonl: no training text has the class new"):
+        option(texts, "labelled", **given).load_sets(CPU)
+
+
+@pytest.mark.parametrize("kind", ["plain", "labelled"])
+def test_a_killed_tokenizing_goes_on_to_the_same_bytes(texts, large, kind, monkeypatch):
+    made = option(texts, kind)
+    made.load(CPU)
+    (whole,) = (texts.parent / "cache").iterdir()
+    expected = {p.name: p.read_bytes() for p in whole.iterdir()}
+    shutil.rmtree(whole)
+    write, times = stored.write_json, 0
+
+    def killed(path: Path, content: object) -> None:
+        nonlocal times
+        times += 1
+        if times % 3 == 0:
+            raise KeyboardInterrupt
+        write(path, content)
+
+    monkeypatch.setattr(stored, "write_json", killed)
+    attempts = 0
+    while not (whole / "index.json").exists():
+        attempts += 1
+        try:
+            made.load(CPU)
+        except KeyboardInterrupt:
+            for name in ("texts.data", "texts.table"):
+                with (whole / name).open("ab") as file:
+                    file.write(b"half a row")
+    assert attempts > 4
+    assert {p.name: p.read_bytes() for p in whole.iterdir()} == expected
+
+
+def test_every_loader_reads_the_same(texts, large):
+    source = option(texts, "plain").load_sets(CPU).train
+    streams = [
+        [(m.x, m.y) for m in loader.stream(Pipeline(source, (), None, 0), list(requests()), CPU, torch.contiguous_format)]
+        for loader in (Loader(), Workers(num_workers=2), Threads(num_threads=2))
+    ]
+    for other in streams[1:]:
+        assert all(torch.equal(a, b) for one, two in zip(streams[0], other, strict=True) for a, b in zip(one, two, strict=True))
+
+
+# --- trained ---
+
+
+def test_a_run_on_files_is_the_run_in_memory(texts, train, monkeypatch):
+    words = [
+        "task=language_modelling", "data=text", f"data.path={texts / 'plain'}", f"data.cache={texts.parent / 'cache'}",
+        "data.length=16", "model.width=16", "model.depth=1", "loader=workers", "loader.num_workers=1",
+    ]  # fmt: skip
+    in_memory = train(*words)
+    assert in_memory.status == "completed", in_memory.error
+    monkeypatch.setattr(tokenized, "LARGE", 0)
+    assert train(*words).judged("final") == in_memory.judged("final")
+    assert (texts.parent / "cache").is_dir()
