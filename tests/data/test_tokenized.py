@@ -142,7 +142,8 @@ def test_every_loader_reads_the_same(texts, large):
 
 def test_a_run_on_files_is_the_run_in_memory(texts, train, monkeypatch):
     words = [
-        "task=language_modelling", "data=text", f"data.path={texts / 'plain'}", f"data.cache={texts.parent / 'cache'}",
+        "task=language_modelling", "model=gpt", "loss=next_token", "data=text",
+        f"data.path={texts / 'plain'}", f"data.cache={texts.parent / 'cache'}",
         "data.length=16", "model.width=16", "model.depth=1", "loader=workers", "loader.num_workers=1",
     ]  # fmt: skip
     in_memory = train(*words)

@@ -17,6 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.files import one_at_a_time
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec

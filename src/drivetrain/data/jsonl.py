@@ -196,6 +196,7 @@ class Jsonl(Data):
     def _tokenized(self, path: Path, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
         """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
         tokenizer = tokenizer or self._given_tokenizer()
+        next(self._read(path))  # what is no such file is said before all of it is hashed
         about = {
             "reads": type(self).__name__, "text": self.text, "label": self.label, "length": self.length,
             "encoding": self.encoding,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
 from collections import Counter
@@ -18,9 +19,10 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
-from drivetrain.data.tokenized import BEGIN, Documents
+from drivetrain.data.tokenized import Documents
 from drivetrain.data.untrusted import read_whole
 
+BEGIN = 256  # the token before a document's first byte
 VOCABULARY = 257  # the 256 values of a byte, and BEGIN
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}  # folders within the library's that do not belong to it
 PACKAGE, PIECES = 20, 16  # files that make a package a class, and pieces of each file, with kind=class
@@ -203,7 +205,15 @@ class Pieces(Source):
 
     def identities(self) -> torch.Tensor | list[bytes]:
         """Return what is equal for equal documents: their pieces stay together."""
-        return self.documents.identities(self.which)
+        if self.documents.keys is not None:
+            return self.documents.keys[self.which]
+        ends = self.documents.begins + self.documents.sizes
+        parts = (self.documents.tokens[self.documents.begins[n] : ends[n]] for n in self.which.tolist())
+        return [hashlib.blake2b(self.inputs(part).numpy().tobytes(), digest_size=8).digest() for part in parts]
+
+    def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what a model reads of a document's tokens."""
+        raise NotImplementedError
 
 
 class Texts(Pieces):
@@ -215,6 +225,10 @@ class Texts(Pieces):
     def __init__(self, documents: Documents | Sequence[bytes | torch.Tensor], length: int, begin: int = BEGIN) -> None:
         super().__init__(documents, length)
         self.begin = begin
+
+    def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        dtype = torch.int16 if self.begin < 2**15 else torch.int32
+        return torch.cat([torch.tensor([self.begin], dtype=dtype), tokens[:-1].to(dtype)])
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         y, padding, start, document = self.read(indices, pad_to)
@@ -245,6 +259,11 @@ class LabelledTexts(Pieces):
         self.classes, self.most = torch.as_tensor(labels), max_pieces  # classes of all documents
         self.shift, self.padding = shift, padding
         super().__init__(documents, length)
+
+    def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
+        whole = max(1, -(-len(tokens) // self.length))
+        pieces = min(whole, self.most)
+        return tokens[: ((pieces - 1) * whole // pieces + 1) * self.length].int() + self.shift
 
     def labels(self) -> torch.Tensor:
         """Return the classes (n,)."""

@@ -23,7 +23,6 @@ from drivetrain.core.paths import user_cache
 from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, Stored, damaged, read_index, write_index, write_set
 from drivetrain.data.untrusted import digest_of
 
-BEGIN = 256  # the token before a document's first, where tokens are bytes
 LARGE = 16 << 20  # bytes of text, from which tokens are kept in files
 SET = "texts"  # the name of the one set in a folder
 
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Document(NamedTuple):
-    """A text's tokens (n,) and its key, which no other text has: `key_of` it."""
+    """A text's tokens (n,) and its key, which is `key_of` it."""
 
     tokens: torch.Tensor
     key: int
@@ -82,15 +81,6 @@ class Documents:
         """Return a number in [0, 1) for each document (m,), which depends on its text alone."""
         assert self.keys is not None
         return torch.from_numpy(self.keys.numpy().view("uint64").astype("float64") / 2**64)
-
-    def identities(self, which: torch.Tensor) -> torch.Tensor | list[bytes]:
-        """Return what is equal for equal documents, of some of them."""
-        if self.keys is not None:
-            return self.keys[which]
-        parts = self.tokens.to(torch.int16).split(self.sizes.tolist())
-        begin = BEGIN.to_bytes(2, "little")
-        inputs = (begin + parts[n][:-1].numpy().tobytes() for n in which.tolist())  # of a model of the next token
-        return [hashlib.blake2b(content, digest_size=8).digest() for content in inputs]
 
     @classmethod
     def of(cls, contents: Sequence[bytes | torch.Tensor]) -> Documents:
