@@ -1,6 +1,9 @@
 """Words of other tools, and misspelt ones, are answered with drivetrain's."""
 
+import ast
+import importlib.util
 import re
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +56,32 @@ def test_the_page_of_words_says_what_the_command_answers():
         for word in words:
             answer = ELSEWHERE.get(word, word)
             assert re.search(rf"(?<!\w){re.escape(answer)}", here) or word in catalog.root_config(), (word, answer, here)
+
+
+def rows_of_two(page, begin):
+    """(words of other tools, what is said of them) for each row of a table of two columns after a heading."""
+    for line in page.partition(begin)[2].partition("\n## ")[0].splitlines():
+        if len(cells := line.strip("|").split("|")) == 2:
+            yield re.findall(r"`([a-z_0-9]+)`", cells[0]), cells[1]
+
+
+def test_every_field_of_training_arguments_has_its_row():
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        pytest.skip("transformers is not installed")
+    tree = ast.parse(Path(spec.origin).with_name("training_args.py").read_text())
+    (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
+    fields = {node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    page = (ROOT / "docs/words.md").read_text()
+    told = {word for words, _ in rows_of_two(page, "## TrainingArguments") for word in words}
+    public = {name for name in fields if not name.startswith("_")}
+    assert len(public) > 100
+    assert public - told == set()
+    for begin in ("## TrainingArguments", "## TRL's SFTConfig"):
+        for words, here in rows_of_two(page, begin):
+            assert all(ELSEWHERE[word] in here for word in words if word in ELSEWHERE), words
+            settings = re.findall(r"`([a-z_]+(?:\.[a-z_]+|=[a-z0-9_\[\],]+))[`=]", here)
+            assert [each for each in settings if not exists(each)] == [], here
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,16 @@ def test_a_run_needs_neither(train, without_timm):
     assert tensor.plan_for(object()) is None
 
 
+def test_weights_of_timm_that_cannot_be_reached_are_told_at_once(make, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    says = r"timm/resnet18.a1_in1k, which has .* is neither a folder nor reachable: set model\.weights=/path/to/a/file"
+    with pytest.raises(UserError, match=says):
+        make("model=timm", "model.name=resnet18", "model.pretrained=true")
+
+
 # --- model.drop_path: stochastic depth of timm's networks and of gpt ---
 
 timm = pytest.importorskip("timm")

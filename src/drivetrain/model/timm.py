@@ -11,6 +11,7 @@ from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, RunSpec, needs_extra
+from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
 # What a recipe may set of a network: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
@@ -102,6 +103,8 @@ class Timm(Model):
 
         if len(shape) == 1:
             raise UserError(f"model=timm wants images, but the data gives {list(shape)}: set model=mlp")
+        if self.pretrained:
+            self._reach_weights()
         kwargs = {"in_chans": shape[0], "num_classes": classes, "drop_path_rate": self.drop_path, **self.kwargs}
         try:  # timm leaves out arguments that are None
             model = timm.create_model(self.name, pretrained=self.pretrained, **kwargs)
@@ -117,6 +120,16 @@ class Timm(Model):
                 f"model.kwargs={{img_size: {_shown(tuple(shape[1:]))}}}, or the data's size to {_shown(size)}"
             )
         return model
+
+    def _reach_weights(self) -> None:
+        """Raise UserError where the weights are neither in the cache nor to be had: timm would try for more than a minute."""
+        import timm
+
+        found = timm.get_pretrained_cfg(self.name)
+        if found is not None and found.hf_hub_id:
+            setting = f"model.pretrained=true: {found.hf_hub_id}, which has the weights of model.name={self.name},"
+            instead = "set model.weights=/path/to/a/file of them, or model.pretrained=false"
+            hub.only_cached(found.hf_hub_id, found.hf_hub_filename or "model.safetensors", setting, instead)
 
     def _no_drop_path(self) -> UserError:
         """The refusal of a network that has no stochastic depth."""

@@ -17,13 +17,13 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.targets import kind_of
 from drivetrain.core.trees import first
+from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 KEPT = "model_config.json"  # in the run's directory: the model is built again without the folder or the hub
-PROBE_S = 3  # seconds in which the hub has to answer
 TOKENIZER = "tokenizer.json"
 PADDING = 0  # pads texts that have a class, where their tokens are not those of the model's own tokenizer
 HEADS = {  # head → the class of transformers that has it, and what it gives
@@ -191,8 +191,11 @@ class Transformers(Model):
             return place / name
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-        cached = _reach_hub(str(self.name))
+        known = list(CONFIG_MAPPING_NAMES) if "/" not in str(self.name) else []
+        instead = "set model.name=/path/to/folder, which has its config.json and *.safetensors"
+        cached = hub.only_cached(str(self.name), "config.json", f"model.name={self.name}", instead, known)
         with _errors_of(f"model.name={self.name}"):
             try:
                 return Path(hf_hub_download(str(self.name), name, local_files_only=cached))
@@ -315,42 +318,6 @@ def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:
         own = {key: value for key, value in own.items() if key not in ("id2label", "label2id")}
     with _errors_of("model.config" if given else where):  # the class checks the types of what it is made of
         return cls.from_dict({**own, **given})
-
-
-def _reach_hub(name: str) -> bool:
-    """Whether the hub does not answer, and its model is in the cache. Raises UserError where neither has it."""
-    import threading
-    import urllib.error
-    import urllib.request
-
-    from huggingface_hub import constants, try_to_load_from_cache
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    answer: list[Any] = []
-
-    def ask() -> None:
-        try:
-            request = urllib.request.Request(f"{constants.ENDPOINT}/{name}/resolve/main/config.json", method="HEAD")
-            with urllib.request.urlopen(request, timeout=PROBE_S):
-                answer.append(200)
-        except urllib.error.HTTPError as error:
-            answer.append(error.code)
-        except (OSError, ValueError):
-            answer.append(None)
-
-    if not constants.HF_HUB_OFFLINE:
-        asking = threading.Thread(target=ask, daemon=True)  # a name's look-up has no limit of its own
-        asking.start()
-        asking.join(PROBE_S)
-    if answer and answer[0] is not None and answer[0] != 404:
-        return False
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return True
-    what = "no model of the hub" if answer == [404] else "neither a folder nor reachable"
-    near = f"; {did_you_mean(name, list(CONFIG_MAPPING_NAMES))}" if "/" not in name else ""
-    raise UserError(
-        f"model.name={name} is {what}: set model.name=/path/to/folder, which has its config.json and *.safetensors{near}"
-    )
 
 
 @contextmanager
