@@ -296,7 +296,7 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
     """What the planted line costs, what the doctor says of it, and what it says of the program without it."""
     from drivetrain.engine import child
     from drivetrain.launch.job import prepare
-    from drivetrain.measure.profile.diagnose import diagnose
+    from drivetrain.measure.profile.doctor import diagnose
 
     with tempfile.TemporaryDirectory() as folder, _within(folder):
         # One thread: what else runs on the machine disturbs it less. Whether more would help is no question here.

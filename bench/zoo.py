@@ -28,8 +28,7 @@ from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.claims import export
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD, rounded
-from drivetrain.measure.claims.verify import Settings, verify
+from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, Settings, rounded, verify
 from drivetrain.measure.intervals import mean
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes

@@ -20,9 +20,7 @@ from drivetrain.core.world import World
 from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.claims import kinds
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, Differences, Seen
-from drivetrain.measure.claims.verify import verify
+from drivetrain.measure.claims.verify import ALL, HOLDS, REFUTED, Differences, Seen, verify
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.claim import Claim, Device, Memory, Quality
@@ -80,7 +78,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
     facts = Facts.of(run, 0, Reach.parse(claim.target.reach))
     differ = Differences.of(claim, facts.kind, facts.device, facts.data)
     seen = Seen([facts], replace(differ, device="another one"), evaluated(job.run))  # which is not timed
-    answers = {kind.key: kind.answer(getattr(claim, kind.key), seen) for kind in kinds.ALL if kind.key in ("quality", "target")}
+    answers = {kind.key: kind.answer(getattr(claim, kind.key), seen) for kind in ALL if kind.key in ("quality", "target")}
     assert not differ.data
     assert answers["quality"].outcome == HOLDS, answers
     assert answers["target"].outcome != REFUTED, answers

@@ -284,7 +284,7 @@ def test_nothing_that_a_run_selects_depends_on_the_test_set(make, monkeypatch):
 def test_only_what_reports_reads_the_figures_of_the_test_set():
     """Whatever selects asks Result.judged, or the records of the judging set."""
     reports = {
-        "run/result.py", "ui/terminal.py", "launch/kept.py", "launch/worker.py", "inference/evaluation.py", "engine/evaluator.py",
+        "run/result.py", "ui/terminal.py", "launch/worker.py", "inference/evaluation.py", "engine/evaluator.py",
         "core/tables.py", "engine/facts.py", "ui/pages/run.py", "run/remarks.py",
     }  # fmt: skip
     root = Path(drivetrain.__file__).parent

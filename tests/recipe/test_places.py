@@ -19,7 +19,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import fetch, places
-from drivetrain.sweeps import grid
+from drivetrain.sweeps import store
 from tests.support.places import Site, answer, certificate_of_this_machine, redirect, site
 
 TEXT = b"description: from afar\ndefaults:\n  - override /model: mlp\noptimizer:\n  lr: 0.0625\n"
@@ -227,7 +227,7 @@ def test_what_is_shown_cannot_steer_the_terminal(host, capsys):
 
 
 def test_every_job_of_a_sweep_reads_what_was_fetched_once(pinned, host, tiny):
-    jobs = grid.prepare([*tiny(), f"recipe={pinned},fast"])
+    jobs = store.prepare([*tiny(), f"recipe={pinned},fast"])
     names = [job.job.composed.recipe.name for job in jobs if job.job is not None]
     assert [job.label for job in jobs] == [f"recipe={pinned}", "recipe=fast"]
     assert names == ["mine", "fast"], [job.problems for job in jobs]

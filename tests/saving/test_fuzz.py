@@ -30,7 +30,7 @@ from drivetrain.launch import launcher
 from drivetrain.measure.claims import diff
 from drivetrain.run import identity, reader, records
 from drivetrain.saving import manifest
-from drivetrain.sweeps import driver, grid, store
+from drivetrain.sweeps import driver, store
 from tests.cli.test_fuzz import run as run_command
 from tests.saving import test_fuzz_checkpoints as checkpoints
 from tests.support import odd, small_runs
@@ -72,7 +72,7 @@ def sweep(pictures: SmallRun, tmp_path: Path) -> SmallRun:
     path = tmp_path / "sweep"
     words = [*small_runs.RUN, "runtime.seed=1,2", f"output_dir={tmp_path}"]
     path.mkdir()
-    store.Sweep(path, words, []).add(grid.prepare(words, []))
+    store.Sweep(path, words, []).add(store.prepare(words, []))
     shutil.copytree(pictures.run_dir, path / "0")
     write_json(path / "sweep.json", {"finished": False})
     return pictures.moved(path)

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 
 from drivetrain.measure.benchmark import ablate, compare
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
-from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.leave import origin
-from drivetrain.measure.profile.diagnose import Problem
-from drivetrain.measure.profile.doctor import Diagnosis, Gain
+from drivetrain.measure.profile.doctor import Diagnosis, Gain, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.report import report
 from drivetrain.measure.report import report as report_page

@@ -17,9 +17,8 @@ from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps import grid, optuna, prepare
+from drivetrain.sweeps import optuna, prepare, store
 from drivetrain.sweeps.driver import Grid, LiveTable, ProgressLines, progress, row
-from drivetrain.sweeps.grid import SweepJob
 from drivetrain.sweeps.launchers import _parameters, own_device
 from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.optuna import Search, SearchSpace, choices, examples, setting
@@ -29,6 +28,7 @@ from drivetrain.sweeps.store import (
     Entry,
     Objective,
     Sweep,
+    SweepJob,
     common,
     merge_overrides,
     one_job,
@@ -189,11 +189,11 @@ def a_sweep(path: Path, words: list[str]) -> tuple[Sweep, Grid]:
 
 def test_only_what_has_ended_well_or_for_good_is_kept(tmp_path: Path) -> None:
     words = ["optimizer.lr=0.1,0.2,0.3,0.4,0.5,0.6"]
-    sweep, grid = a_sweep(tmp_path / "s", words)
+    sweep, store = a_sweep(tmp_path / "s", words)
     for entry, status in zip(sweep.entries, ("completed", "diverged", "failed", "interrupted"), strict=False):
         ended(entry, status)
     (tmp_path / "s" / "4").mkdir()  # killed: it wrote no result
-    assert not grid.is_finished()
+    assert not store.is_finished()
     again = a_sweep(tmp_path / "s", words)[1]
     assert [e.number for e in again.kept] == [0, 1]
     assert [e.number for e in again.ask(10)] == [2, 3, 4, 5]
@@ -269,14 +269,14 @@ def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, capsys: pytes
 
 
 def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
-    sweep, grid = a_sweep(tmp_path / "s", ["epochs=1,2,3,4"])
+    sweep, store = a_sweep(tmp_path / "s", ["epochs=1,2,3,4"])
     for entry, (status, value) in zip(
         sweep.entries, (("completed", 0.5), ("completed", 0.7), ("diverged", 0.9), ("completed", float("nan"))), strict=True
     ):
         ended(entry, status, value)
     objective = common(sweep.entries)
     assert objective == Objective("accuracy", maximize=True)
-    write_summary(sweep, objective, 7.0, grid.is_finished())
+    write_summary(sweep, objective, 7.0, store.is_finished())
     told = json.loads((sweep.path / "sweep.json").read_text())
     assert (told["best"], told["finished"], told["wall_s"]) == (1, True, 7.0)
     assert told["objective"] == {"metric": "accuracy", "direction": "maximize"}
@@ -395,8 +395,8 @@ def test_hydras_grammar_is_the_space(word: str, axis: Any) -> None:
     assert read_space(["updates=3", word]) == (["updates=3", key], {key: axis})
     values = choices(axis)
     if values is not None and "interval" not in word:
-        grid = prepare(["updates=3", word])  # what a sweep makes of the same word
-        assert [setting(key, v) for v in values] == [job.overrides[1] for job in grid]
+        store = prepare(["updates=3", word])  # what a sweep makes of the same word
+        assert [setting(key, v) for v in values] == [job.overrides[1] for job in store]
 
 
 def test_an_interval_is_tried_in_its_middle() -> None:
@@ -495,17 +495,17 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)"])
 def test_endless_ranges(word, monkeypatch):
-    monkeypatch.setattr(grid, "prepare_one", None)  # nothing is composed
+    monkeypatch.setattr(store, "prepare_one", None)  # nothing is composed
     with pytest.raises(UserError):
-        grid.prepare([word])
+        store.prepare([word])
     with pytest.raises(UserError):
         optuna.read([word])
 
 
 def test_too_many_combinations(monkeypatch):
-    monkeypatch.setattr(grid, "prepare_one", None)
+    monkeypatch.setattr(store, "prepare_one", None)
     with pytest.raises(UserError, match=r"100,000,000 combinations"):
-        grid.prepare([f"{key}=range(0,10000)" for key in ("epochs", "log_every")])
+        store.prepare([f"{key}=range(0,10000)" for key in ("epochs", "log_every")])
 
 
 def test_a_hopeless_sweep_is_not_composed_to_its_end(monkeypatch):
@@ -515,10 +515,10 @@ def test_a_hopeless_sweep_is_not_composed_to_its_end(monkeypatch):
         made.append(overrides)
         raise UserError(f"no such option: {overrides[1]}" if len(made) < 3 else "no such option")
 
-    monkeypatch.setattr(grid, "prepare_job", fail)
+    monkeypatch.setattr(store, "prepare_job", fail)
     with pytest.raises(UserError) as told:
-        grid.prepare(["epochs=range(0,80)", "log_every=range(1,11)"])
-    assert len(made) == grid.HOPELESS
+        store.prepare(["epochs=range(0,80)", "log_every=range(1,11)"])
+    assert len(made) == store.HOPELESS
     assert told.value.problems[-2:] == [
         "no such option",
         "none of the first 50 jobs of this sweep can run: the others were not tried",
@@ -531,10 +531,10 @@ def test_a_sweep_with_one_good_job_is_composed_to_its_end(monkeypatch):
             raise UserError("bad")
         return object()
 
-    monkeypatch.setattr(grid, "prepare_job", prepare)
-    assert len(grid.prepare(["epochs=range(0,80)"])) == 80
+    monkeypatch.setattr(store, "prepare_job", prepare)
+    assert len(store.prepare(["epochs=range(0,80)"])) == 80
 
 
 def test_a_range_without_steps():
     with pytest.raises(UserError, match=r"'epochs=range\(1,4,0\)' is no sweep"):
-        grid.prepare(["epochs=range(1,4,0)"])
+        store.prepare(["epochs=range(1,4,0)"])

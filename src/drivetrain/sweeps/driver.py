@@ -22,11 +22,10 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.launch.job import Job
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
-from drivetrain.sweeps.grid import SweepJob, prepare
 from drivetrain.sweeps.launchers import Forked, Launcher, SignalForwarder, Submitit
 from drivetrain.sweeps.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.optuna import Search, SearchSpace
-from drivetrain.sweeps.store import LENGTH, Entry, Objective, Sweep
+from drivetrain.sweeps.store import LENGTH, Entry, Objective, Sweep, SweepJob, prepare
 from drivetrain.ui import output, sheet, terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import duration

@@ -28,9 +28,8 @@ from drivetrain.core.signals import STOP_SIGNALS, handled_by
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps.grid import SweepJob
 from drivetrain.sweeps.options import SubmititLocal, SubmititSlurm
-from drivetrain.sweeps.store import LENGTH, Entry, one_job, read
+from drivetrain.sweeps.store import LENGTH, Entry, SweepJob, one_job, read
 
 logger = logging.getLogger(__name__)
 

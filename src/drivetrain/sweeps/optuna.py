@@ -12,9 +12,8 @@ from typing import Any
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, parse_each
 from drivetrain.launch.job import Job
-from drivetrain.sweeps.grid import SweepJob, is_sweep_recipe, listed, prepare_one
 from drivetrain.sweeps.options import Optuna
-from drivetrain.sweeps.store import FINAL, Entry, Objective, Sweep
+from drivetrain.sweeps.store import FINAL, Entry, Objective, Sweep, SweepJob, is_sweep_recipe, listed, prepare_one
 
 MAX_GRID = 10_000  # combinations with sampler=grid
 MAX_VALUES = 100_000  # of a key that is searched over

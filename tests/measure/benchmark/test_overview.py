@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain.measure.benchmark.compare import headline, names, sections, table
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.noninferiority import FIRST, TrainedRun, Verdict, in_words
-from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.intervals import Interval
 from drivetrain.ui.sheet import joined
 

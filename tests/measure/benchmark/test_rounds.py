@@ -18,13 +18,12 @@ from drivetrain.core.clock import DeviceClock
 from drivetrain.core.cost import Cost
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
+from drivetrain.measure.benchmark import comparison as rounds_of
 from drivetrain.measure.benchmark import interleave
-from drivetrain.measure.benchmark import row as rounds_of
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.compare import headline
-from drivetrain.measure.benchmark.comparison import Comparison, _without_effect
+from drivetrain.measure.benchmark.comparison import Comparison, Row, _without_effect
 from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, BenchmarkAgent, TimedBlock, run_rounds
-from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import export
 from drivetrain.precision.base import Precision
 from tests.support.simulated_device import Queue

@@ -14,14 +14,12 @@ from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.launch.job import checked, prepare
 from drivetrain.measure.benchmark.arms import ArmSpec
-from drivetrain.measure.benchmark.comparison import Comparison, Settings
+from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, TrainedRun, Verdict
-from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims import export as claims
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, UNTOLD
-from drivetrain.measure.claims.verify import judge
+from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, judge
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed

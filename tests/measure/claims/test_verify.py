@@ -12,11 +12,10 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.measure.benchmark import comparison
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.claims import verify
-from drivetrain.measure.claims.kinds import (
+from drivetrain.measure.claims.verify import (
     ALL,
     HOLDS,
     REFUTED,
@@ -25,10 +24,10 @@ from drivetrain.measure.claims.kinds import (
     Answer,
     Differences,
     Seen,
+    Settings,
     chance_of_fewer,
     exit_code,
 )
-from drivetrain.measure.claims.verify import Settings
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Energy, Memory, Quality, Speed, Target

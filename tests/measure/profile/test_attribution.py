@@ -14,8 +14,8 @@ from torch.autograd import DeviceType
 
 from drivetrain.core.clock import Clock
 from drivetrain.core.progress import Progress
-from drivetrain.measure.profile import diagnose as diagnosis
-from drivetrain.measure.profile import diagnose as doctor
+from drivetrain.measure.profile import doctor as diagnosis
+from drivetrain.measure.profile import doctor as doctor
 from drivetrain.measure.profile import step
 from drivetrain.measure.profile import step as utilization
 from drivetrain.measure.profile.attribution import Attribution, Line, attribute
@@ -256,7 +256,7 @@ def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets, began):
 
 def problems(*lines: Line) -> list[diagnosis.Problem]:
     profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0)
-    return list(diagnosis._lines(profile))
+    return list(diagnosis._own_lines(profile))
 
 
 def test_any_line_above_a_tenth_is_named_and_what_is_known_only_adds_advice():
@@ -415,7 +415,7 @@ def test_evaluation(seconds, every, told):
 
 
 def told(*lines: Line, device: str = "cpu") -> list[tuple[str, float]]:
-    return [(p.name, pytest.approx(p.share)) for p in doctor._lines(profile(lines=list(lines), device=device))]
+    return [(p.name, pytest.approx(p.share)) for p in doctor._own_lines(profile(lines=list(lines), device=device))]
 
 
 def test_lines():

@@ -11,8 +11,7 @@ from bench import attribution
 from bench.attribution import MODELS, PLACES, draw
 
 from drivetrain.measure.profile import doctor as doctor_module
-from drivetrain.measure.profile.diagnose import COMPUTE, Problem
-from drivetrain.measure.profile.doctor import profiled
+from drivetrain.measure.profile.doctor import COMPUTE, Problem, profiled
 from drivetrain.recipe.reader import read
 from drivetrain.ui.sheet import Table
 from tests.support import bottlenecks, made_pages

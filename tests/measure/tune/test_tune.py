@@ -14,8 +14,7 @@ from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import overrides
-from drivetrain.measure.benchmark.comparison import Comparison, TimesToTarget, columns, proven, ranked
-from drivetrain.measure.benchmark.row import Row
+from drivetrain.measure.benchmark.comparison import Comparison, Row, TimesToTarget, columns, proven, ranked
 from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import range_test, tune

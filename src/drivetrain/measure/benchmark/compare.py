@@ -11,10 +11,9 @@ from drivetrain.launch.job import Job
 from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import noninferiority, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, swept
-from drivetrain.measure.benchmark.comparison import Comparison, Settings, measure, proven, ranked
+from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
 from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
-from drivetrain.measure.benchmark.row import Row
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts

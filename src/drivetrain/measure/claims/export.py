@@ -23,11 +23,10 @@ from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import facts, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.compare import HandOn
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims import kinds
-from drivetrain.measure.claims.kinds import Wanted
+from drivetrain.measure.claims import verify
+from drivetrain.measure.claims.verify import Wanted
 from drivetrain.measure.overrides import apply
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
@@ -85,7 +84,7 @@ def assembled(
     """A claim with all that these trainings measured, of several seeds or of one, beside what was found already."""
     found: dict[str, Any] = {"speed": speed, "device": device, "versions": versions, "measured": measured}
     if runs and not any(run.error for run in runs):
-        found |= kinds.made_of(runs, wanted)
+        found |= verify.made_of(runs, wanted)
         found |= {"data": data_of(runs), "seeds": tuple(run.seed for run in runs)}
     return Claim(**found)
 

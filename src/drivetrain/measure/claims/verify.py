@@ -6,32 +6,291 @@ the recipe to its end with seeds that the claim did not have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.config.catalog import options
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.selection import evaluated
+from drivetrain.core.selection import Better, evaluated
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
 from drivetrain.measure.benchmark.arms import ArmSpec, trainings
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.benchmark.row import Row
-from drivetrain.measure.claims import kinds
-from drivetrain.measure.claims.kinds import HOLDS, REFUTED, SKIPPED, UNTOLD, Answer, Differences, OfRuns, Seen
-from drivetrain.measure.intervals import MIN_PAIRS
+from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import places
-from drivetrain.recipe.claim import Claim, Speed, as_overrides, times
+from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times
 from drivetrain.recipe.reader import Recipe
+from drivetrain.recipe.safe_yaml import printable
+from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Table
+
+HOLDS, REFUTED, UNTOLD, SKIPPED = "holds", "does not hold", "cannot be told here", "not measured"
+NOTHING_TOLD = 4  # the exit code where nothing was refuted, and nothing could be told
+LEVEL = 0.02  # of a refutation by chance
+FLOOR = 0.005  # a metric may always be worse by this share of its mean
+WIDE = 0.05  # chance that allows a larger share confirms nothing, unless it is within 2 standard deviations of the new seeds
+MIN_FREEDOM = 3  # degrees of freedom of a spread that may confirm a claim
+MORE_MEMORY, MORE_ENERGY = 0.10, 0.25  # that runs may need beyond the claim
+SLOWER = 2.0  # a machine's speed may differ by this factor from one hour to the next
+
+
+class Answer(NamedTuple):
+    """What measuring again says of one kind of claim."""
+
+    kind: str
+    claimed: str
+    measured: str
+    outcome: str
+    because: str
+
+
+def exit_code(answers: Sequence[Answer]) -> int:
+    """1: something does not hold. 0: nothing is refuted, and something holds. 4: nothing could be told here."""
+    outcomes = {answer.outcome for answer in answers}
+    return FAILED if REFUTED in outcomes else DONE if HOLDS in outcomes else NOTHING_TOLD
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be claimed of runs; None: what the runs were judged by."""
+
+    metric: str | None = None
+    set: str | None = None
+    reach: Reach | None = None
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Where this machine and its data are not those of a claim, in words; "" where they are the same."""
+
+    kind: str = ""  # the device's type
+    device: str = ""
+    versions: str = ""
+    data: str = ""
+
+    @classmethod
+    def of(cls, claim: Claim, kind: str | None, device: str | None, data: Any = None) -> Differences:
+        """The differences of what ran here, on this device; `data` is the fingerprint of what it read, where that is known."""
+        other = [f"{name} {here}, claimed with {claimed}" for name, claimed, here in _other_versions(claim)]
+        return cls(
+            f"{kind}, claimed on {claim.device.kind}" if kind is not None and kind != claim.device.kind else "",
+            printable(f"{device}, claimed on {claim.device.name}") if device is not None and device != claim.device.name else "",
+            printable("; ".join(other)),
+            _other_data(claim.data, data) if claim.data is not None else "",
+        )
+
+    @property
+    def hardware(self) -> str:
+        """The differences of the machine and its software."""
+        return "; ".join(filter(None, (self.device or self.kind, self.versions)))
+
+
+def _other_versions(claim: Claim) -> list[tuple[str, str, str]]:
+    """Name, claimed and present version where the major versions differ."""
+    found = [(name, claimed, environment.version(name)) for name, claimed in claim.versions.items()]
+    return [(n, claimed, here) for n, claimed, here in found if here is not None and here.split(".")[0] != claimed.split(".")[0]]
+
+
+def _other_data(claimed: Data, here: Any) -> str:
+    if not isinstance(here, dict) or not isinstance(here.get("hash"), str):
+        return "the data here has no fingerprint"
+    if here["hash"] == claimed.hash:
+        return ""
+    samples = f"{here.get('samples')} samples here, {claimed.samples} claimed" if here.get("samples") != claimed.samples else ""
+    return printable(f"{samples or 'the same number of samples'}, fingerprint {here['hash'][:8]}, claimed {claimed.hash[:8]}")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Runs that were trained here to test a claim."""
+
+    runs: Sequence[Facts]
+    differ: Differences
+    better: Mapping[str, Better | None] = field(default_factory=dict)  # by metric
+
+
+class OfRuns:
+    """One kind of claim. A subclass says how it is made of runs, and when it holds."""
+
+    key: str
+    needs_device = False  # whether it can be told on the same device only
+
+    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Kind | None:
+        """The claim of these runs; None where they did not measure it."""
+        raise NotImplementedError
+
+    def cannot_tell(self, differ: Differences) -> str:
+        """Why it cannot be told here; "" where it can."""
+        if differ.data:
+            return f"other data: {differ.data}"
+        return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
+
+    def answer(self, claimed: Any, seen: Seen) -> Answer:
+        """Whether a claim holds of the runs that were trained here."""
+        again = self.made(seen.runs, self.same(claimed))
+        measured = str(again) if again is not None else "–"
+        if failed := next((run for run in seen.runs if run.error is not None), None):
+            outcome, because = UNTOLD if seen.differ.kind else REFUTED, f"the run with seed {failed.seed} ended: {failed.error}"
+        elif because := self.cannot_tell(seen.differ):
+            outcome = UNTOLD
+        elif again is None:
+            outcome, because = UNTOLD, "it is not measured here"
+        else:
+            outcome, because = self.judge(claimed, again, seen)
+        return Answer(self.key, str(claimed), measured, outcome, because)
+
+    def same(self, claimed: Any) -> Wanted:
+        """What has to be made of the runs here to compare it with the claim."""
+        return Wanted()
+
+    def judge(self, claimed: Any, again: Any, seen: Seen) -> tuple[str, str]:
+        """The outcome, and why."""
+        raise NotImplementedError
+
+
+class FinalMetric(OfRuns):
+    """The final metric: a two-sample t-test of the claimed mean against that of new seeds, with their spreads pooled."""
+
+    key = "quality"
+
+    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Quality | None:
+        of_set = wanted.set or runs[0].set
+        found = [run.figures.get(of_set, {}).get(str(wanted.metric)) for run in runs]
+        values = [value for value in found if value is not None]
+        if len(values) < len(runs) or wanted.metric is None:
+            return None
+        middle, low, high = mean(values)
+        several = len(values) > 1
+        return Quality(
+            wanted.metric, of_set, rounded(middle), len(values), rounded(deviation(values)) if several else None,
+            (rounded(low), rounded(high)) if several else None,
+        )  # fmt: skip
+
+    def same(self, claimed: Quality) -> Wanted:
+        return Wanted(claimed.metric, claimed.set)
+
+    def judge(self, claimed: Quality, again: Quality, seen: Seen) -> tuple[str, str]:
+        from scipy.stats import t
+
+        freedom = claimed.n + again.n - 2
+        if not freedom:
+            return UNTOLD, "one run each shows no spread: set seeds=5"
+        better = seen.better.get(claimed.metric)
+        apart = again.mean - claimed.mean
+        worse_by = abs(apart) if better is None else -apart if better(0.0, 1.0) == 1.0 else apart
+        squares = (claimed.n - 1) * (claimed.sd or 0.0) ** 2 + (again.n - 1) * (again.sd or 0.0) ** 2
+        error = math.sqrt(squares / freedom * (1 / claimed.n + 1 / again.n))
+        by_chance = float(t.ppf(1 - (LEVEL / 2 if better is None else LEVEL), freedom)) * error
+        allowed = max(by_chance, FLOOR * abs(claimed.mean))
+        word = "apart" if better is None else "worse"
+        if worse_by > allowed:
+            return REFUTED, f"{word} by {worse_by:.2g}; chance allows {allowed:.2g} (t-test at {100 * LEVEL:g} %)"
+        more = f"too few seeds: set seeds={max(5, 2 * again.n)}"
+        if freedom < MIN_FREEDOM:
+            return UNTOLD, f"{more} ({claimed.n} and {again.n} runs hardly show the spread)"
+        # Of the new seeds alone: else a claim with a large spread would allow itself what it likes.
+        if worse_by > FLOOR * abs(claimed.mean) and by_chance > max(WIDE * abs(claimed.mean), 2 * (again.sd or 0.0)):
+            return UNTOLD, f"{more} (it is {word} by {worse_by:.2g}, and chance allows {by_chance:.2g})"
+        return HOLDS, f"not {word} by more than {allowed:.2g} (t-test at {100 * LEVEL:g} %, at least {100 * FLOOR:g} %)"
+
+
+class TimeToTarget(OfRuns):
+    """When a metric reached a value: exact tests of how many seeds reached it, and of whether every one was slower."""
+
+    key = "target"
+
+    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Target | None:
+        if wanted.reach is None:
+            return None
+        updates = [run.updates_to_target for run in runs]
+        reached = [found for found in updates if found is not None]
+        median = statistics.median(math.inf if found is None else found for found in updates)
+        several = math.isfinite(median)
+        seconds = [run.seconds_to_target for run in runs if run.updates_to_target is not None]
+        timed = several and None not in seconds
+        all_seconds = [*(s for s in seconds if s is not None), *[math.inf] * (len(runs) - len(seconds))]
+        return Target(
+            str(wanted.reach), len(reached), len(runs), rounded(median) if several else None,
+            max(reached) if len(reached) == len(runs) else None, rounded(statistics.median(all_seconds)) if timed else None,
+        )  # fmt: skip
+
+    def same(self, claimed: Target) -> Wanted:
+        return Wanted(reach=Reach.parse(claimed.reach))
+
+    def judge(self, claimed: Target, again: Target, seen: Seen) -> tuple[str, str]:
+        fewer = chance_of_fewer(again.reached, again.n, claimed.reached, claimed.n)
+        found = [run.updates_to_target for run in seen.runs]
+        slower = claimed.slowest is not None and all(u is None or u > claimed.slowest for u in found)
+        all_slower = 1 / math.comb(claimed.n + again.n, again.n) if slower else 1.0
+        if (chance := min(fewer, all_slower)) <= LEVEL:
+            why = "fewer seeds reach it" if fewer <= all_slower else "every seed needs more updates than the slowest claimed one"
+            return REFUTED, f"{why}: {100 * chance:.1f} % by chance"
+        if slower or (claimed.reached and not again.reached):
+            return UNTOLD, f"{claimed.n} and {again.n} seeds are too few to tell ({100 * chance:.0f} % by chance): set more seeds"
+        if claimed.seconds is None or again.seconds is None:
+            return HOLDS, "as many seeds reach it, in as many updates"
+        if seen.differ.device:
+            return HOLDS, "as many seeds reach it, in as many updates; the seconds are another device's"
+        if again.seconds > SLOWER * claimed.seconds:
+            return REFUTED, f"it takes more than {SLOWER:g} times the seconds"
+        return HOLDS, f"as many seeds reach it, in as many updates, within {SLOWER:g} times the seconds"
+
+
+class Used(OfRuns):
+    """What a run used of its device: the largest peak of memory, or the mean of the joules, of all runs."""
+
+    needs_device = True
+
+    def __init__(
+        self, key: str, kind: type[Memory | Energy], of: Callable[[Any], float | None], joined: Any, more: float
+    ) -> None:
+        self.key, self._kind, self._of, self._joined, self._more = key, kind, of, joined, more
+
+    def made(self, runs: Sequence[Facts], wanted: Wanted) -> Kind | None:
+        found = [value for run in runs if (value := self._of(run))]
+        return self._kind(rounded(self._joined(found)), len(found)) if found else None
+
+    def judge(self, claimed: Any, again: Any, seen: Seen) -> tuple[str, str]:
+        share = (self._of(again) or 0.0) / (self._of(claimed) or 1.0)
+        return HOLDS if share <= 1 + self._more else REFUTED, f"{share:.2f} times the claim, {1 + self._more:g} allowed"
+
+
+ALL: tuple[OfRuns, ...] = (
+    FinalMetric(),
+    TimeToTarget(),
+    Used("memory", Memory, lambda run: run.peak_mib, max, MORE_MEMORY),
+    Used("energy", Energy, lambda run: run.joules, statistics.fmean, MORE_ENERGY),
+)
+
+
+def made_of(runs: Sequence[Facts], wanted: Wanted) -> dict[str, Kind]:
+    """Every kind of claim that these runs have measured, by its key."""
+    found = {kind.key: kind.made(runs, wanted) for kind in ALL}
+    return {key: claim for key, claim in found.items() if claim is not None}
+
+
+def chance_of_fewer(reached: int, n: int, claimed: int, of: int) -> float:
+    """Fisher's exact test: the chance that so few of `n` new seeds reach a target, if they are like the `of` claimed ones."""
+    good, bad = reached + claimed, n + of - reached - claimed
+    ways = sum(math.comb(good, k) * math.comb(bad, n - k) for k in range(reached + 1))
+    return ways / math.comb(n + of, n)
+
+
+def rounded(value: float) -> float:
+    """A figure with six digits, as it is written; a whole number has no point."""
+    found = float(f"{value:.6g}")
+    return int(found) if found.is_integer() and abs(found) >= 10 else found
+
 
 TOLERANCE = 0.05  # the measured interval may end so far below the claimed one
 HEADER = ("claim", "claimed", "measured here", "answer", "because")
@@ -57,7 +316,7 @@ class Verified:
     @property
     def code(self) -> int:
         """The exit code of the command."""
-        return kinds.exit_code(self.answers)
+        return exit_code(self.answers)
 
     def as_dict(self) -> dict[str, Any]:
         """The answers and the runs, for a file."""
@@ -100,7 +359,7 @@ def verify(
     _check(claim, overrides, settings)
     *base, spec = variants(recipe, claim.speed, overrides, config_dirs)
     job = arms.baseline_job([spec])
-    asked = [kind for kind in kinds.ALL if getattr(claim, kind.key) is not None]
+    asked = [kind for kind in ALL if getattr(claim, kind.key) is not None]
     answers, compared, runs = [], None, []
     if claim.speed is not None:
         compared = comparison.measure([*base, spec], settings, overrides)

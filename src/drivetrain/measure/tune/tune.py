@@ -28,9 +28,8 @@ from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, trainings
 from drivetrain.measure.benchmark.compare import titled
-from drivetrain.measure.benchmark.comparison import MIN_SEEDS, Comparison, TimesToTarget, columns, proven, ranked
+from drivetrain.measure.benchmark.comparison import MIN_SEEDS, Comparison, Row, TimesToTarget, behind, columns, proven, ranked
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
-from drivetrain.measure.benchmark.row import Row, behind
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.overrides import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.tune import range_test
