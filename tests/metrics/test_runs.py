@@ -51,6 +51,24 @@ def plain_mean(output, target):
 def of_a_dict(output, target):
     return output["logits"].mean()
 
+class Two(torch.nn.Module):
+    def __init__(self, classes, shape):
+        super().__init__()
+        self.layer = torch.nn.Linear(torch.Size(shape).numel(), classes)
+
+    def forward(self, x):
+        logits = self.layer(x.flatten(1))
+        return {"logits": logits, "norms": (logits.norm(dim=1), None)}
+
+def loss_of_two(output, target):
+    return torch.nn.functional.cross_entropy(output["logits"], target)
+
+def of_two(output, target):
+    """What no mean of batches is."""
+    each = torch.nn.functional.cross_entropy(output["logits"], target, reduction="none")
+    assert len(each) == len(output["norms"][0])
+    return {"median": each.median(), "longest": output["norms"][0].max()}
+
 class Retrieval(torchmetrics.Metric):
     def update(self, preds, target, indexes):
         pass
@@ -215,6 +233,15 @@ def test_an_own_class_and_an_own_function(make, own):
     losses = torch.nn.functional.cross_entropy(output, target, reduction="none")
     assert figures["worst"] == pytest.approx(float(losses.max()))
     assert not math.isclose(figures["worst"], figures["loss"])
+
+
+def test_a_function_of_the_whole_set_takes_trees(train, own):
+    words = ["model=own", "model.target=my_metrics.Two", "loss=own", "loss.target=my_metrics.loss_of_two", *own("of_two")]
+    words += ["data.test_samples=8", "updates=1", "optimizer.lr=1e-30", "saving=none"]
+    one, three = train(*words), train(*words, "parallel=ddp", "parallel.nproc=3")  # of which one rank has no batch
+    assert three.status == "completed", three.error
+    assert {"median", "longest"} <= set(one.judged("final"))
+    assert three.judged("final") == pytest.approx(one.judged("final"), abs=1e-6)
 
 
 def test_a_dict_of_figures_may_rank_by_one_of_them(train, own):

@@ -9,8 +9,10 @@ import torch.distributed as dist
 import torchmetrics
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.protocols import Strategy
+from drivetrain.core.trees import Tree
 
 
 def place(state: torchmetrics.Metric, device: torch.device, parallel: Strategy) -> torchmetrics.Metric:
@@ -42,7 +44,7 @@ def gather(rows: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
 def unlike_shapes(why: str) -> str:
     """Return why a function cannot be the metric, and what can."""
     return (
-        f"metrics=[own]: a function gets the outputs and targets of all samples as two tensors, and here {why}: name a "
+        f"metrics=[own]: a function gets the outputs and targets of all samples joined, and here {why}: name a "
         "torchmetrics.Metric class, which gets each batch, or set metrics.own.mean=true, if its value is a mean over samples"
     )
 
@@ -86,25 +88,33 @@ class Rows(torchmetrics.Metric):
 
 
 class Collected(torchmetrics.Metric):
-    """Keeps all outputs and targets."""
+    """Keeps the outputs and targets of all samples, which may be trees."""
 
     full_state_update = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.outputs: list[torch.Tensor]
-        self.targets: list[torch.Tensor]
-        self.add_state("outputs", [], dist_reduce_fx="cat")
-        self.add_state("targets", [], dist_reduce_fx="cat")
+        self.like: Tree = None  # empty tensors in the structure of a batch; None before the first one
 
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+    def like_a_batch(self, like: Tree) -> None:
+        """Prepare for such batches. All ranks have to, also one without a batch."""
+        if self.like is None and like is not None:
+            self.like = trees.map_tensors(lambda t: torch.empty((0, *t.shape[1:]), dtype=t.dtype), like)
+            for number in range(len(trees.leaves(like))):
+                self.add_state(f"part_{number}", [], dist_reduce_fx="cat")
+
+    def update(self, output: Tree, target: Tree) -> None:
         """Keep a batch. Raises UserError where it cannot be joined with the others."""
-        for kept, given in ((self.outputs, output), (self.targets, target)):
-            if not isinstance(given, torch.Tensor) or (kept and kept[-1].shape[1:] != given.shape[1:]):
-                raise UserError(unlike_shapes("they are no tensors, or differ in shape from batch to batch"))
-        self.outputs.append(output)
-        self.targets.append(target)
+        self.like_a_batch((output, target))
+        given = trees.leaves((output, target))
+        if [t.shape[1:] for t in given] != [t.shape[1:] for t in trees.leaves(self.like)]:
+            raise UserError(unlike_shapes("they differ in shape from batch to batch"))
+        for kept, tensor in zip(self._parts(), given, strict=True):
+            kept.append(tensor)
 
-    def compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self) -> Tree:
         """Return the outputs and the targets of all samples."""
-        return torchmetrics.utilities.dim_zero_cat(self.outputs), torchmetrics.utilities.dim_zero_cat(self.targets)
+        return trees.unflatten([torchmetrics.utilities.dim_zero_cat(kept) for kept in self._parts()], self.like)
+
+    def _parts(self) -> list[Any]:
+        return [getattr(self, f"part_{number}") for number in range(len(trees.leaves(self.like)))]
