@@ -16,7 +16,7 @@ from drivetrain.core.selection import Better
 from drivetrain.core.targets import DESCRIPTIONS
 from drivetrain.core.trees import Tree
 from drivetrain.core.user_call import Progress, UserCall
-from drivetrain.metrics.base import DIRECTIONS, EXTRA, Metric, Table
+from drivetrain.metrics.base import DIRECTIONS, EXTRA, Metric
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -140,11 +140,6 @@ class Own(Metric):
                 f"metrics.own.better is of {', '.join(missing)}, and metrics.own.target={self.target} gives "
                 f"{', '.join(self._names)}"
             )
-
-    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
-        if self._function and not self.mean:
-            self.state.like_a_batch(self._context.parallel.broadcast_object(self.state.like))  # type: ignore[operator]
-        return super().result()
 
     def figures(self, computed: Any) -> dict[str, float]:
         if not self._function:

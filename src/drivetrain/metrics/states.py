@@ -96,17 +96,13 @@ class Collected(torchmetrics.Metric):
         super().__init__()
         self.like: Tree = None  # empty tensors in the structure of a batch; None before the first one
 
-    def like_a_batch(self, like: Tree) -> None:
-        """Prepare for such batches. All ranks have to, also one without a batch."""
-        if self.like is None and like is not None:
-            self.like = trees.map_tensors(lambda t: torch.empty((0, *t.shape[1:]), dtype=t.dtype), like)
-            for number in range(len(trees.leaves(like))):
-                self.add_state(f"part_{number}", [], dist_reduce_fx="cat")
-
     def update(self, output: Tree, target: Tree) -> None:
         """Keep a batch. Raises UserError where it cannot be joined with the others."""
-        self.like_a_batch((output, target))
         given = trees.leaves((output, target))
+        if self.like is None:  # each rank has seen the run's example, also one without a batch
+            self.like = trees.map_tensors(lambda t: torch.empty((0, *t.shape[1:]), dtype=t.dtype), (output, target))
+            for number in range(len(given)):
+                self.add_state(f"part_{number}", [], dist_reduce_fx="cat")
         if [t.shape[1:] for t in given] != [t.shape[1:] for t in trees.leaves(self.like)]:
             raise UserError(unlike_shapes("they differ in shape from batch to batch"))
         for kept, tensor in zip(self._parts(), given, strict=True):
