@@ -49,6 +49,10 @@ class Compile(Option):
         """Return the seconds spent compiling so far, or None."""
         return None
 
+    def cannot(self, error: BaseException) -> str:
+        """Return what the run asks of this option that it cannot do, with what to set, where this error says so; else ""."""
+        return ""
+
     def advice(self, error: BaseException) -> str:
         """Return what to set if this error is the compiler's own, else an empty string."""
         return ""

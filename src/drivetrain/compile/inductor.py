@@ -45,9 +45,12 @@ class Dynamo(Compiled):
         if not any(shutil.which(c) for c in ("c++", "g++", "clang++")):
             yield f"{run.named('compile')} needs a C++ compiler (g++ or clang++) on the PATH: install one or set compile=none"
 
+    def cannot(self, error: BaseException) -> str:
+        if "double backward" not in str(error):
+            return ""
+        return "cannot differentiate a gradient of the model, as the loss does: set compile=step or compile=none"
+
     def advice(self, error: BaseException) -> str:
-        if "double backward" in str(error):
-            return ": the loss differentiates a gradient of the compiled model: set compile=step or compile=none"
         if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
             return ""
         fixed_shapes = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "

@@ -357,6 +357,8 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
             job.run.loader.raise_if_worker_died(error)
         except Interrupted as interrupted:
             error = interrupted
+    if cannot := job.run.compile.cannot(error):
+        error = UserError(f"{job.run.named('compile')} {cannot}")
     if isinstance(error, UserError):
         result.error = str(error)
         return BAD_CONFIG
