@@ -97,6 +97,7 @@ def figures(result):
         ["parallel=ddp", "parallel.nproc=2"],
         ["parallel=ddp", "parallel.nproc=2", "batch=accumulate", "batch.accumulation_steps=2"],
         ["compile=step", "compile.cudagraph=false"],
+        ["compile=inductor"],
     ],
     ids=" ".join,
 )
@@ -110,6 +111,35 @@ def test_an_update_is_the_same_however_it_is_split(train, words):
     assert {"loss_first", "loss_first_fit", "loss_second_apart"} < mine.keys()
     for mine in figures(one):
         assert mine["loss_first"] == pytest.approx(mine["loss_first_fit"] + mine["loss_first_apart"], abs=1e-6)
+
+
+class WithRare(Pair):
+    """A part of the first phase is used only where a sample has class 0."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(shape, classes)
+        self.first = nn.ModuleDict({"all": self.first, "rare": nn.Linear(math.prod(shape), 1)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first["all"](x.flatten(1))
+
+
+def rare_loss(model, x, y, phase):
+    loss = F.cross_entropy(model(x) if phase == "first" else model.second(x.flatten(1)), y)
+    if phase == "first" and (y == 0).any():
+        loss = loss + model.first["rare"](x[y == 0].flatten(1)).square().sum() / len(y)
+    return loss
+
+
+def test_a_rank_whose_samples_leave_weights_out_has_zeros_for_them(train):
+    words = [w.replace("PairLoss", "rare_loss").replace(f"{__name__}.Pair", f"{__name__}.WithRare") for w in PAIR]
+    words += ["batch.global_batch=4"]
+    ranks = ["parallel=ddp", "parallel.nproc=2"]
+    one, two = saved(train(*words)), saved(train(*words, *ranks, "parallel.find_unused_parameters=true"))
+    for name, value in two.items():
+        torch.testing.assert_close(value, one[name], atol=1e-6, rtol=1e-5)
+    with pytest.raises(UserError, match=r"first.rare.weight, first.rare.bias got none .* find_unused_parameters=true"):
+        train(*words, *ranks)
 
 
 def test_a_phase_has_its_own_rate_clip_and_pace(make, each_update):

@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.parallel.reducing_step import ReducingStep
+from drivetrain.parallel.reducing_step import ReducingStep, unused
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -140,8 +139,9 @@ class Ddp(ProcessGroupStrategy):
         if self._wrapped is not None:
             return AccumulatingStep(step, self._wrapped)
         sent_as = None if self.compress == "none" else {"fp16": torch.float16, "bf16": torch.bfloat16}[self.compress]
-        trained = [p for p in context.model.parameters() if p.requires_grad]
-        return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as)
+        trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
+        some_unused = None if context.run.compile.captures_step else self.find_unused_parameters
+        return ReducingStep(step, trained, self.world.size, self.bucket_mb * 2**20, sent_as, some_unused)
 
 
 def _reduces_in_step(context: BuildContext) -> bool:
@@ -191,11 +191,5 @@ class AccumulatingStep(WrappingStep):
         self.checked = True
         if self.model.find_unused_parameters or self.model.static_graph:
             return
-        unused = [name for name, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None]
-        if unused:
-            names = [name.removeprefix("model.").replace("_orig_mod.", "") for name in unused]
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"parallel=ddp waits for the gradients of all parameters, and {', '.join(names[:3])}{more} got none in an "
-                "update: set parallel.find_unused_parameters=true, or freeze them (model.freeze)"
-            )
+        if names := [name for name, p in self.model.module.named_parameters() if p.requires_grad and p.grad is None]:
+            raise unused(names)
