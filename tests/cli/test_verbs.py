@@ -17,6 +17,7 @@ import yaml
 import drivetrain
 from drivetrain.cli import completion, main
 from drivetrain.cli.verbs import VERBS, Verb
+from drivetrain.config import catalog
 from drivetrain.config.catalog import root_config
 from drivetrain.ui.output import fold
 from tests.support.command import (
@@ -88,14 +89,32 @@ def test_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", ["optimizer", "precision", "augment"])
-def test_list_one_group(group: str, tmp_path: Path) -> None:
-    """Its options with every knob and its value."""
-    said = good(run("list", group, cwd=tmp_path))
+def test_list_one_group_and_one_option(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each option of a group; of one option when it helps, and every key with its value."""
+    assert main.main(["list", group]) == 0
+    lines = capsys.readouterr().out.splitlines()
     for option in GROUPS[group]:
-        assert re.search(rf"^{group}={option}: \w+.*\n    when: \w+", said, re.M)
-        knobs = yaml.safe_load((ROOT / "conf" / group / f"{option}.yaml").read_text())
-        for knob in set(knobs) - {"_target_", "defaults"}:
-            assert f"{group}.{knob}:" in said
+        assert any(option in line.split()[:2] for line in lines)
+        assert main.main(["list", f"{group}={option}"]) == 0
+        said, listed = capsys.readouterr().out, group in catalog.LISTS
+        begins = re.escape(f"{group}={f'[{option}]' if listed else option}: ")
+        assert re.match(rf"{begins}\w+.*\n    when: \w+", said)
+        for key in set(yaml.safe_load((ROOT / "conf" / group / f"{option}.yaml").read_text())) - {"_target_", "defaults"}:
+            assert f"    {group}.{f'{option}.' if listed else ''}{key}: " in said
+
+
+def test_the_help_of_train_fits_a_screen_and_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= 60
+    for group, options in GROUPS.items():
+        assert re.search(rf"^  {group} +{re.escape(next(iter(_defaults(group))))}", said, re.M)
+        assert all(re.search(rf"\b{option}\b", said) for option in options)
+
+
+def _defaults(group: str) -> list[str]:
+    chosen = catalog.default_options()[group]
+    return sorted(chosen) or sorted(GROUPS[group]) if group in catalog.LISTS else [chosen]
 
 
 def test_list_a_key_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,6 +134,12 @@ def test_list_a_key_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
         (("list", "nope"), ("'nope'", "optimizer")),
         (("list", "tarket"), ("'tarket'", "'target'")),
         (("list", "order"), ("'order'", "order is a key of data", "drivetrain list data")),
+        (("list", "optimizer=adamx"), ("is no option of optimizer", "'adamw'")),
+        (("compare", "--rounds", "4", "--quality"), ("--rounds 4 is rounds=4", "--quality is quality=true")),
+        (("tune", "--budget", "60"), ("--budget 60 is budget_s=60",)),
+        (("train", "--dry-run"), ("--dry-run is debug=fast",)),
+        (("train", "--aug-splits", "3"), ("--aug-splits is no setting here: ",)),
+        (("train", "epochs", "=", "3"), ("no spaces", "say epochs=3")),
         (("list", "optimizer.lr"), ("'optimizer.lr'", "lr is a key of optimizer")),
         (("list", "optimiser"), ("'optimiser'", "'optimizer'")),
         (("trian",), ("'trian'", "'train'")),

@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.cli import train, verbs
 from drivetrain.config import catalog
-from drivetrain.config.elsewhere import ELSEWHERE, NOTES
+from drivetrain.config.elsewhere import ELSEWHERE, NOT_HERE, NOTES, USUAL
 from drivetrain.config.hydra_idioms import HONOURED
 from drivetrain.core.errors import UserError
 from drivetrain.core.patterns import check_patterns
@@ -24,8 +24,10 @@ def exists(setting: str) -> bool:
     options = catalog.options().get(group, [])
     if group == "hydra":
         return knob in HONOURED
-    if option:
+    if option and not knob:
         return set(option.strip("[]").split(",")) <= set(options)
+    if group in catalog.LISTS and "." in knob:  # a knob of one of several options
+        return knob.partition(".")[2] in catalog.option_keys(group, knob.partition(".")[0])
     if not options or not knob:
         return key in (catalog.options() if options else catalog.root_config())
     return any(knob in catalog.option_keys(group, option) for option in options)
@@ -35,6 +37,8 @@ def test_words_of_other_frameworks_lead_to_settings_that_exist():
     assert [word for word, present in ELSEWHERE.items() if not exists(present)] == []
     assert [word for word in ELSEWHERE if exists(word)] == []
     assert set(NOTES) <= set(ELSEWHERE)
+    assert [word for word in NOT_HERE if exists(word) or word in ELSEWHERE] == []
+    assert all(option in catalog.options()[group] for group, option in USUAL.items())
 
 
 def rows_of_settings():
@@ -116,6 +120,14 @@ def test_every_field_of_training_arguments_has_its_row():
         ("warmup_epochs=5", "use scheduler.warmup (5 is five updates there, five epochs are 5ep)"),
         ("optimizer=SGD", "is no option of optimizer: did you mean 'sgd'?"),
         ("model=ResNet9", "is no option of model: did you mean 'resnet9'?"),
+        ("compile=true", "is no option of compile: say compile=inductor"),
+        ("ema=false", "is no option of ema: say ema=none"),
+        ("~clip.norm", "to switch the group off, say clip=none"),
+        ("model=gpt", "set task=language_modelling"),
+        ("hflip=0.5", "use augment=[flip_crop]"),
+        ("aa=rand-m9", "use augment=[randaugment]"),
+        ("bce_loss=true", "use loss=bce"),
+        ("worker_seeding=all", "depends on the seed, the epoch and the sample alone"),
         ("seed_everything=7", "use runtime.seed"),
         ("optimizer=adamww", "is no option of optimizer: did you mean 'adamw'"),
     ],

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from drivetrain.config.elsewhere import NOT_HERE
 from drivetrain.config.hydra_idioms import recipe_word, translated
 from drivetrain.config.keys import as_setting
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths
 from drivetrain.ui.output import echo, fold
 
+OWN_KEY = re.compile(r"(?:^  |, )'?(\w+)=", re.M)  # in a verb's help: a setting at the start of its line, or after another one
+
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are a UserError of one line."""
 
+    settings: Sequence[str] = ()  # of the verb's own, which are written as key=value
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
-        settings = [self._setting(flag) for flag in unknown.split() if as_setting(flag)]
-        if unknown != message and settings:
+        flags = unknown.split() if unknown != message else []
+        if absent := [f"{flag} is no setting here: {NOT_HERE[word]}" for flag in flags if (word := _word(flag)) in NOT_HERE]:
+            raise UserError([f"{self.prog}: {each}" for each in absent])
+        settings = [setting for flag in flags if (setting := self._setting(flag))]
+        if settings:
             raise UserError(f"{self.prog}: write settings as key=value: {', '.join(settings)}")
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        hint = f": {did_you_mean(unknown.split('=')[0].split()[0], flags)}" if unknown != message else ""
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        hint = f": {did_you_mean(flags[0].split('=')[0], known)}" if flags else ""
         raise UserError(f"{self.prog}: {message}{hint}")
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -31,15 +40,22 @@ class Parser(argparse.ArgumentParser):
         self._words = list(args or ())
         return super().parse_intermixed_args(args, namespace)
 
-    def _setting(self, flag: str) -> str:
-        """What a flag of another tool is here, with its value where the next word is one."""
+    def _setting(self, flag: str) -> str | None:
+        """What a flag is as a setting, with its value where the next word is one; None where it is none."""
         words = getattr(self, "_words", [])
         following = words[words.index(flag) + 1 :][:1] if flag in words and "=" not in flag else []
         value = next((word for word in following if "=" not in word and not word.startswith("-")), None)
-        return f"{flag}{f' {value}' if value else ''} is {as_setting(flag, value)}"
+        key = next((key for key in self.settings if _word(flag) in (key, key.removesuffix("_s"))), None)
+        own = flag.partition("=")[2]
+        meant = f"{key}={own or value or 'true'}" if key else as_setting(flag, value)
+        return meant and f"{flag}{f' {value}' if value else ''} is {meant}"
 
 
-def parser(verb: str) -> argparse.ArgumentParser:
+def _word(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_").partition("=")[0]
+
+
+def parser(verb: str) -> Parser:
     """A parser of the shared arguments, to which a verb may add its own."""
     made = Parser(prog=f"drivetrain {verb}", add_help=False)
     made.add_argument("overrides", nargs="*")
@@ -58,6 +74,10 @@ def parse_with(made: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.N
     given = made.parse_intermixed_args(argv)
     if given.help:
         return given
+    if "=" in given.overrides[1:-1]:  # epochs = 3
+        at = given.overrides.index("=", 1)
+        key, value = given.overrides[at - 1], given.overrides[at + 1]
+        raise UserError(f"'{key} = {value}': a setting has no spaces around its =: say {key}={value}")
     add_import_paths(given.config_dir)
     if given.config_path is not None:
         hint = "give a folder with your own options by --config-dir FOLDER"
@@ -75,6 +95,7 @@ def parse(verb: str, argv: Sequence[str], help_text: str, *options: str) -> argp
     those of flags and files, in their order.
     """
     made, names, settings = parser(verb), list[str](), list[str]()
+    made.settings = OWN_KEY.findall(help_text)
     for option, _, kind in (each.partition(" ") for each in options):
         (settings if kind == "VALUE" else names).append(option.removeprefix("--"))
         made.add_argument(option, **({"type": Path if kind == "FILE" else str} if kind else {"action": "store_true"}))

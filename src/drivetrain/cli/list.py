@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from drivetrain.cli import arguments
 from drivetrain.config import catalog, plugins
+from drivetrain.config.elsewhere import suggestion
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
@@ -17,8 +19,9 @@ from drivetrain.ui.sheet import Table
 logger = logging.getLogger(__name__)
 
 HELP = """\
-drivetrain list [GROUP]      every option of every group with what it does; of one group, every knob too
-drivetrain list KEY          what a key of no group does, such as target, stages or epochs
+drivetrain list [GROUP]         every option of every group, or of one, with what it does
+drivetrain list GROUP=OPTION    one option: what it does, when it helps, what it claims of training, and its keys
+drivetrain list KEY             what a key of no group does, such as target, stages or epochs
 
 `effect` is what an option claims of training: exact, the same numbers as without it; close, the same mathematics, rounded or
 summed otherwise; changes, another run. `drivetrain compare` tests the claim.
@@ -44,41 +47,72 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     return [*catalog.options(), *catalog.root_keys()]
 
 
-def show(group: str | None = None, config_dirs: Sequence[str] = ()) -> None:
-    """Print every option with its line; of one group, every knob too. Raises UserError for an unknown name or a wrong file."""
+def show(word: str | None = None, config_dirs: Sequence[str] = ()) -> None:
+    """Print the options of all groups or of one, a line each, or one option with its keys. Raises UserError."""
     of_plugins = plugins.problems()
     if problems := [problem for problem in catalog.problems(config_dirs) if problem not in of_plugins]:
         raise UserError(problems)
     for problem in of_plugins:  # the other options are there all the same
         logger.warning("%s", problem)
     groups = catalog.option_files(config_dirs)
-    if group is None:
+    group, _, option = (word or "").partition("=")
+    if word is not None and group not in groups:
+        echo(_of_no_group(group, config_dirs))
+    elif option:
+        if option not in groups[group]:
+            raise UserError(f"{word} is no option of {group}: {suggestion(str(word), option, groups[group])}")
+        _show_option(group, option, groups[group][option])
+    else:
         Table(("group", "option", "effect", "what it does"), [
             (name if first else "", option, _claim(file)[0], catalog.summary(file))
-            for name, files in groups.items()
+            for name, files in groups.items() if word is None or name == group
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
         ]).show()  # fmt: skip
-        echo("\n".join(f"{name}: {line}" for name in groups if (line := several(name))))
-        return
-    if group not in groups:
-        keys = catalog.root_keys()
-        if group not in keys:
-            knob = group.rpartition(".")[2]
-            having = [name for name in groups if any(knob in catalog.option_keys(name, o, config_dirs) for o in groups[name])]
-            hint = f"{knob} is a key of {' and '.join(having)}: `drivetrain list {having[0]}` has it" if having else ""
-            raise UserError(f"there is no group '{group}': {hint or did_you_mean(group, [*groups, *keys])}")
-        echo(f"{group} is a key of the whole config, and no group: {keys[group]}")
-        return
-    for option, file in groups[group].items():
-        knobs = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
-        echo(f"{group}={option}: {catalog.summary(file)}")
-        if when := catalog.when(file):
-            echo(f"    when: {when}")
-        effect, changes = _claim(file)
-        if effect != "–":
-            echo(f"    effect: {effect}{f' ({changes})' if changes else ''}")
-        # Indented lines are the entries of a mapping, such as what a task sets.
-        echo("".join(f"    {knob}\n" if knob.startswith(" ") else f"    {group}.{knob}\n" for knob in knobs))
+        echo("\n".join(f"{name}: {line}" for name in groups if name == group or word is None if (line := several(name))))
+        echo("drivetrain list GROUP=OPTION shows one with its keys" if word is None else _keys_of(group))
+
+
+def names(config_dirs: Sequence[str] = ()) -> str:
+    """A line for each group with the names of its options, the default ones first."""
+    chosen = catalog.default_options()
+    lines = [
+        f"  {group:<20}  {', '.join(sorted(files, key=lambda name: name not in (chosen[group], *_listed(chosen[group]))))}"
+        for group, files in catalog.option_files(config_dirs).items()
+    ]
+    return "\n".join(["groups and their options, the default first (what they do: drivetrain list GROUP)", "", *lines])
+
+
+def _listed(option: Any) -> Sequence[str]:
+    return option if isinstance(option, list) else ()
+
+
+def _keys_of(group: str) -> str:
+    return f"drivetrain list {group}=OPTION shows one with its keys"
+
+
+def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
+    """What a key of the whole config does. Raises UserError where there is none of this name."""
+    keys, groups = catalog.root_keys(), catalog.option_files(config_dirs)
+    if word in keys:
+        return f"{word} is a key of the whole config, and no group: {keys[word]}"
+    key = word.rpartition(".")[2]
+    having = [f"{name}={o}" for name, files in groups.items() for o in files if key in catalog.option_keys(name, o, config_dirs)]
+    homes = " and ".join(dict.fromkeys(each.partition("=")[0] for each in having))
+    hint = f"{key} is a key of {homes}: `drivetrain list {having[0]}` has it" if having else ""
+    raise UserError(f"there is no group '{word}': {hint or did_you_mean(word, [*groups, *keys])}")
+
+
+def _show_option(group: str, option: str, file: Path) -> None:
+    """Print one option: what it does, when it helps, what it claims of training, and its keys."""
+    effect, changes = _claim(file)
+    keys = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
+    place = f"{group}.{option}" if group in catalog.LISTS else group
+    echo(f"{group}={f'[{option}]' if group in catalog.LISTS else option}: {catalog.summary(file)}")
+    echo("".join(f"    {name}: {text}\n" for name, text in (
+        ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else ""),
+    ) if text))  # fmt: skip
+    # Indented lines are the entries of a mapping, such as what a task sets.
+    echo("\n".join(f"    {key}" if key.startswith(" ") else f"    {place}.{key}" for key in keys))
     if line := several(group):
         echo(line)
 

@@ -59,7 +59,7 @@ def command(argv: Sequence[str]) -> int:
         from drivetrain.cli import list
 
         echo(fold(HELP))
-        list.show(config_dirs=given.config_dir)
+        echo(list.names(given.config_dir))
         return DONE
     _refuse_flags_of_hydra(given)
     if given.info is not None:

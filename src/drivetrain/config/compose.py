@@ -28,8 +28,8 @@ from drivetrain.config.catalog import (
     other_folders,
 )
 from drivetrain.config.catalog import problems as option_problems
-from drivetrain.config.elsewhere import suggestion
-from drivetrain.config.hydra_idioms import instead, is_hydra_override
+from drivetrain.config.elsewhere import USUAL, suggestion
+from drivetrain.config.hydra_idioms import instead, is_hydra_override, off_switch
 from drivetrain.config.keys import KeySetter, replaced
 from drivetrain.config.values import references
 from drivetrain.core.errors import UserError, did_you_mean
@@ -220,6 +220,9 @@ def _parse(overrides: Sequence[str], known: Container[str], problems: list[str])
         key = override.key_or_group
         if override.is_delete():
             hint = f"choose an option, as {key}=NAME" if key in known else f"leave it out, or set a value, as {key}=…"
+            group, _, name = key.partition(".")
+            if name in options().get(group, ()) and group not in LISTS:  # ~clip.norm
+                hint = f"{key.replace('.', '=')} is an option: to switch the group off, say {off_switch(group, options())}"
             problems.append(f"'{text}': {key} is part of every config and cannot be deleted: {hint}")
         elif "interval(" in text and override.is_sweep_override():
             problems.append(f"'{text}' is a range to search: say -m hydra/sweeper=optuna before it, or give one value")
@@ -274,6 +277,9 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
     hint, hints = suggestion(f"{group}={name}", name, known), []
     if name.lower() in known:  # SGD
         return did_you_mean(name.lower(), known)
+    if name in ("True", "False") and (off := off_switch(group, {group: known})):
+        usual = f"{group}={USUAL[group]}" if group in USUAL else f"one of {', '.join(known)}"
+        return f"say {usual}" if name == "True" else f"say {off}"
     package, _, last = name.rpartition(".")
     if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
         hints.append(f"for a timm {group}: {group}=timm {group}.name={name}")

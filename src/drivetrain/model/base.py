@@ -58,7 +58,7 @@ class Model(Option):
         if self.tokens and run.data.tokens is False:
             yield (
                 f"{run.named('model')} reads sequences of tokens, which {run.named('data')} does not give: "
-                "set data=stdlib loss=next_token, or another model"
+                "set task=language_modelling, which has such data, or another model"
             )
         data, masks = run.named("data"), run.data.targets == "mask"
         if masks and self.pixels is False:
