@@ -51,12 +51,12 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     `drivetrain.core.errors.UserError` where no job can run; jobs that fail are rows with their `status` and `error`.
     """
     from drivetrain.core.overrides import words_of
+    from drivetrain.measure.report import report
     from drivetrain.run.curves import need_pandas
     from drivetrain.run.table import as_frame
-    from drivetrain.sweeps import run
 
     need_pandas("drivetrain.sweep")
-    return as_frame(run(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
+    return as_frame(report.sweep(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
 
 
 def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Compared":

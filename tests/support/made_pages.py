@@ -153,7 +153,9 @@ def every(folder: Path) -> dict[str, str]:
     return {
         "run": run_page.sheet_of(runs[1]).page(),
         "failed run": run_page.sheet_of(failed).page(),
-        "report": report_page.sheet_of(runs, found, report.verdict(runs, report.named(runs)), 0.2, []).page(),
+        "report": report_page.sheet_of(
+            runs, found, report.verdict(runs, report.named(runs)), 0.2, report.summarize_seeds(runs)
+        ).page(),
         "compare": compare.sheet(comparison()).page(),
         "ablate": ablate.sheet("fast", HOSTILE, both).page(),
         "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),

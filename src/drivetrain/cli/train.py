@@ -103,7 +103,7 @@ def _train(given: argparse.Namespace) -> int:
 
     mode = hydra_settings.split(given.overrides)[0].given.get("mode")
     if given.multirun or mode == "MULTIRUN" or sweeps.is_sweep_recipe(given.overrides):
-        return sweeps.run(given.overrides, given.config_dir, given.quiet)[1]
+        return report.sweep(given.overrides, given.config_dir, given.quiet)[1]
     if launcher.started_from_python():
         end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
     ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)

@@ -159,7 +159,15 @@ def is_sweep_recipe(overrides: Sequence[str]) -> bool:
 logger = logging.getLogger(__name__)
 
 FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
-OTHERS = ("jobs.json", "sweep.json", "study.db", "submitit", ".lock")  # in a sweep's folder, beside those of its jobs
+OTHERS = (
+    "jobs.json",
+    "sweep.json",
+    "report.html",
+    "report.csv",
+    "study.db",
+    "submitit",
+    ".lock",
+)  # in a sweep's folder, beside those of its jobs
 LENGTH = ".max_updates"  # file in a job's folder: the number of its updates, once it is built
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from drivetrain.core import files
 from drivetrain.core.spreadsheet import spreadsheet
@@ -78,11 +79,18 @@ def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A cell whose text has a drawing before it on a page, as HTML, or a ground that is as dark as a share."""
+    """A cell whose text has a drawing before it on a page, as HTML, a ground that is as dark as a share, or leads to a file."""
 
     text: str
     drawing: str = ""
     share: float | None = None
+    file: str = ""  # relative to the page
+
+    @property
+    def html(self) -> str:
+        """The drawing, and the text as a link where there is a file."""
+        link = f'<a href="{escape(quote(self.file))}">{escape(self.text)}</a>' if self.file else escape(self.text)
+        return self.drawing + link
 
     def __str__(self) -> str:
         return self.text
@@ -148,7 +156,7 @@ class Table:
         parts = {n: _parts(self.bars[title]) for n, title in enumerate(self.header) if title in self.bars}
 
         def cell(at: int, number: int, value: Cell) -> str:
-            text = escape(value) if isinstance(value, str) else value.drawing + escape(value)
+            text = escape(value) if isinstance(value, str) else value.html
             kind = " ".join(filter(None, ("text" if at in prose and at else "", text if text in VERDICTS else "")))
             of = f' class="{kind}"' if kind else ""
             if isinstance(value, Drawn) and value.share is not None:

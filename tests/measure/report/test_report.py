@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -137,10 +138,11 @@ def test_looking_leaves_no_trace(two):
 def test_seeds_stand_together(train):
     for seed in (0, 1):
         train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}")
-    (line,) = summarize_seeds(find([Path("outputs")]))
-    assert "over 2 seeds" in line
-    assert "±" in line
-    assert "against the first" not in line
+    found = summarize_seeds(find([Path("outputs")]))
+    assert found.header == ["config", "accuracy ± deviation", "seeds"]
+    ((_, mean, seeds),) = found.rows
+    assert re.fullmatch(r"[\d.]+ ± [\d.]+", mean)
+    assert seeds == "2"
 
 
 @pytest.mark.parametrize(("word", "words"), [("FAIL", "optimizer.lr=1e-9"), ("PASS", "log_every=5")])
@@ -148,20 +150,21 @@ def test_several_configs_over_the_same_seeds_have_a_verdict(train, word, words, 
     for more in ([], [words]):
         for seed in (0, 1, 2):
             train("data=digits", "epochs=2", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    first, second = summarize_seeds(find([Path("outputs")]))
-    assert "against the first" not in first
-    assert f"over 3 seeds; {word} against the first: " in second, second
+    first, second = summarize_seeds(find([Path("outputs")])).rows
+    assert first[3:] == ["", ""]
+    assert (second[0], second[2], second[3]) == (words, "3", word)
     assert main.main(["report", "outputs", "out=page"]) == 0
-    assert f"{word} against the first" in capsys.readouterr().out
-    assert f"{word} against the first" in (Path("page") / "report.html").read_text()
+    assert re.search(rf"{words} +[\d.]+ ± .* 3 +{word}", capsys.readouterr().out)
+    assert f'<td class="{word}">{word}</td>' in (Path("page") / "report.html").read_text()
 
 
 def test_a_seed_that_did_not_come_to_an_end_is_a_fail(train):
     for more in ([], ["optimizer=sgd", "optimizer.lr=1e30"]):
         for seed in (0, 1):
             train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    lines = summarize_seeds(find([Path("outputs")]))
-    assert "0 of 2 seeds completed; FAIL against the first: the run with seed 0 ended: diverged" in lines[1], lines
+    _, second = summarize_seeds(find([Path("outputs")])).rows
+    assert second[1:] == ["–", "0 of 2 completed", "FAIL", mock.ANY]
+    assert second[4].startswith("the run with seed 0 ended: diverged")
 
 
 def test_configs_are_judged_on_the_same_data_alone(train):
@@ -172,9 +175,8 @@ def test_configs_are_judged_on_the_same_data_alone(train):
             last = train("data=synthetic", *words, noise, f"runtime.seed={seed}")
         result = Path(last.run_dir) / "result.json"
         result.write_text(json.dumps({**json.loads(result.read_text()), "status": "interrupted"}))
-    lines = summarize_seeds(find([Path("outputs")]))
-    assert len(lines) == 2
-    assert all("over 2 seeds" in line and "against the first" not in line for line in lines), lines
+    found = summarize_seeds(find([Path("outputs")]))
+    assert [row[2:] for row in found.rows] == [["2"], ["2"]]
 
 
 def test_the_target_is_what_all_reached(two):
@@ -239,8 +241,8 @@ def test_a_target_in_words_ranks_configs_by_the_time_to_it(capsys):
     assert {name: value.endswith(" s") for name, value in times.items()} == {
         "sgd0": True, "sgd1": False, "adamw0": True, "adamw1": True,
     }  # fmt: skip
-    assert "accuracy>=0.8 reached by 2 of 2 seeds, after " in said
-    assert said.index("reached by 2 of 2") < said.index("reached by 1 of 2 seeds\n")
+    assert "accuracy>=0.8 reached by" in said
+    assert said.index("2 of 2 seeds, after ") < said.index("1 of 2 seeds")
     page = (Path("page") / "report.html").read_text()
     assert "time to accuracy" in page
     assert next(csv.reader((Path("page") / "report.csv").open()))[:2] == ["run", "time to accuracy>=0.8"]
@@ -376,4 +378,20 @@ def test_a_knob_over_decades_has_a_logarithmic_axis():
     assert main.main(["report", "outputs", "out=page"]) == 0
     page = (Path("page") / "report.html").read_text()
     assert "Best loss over optimizer.lr (logarithmic axis)" in page
+    assert "<a href" not in page  # these runs have no pages
     assert "<figcaption>Best loss over optimizer.momentum</figcaption>" in page
+
+
+def test_a_sweep_leaves_its_page_with_a_link_to_each_run(tiny, capsys):
+    assert main.main(["train", "-m", *tiny("optimizer=sgd,adamw", "runtime.seed=0,1"), "-q"]) == 0
+    (sweep,) = Path("outputs/multirun").glob("*/*")
+    assert f"written to {sweep}/report.html and report.csv" in capsys.readouterr().out
+    page = (sweep / "report.html").read_text()
+    pages.check(page)
+    assert sorted(re.findall(r'<a href="(.*?)">', page)) == [f"{n}/report.html" for n in range(4)]
+    chart = re.search(r"<figcaption>Best accuracy over optimizer</figcaption>(.*?)</figure>", page)[1]
+    assert chart.count("<circle") == 4
+    assert chart.count("<polyline") == 1  # their mean
+    assert {"adamw", "sgd"} <= set(re.findall(r">(\w+)</text>", chart))
+    assert "Best accuracy over runtime.seed" not in page
+    assert re.search(r"<h2>Over seeds</h2>.*optimizer=sgd</th><td>[\d.]+ ± [\d.]+</td><td>2</td>", page)

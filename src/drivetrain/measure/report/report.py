@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+import os
 import random
 import shlex
 import statistics
@@ -15,9 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drivetrain import sweeps
 from drivetrain.core import tables
 from drivetrain.core.errors import DONE, DataError, UserError
 from drivetrain.core.option import CountOrZero
+from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Selection
 from drivetrain.core.target import Reach
@@ -33,10 +36,12 @@ from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages import run as run_page
 from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.sheet import (
+    Drawn,
     Part,
     Section,
     Sheet,
     Table,
+    commands,
     escape,
     figure,
     folded,
@@ -243,6 +248,7 @@ def _png(picture: np.ndarray) -> bytes:
     return file.getvalue()
 
 
+WIDTH = 100  # characters of a table where there is no terminal
 ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended by themselves
 Target = float | Reach | None  # a number is of the runs' own metric
 
@@ -252,11 +258,11 @@ def seconds_to(run: RunFiles, target: float | Reach) -> float:
     return reached[0] if (reached := run.to_target(target)) else math.inf
 
 
-def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> list[str]:
-    """A line for each config that was run with several seeds: its metric's mean and spread, and the verdict on its quality.
+def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
+    """A row for each config that was run with several seeds: its metric's mean and deviation, and the verdict on its quality.
 
     The verdict is against the first such config on the same data and loss, the oldest, seed by seed. Runs that were stopped
-    are left out. With a `target` each line says how many seeds reached it, and the fastest comes first.
+    are left out. With a `target` each row says how many seeds reached it, and the fastest comes first.
     """
     groups: dict[str, dict[int, RunFiles]] = {}
     for run in runs:
@@ -268,17 +274,31 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> list[str
             if run.status == "completed" or seed not in group:
                 group[seed] = run
     configs = [by_seed for by_seed in groups.values() if len(by_seed) > 1]
-    lines = [_spread(by_seed) for by_seed in configs]
-    for n, by_seed in enumerate(configs[1:], 1):
+    metrics = {run.metric[0] for by_seed in configs for run in by_seed.values() if run.metric}
+    of = metrics.pop() if len(metrics) == 1 else ""
+    rows = [[name, *_spread(by_seed, of), "", ""] for name, by_seed in zip(_configs_named(configs), configs, strict=True)]
+    for row, by_seed in zip(rows[1:], configs[1:], strict=True):
         first = next(other for other in configs if _task(other) == _task(by_seed))
         seeds = sorted(by_seed.keys() & first.keys())
         if first is not by_seed and len(seeds) > 1 and first[seeds[0]].metric is not None:
-            lines[n] += f"; {_verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)}"
-    if target is None:
-        return lines
-    medians = [_median_to(list(by_seed.values()), target) for by_seed in configs]
-    lines = [f"{line}; {_arrivals(by_seed, target)}" for line, by_seed in zip(lines, configs, strict=True)]
-    return [line for _, line in sorted(zip(medians, lines, strict=True), key=lambda found: found[0])]
+            row[3:] = _verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)
+    header = ["config", f"{of or 'mean'} ± deviation", "seeds", "against the first", "because"]
+    if target is not None:
+        medians = [_median_to(list(by_seed.values()), target) for by_seed in configs]
+        rows = [[*row, _arrivals(by_seed, target)] for row, by_seed in zip(rows, configs, strict=True)]
+        rows = [row for _, row in sorted(zip(medians, rows, strict=True), key=lambda found: found[0])]
+        header.append(f"{_said(target)} reached by")
+    return Table(header, rows, "Over seeds", ("because",), spare=("because",), width=WIDTH, sortable=True).used(3)
+
+
+def _configs_named(configs: Sequence[dict[int, RunFiles]]) -> list[str]:
+    """What each config is called: its overrides that not all have, without the seed."""
+    words = [[w for w in next(iter(c.values())).label.split() if not w.startswith("runtime.seed=")] for c in configs]
+    return [" ".join(w for w in each if len(words) == 1 or not all(w in other for other in words)) or "default" for each in words]
+
+
+def _said(target: float | Reach) -> str:
+    return str(target) if isinstance(target, Reach) else f"{target:.4g}"
 
 
 def _median_to(runs: Sequence[RunFiles], target: float | Reach) -> float:
@@ -292,7 +312,7 @@ def _arrivals(by_seed: dict[int, RunFiles], target: float | Reach) -> str:
     reached = sum(run.to_target(target) is not None for run in runs)
     median = _median_to(runs, target)
     when = f", after {median:.1f} s (median)" if math.isfinite(median) else ""
-    return f"{target if isinstance(target, Reach) else f'{target:.4g}'} reached by {reached} of {len(runs)} seeds{when}"
+    return f"{reached} of {len(runs)} seeds{when}"
 
 
 def _task(by_seed: dict[int, RunFiles]) -> str:
@@ -301,41 +321,42 @@ def _task(by_seed: dict[int, RunFiles]) -> str:
     return str(sorted((k, str(v)) for k, v in config.items() if k.split(".")[0] in ("data", "loss")))
 
 
-def _spread(by_seed: dict[int, RunFiles]) -> str:
+def _spread(by_seed: dict[int, RunFiles], of: str) -> tuple[str, str]:
+    """The mean and standard deviation of a metric, which is named where it is not that `of` all, and the seeds that completed."""
     values = [v for run in by_seed.values() if run.status == "completed" and (v := run.final()) is not None]
-    label = next(iter(by_seed.values())).label
-    name = " ".join(override for override in label.split() if not override.startswith("runtime.seed=")) or "default"
     metric = next((run.metric for run in by_seed.values() if run.metric), None)
-    if len(values) < 2 or metric is None:
-        return f"{name}: {len(values)} of {len(by_seed)} seeds completed"
-    return f"{name}: {metric[0]} {statistics.mean(values):.4f} ± {deviation(values):.4f} over {len(values)} seeds"
+    named = f"{metric[0]} " if metric and not of else ""
+    found = f"{named}{statistics.mean(values):.4f} ± {deviation(values):.4f}" if len(values) > 1 else "–"
+    return found, f"{len(values)}" if len(values) == len(by_seed) else f"{len(values)} of {len(by_seed)} completed"
 
 
-def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence[int]) -> str:
+def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence[int]) -> tuple[str, str]:
     metric = base[0].metric
     assert metric is not None
     name, higher_is_better = metric
     trained = [[quality.trained_run(run, seed) for run, seed in zip(arm, seeds, strict=True)] for arm in (runs, base)]
     found = noninferiority.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
-    return f"{found.outcome} against the first: {found.reason}"
+    return found.outcome, found.reason
 
 
 MAX_CURVES = 60  # runs with curves
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
-MOST_KNOBS = 12  # knobs that are drawn
+MOST_KNOBS = 12  # settings that are drawn
+MOST_NAMES = 8  # values of a setting that are no numbers
 OVER = ("updates", "samples", "seconds")
 
 
 def sheet_of(
-    runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Sequence[str], ranked: bool = False
-) -> Sheet:
+    runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Table, ranked: bool = False,
+    folder: Path = Path(),
+) -> Sheet:  # fmt: skip
     """The answer, the table, the metric over each knob, and curves.
 
-    `ranked`: the runs stand by their time to the target.
+    `ranked`: the runs stand by their time to the target. The page is in `folder`, from where links lead to the runs' pages.
     """
     drawn = _best(runs, MAX_CURVES)
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
-    if not seeds and len(runs) > 1:
+    if not seeds.rows and len(runs) > 1:
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
     differing_table, same = found.differing(always=3)
     shown += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
@@ -347,12 +368,12 @@ def sheet_of(
         of_what, tables_found = tables.of_result(each.result.tables)
         title = f"Classes of {names[id(each)]}"
         body.append(folded(title, classes.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
-    commands = [(names[id(each)], f"drivetrain train {shlex.join(run_page.overrides_of(each))}".strip()) for each in drawn]
-    again = Table(("run", "command"), commands, "Commands", ("command",))
-    body += under("How to reproduce them", folded("The command of each run", [again], len(runs) < 8))
+    again = {names[id(each)]: f"drivetrain train {shlex.join(run_page.overrides_of(each))}".strip() for each in drawn}
+    each_of = [part for name, line in again.items() for part in (words(name), commands(line))]
+    body += under("How to reproduce them", folded("The command of each run", each_of, len(runs) < 8))
     body += under("Where they ran", *_environments(runs, names))
-    over = under("Over seeds", words(*seeds)) if seeds else []
-    first = [_table(runs, differing_table, target, ranked), remarks(*shown), *over]
+    over = under("Over seeds", seeds) if seeds.rows else []
+    first = [_table(runs, differing_table, target, ranked, folder), remarks(*shown), *over]
     return Sheet("Runs compared – drivetrain report", verdict, [*first, Part(joined(body))])
 
 
@@ -364,8 +385,8 @@ def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | Non
     return runs.index(best) if best.best() is not None and len({r.metric for r in runs if r.metric}) == 1 else None
 
 
-def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool) -> Table:
-    """The table, with the best run highlighted, and bars of speed and memory."""
+def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool, folder: Path) -> Table:
+    """The table, with the best run highlighted, bars of speed and memory, and links to the runs' pages."""
     of: dict[str, Callable[[RunFiles], float | None]] = {
         "samples/s": lambda r: r.result.samples_per_second if r.result else None,
         "peak memory": lambda r: r.result.peak_memory_bytes if r.result else None,
@@ -375,6 +396,10 @@ def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool)
         of |= {name: lambda r: (r.to_target(target) or (None,))[0] for name in found.header if name.startswith("time to ")}
     bars = {name: [_finite(value(r)) for r in runs] for name, value in of.items()}
     winner = _winner(runs, target, ranked)
+    pages = [page if (page := run.path / run_page.FILE).exists() else None for run in runs]
+    files = ["" if page is None else os.path.relpath(page, folder) for page in pages]
+    rows = [[Drawn(str(name), file=file), *row] for file, (name, *row) in zip(files, found.rows, strict=True)]
+    found = replace(found, rows=rows)
     return replace(found, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
 
 
@@ -412,17 +437,23 @@ def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
 
 
 def _knobs(runs: Sequence[RunFiles]) -> list[str]:
-    """The best value of the metric over each knob of numbers in which at least three runs differ."""
+    """The best value of the metric over each setting in which the runs differ, and the mean for each of its values."""
     metric = next((each.metric[0] for each in runs if each.metric), None)
     found = []
-    for key in differing(runs)[:MOST_KNOBS] if metric is not None else ():
-        points = [(each.config.get(key), each.best()) for each in runs]
-        numbers = [(float(x), y) for x, y in points if x is not None and is_number(x) and y is not None]
-        values = {x for x, _ in numbers}
-        if len(values) >= 3 and len(numbers) == sum(y is not None for _, y in points):
-            log = charts.spans_decades(list(values))
-            title = f"Best {metric} over {key}" + (" (logarithmic axis)" if log else "")
-            found.append(charts.curves(title, [Curve("runs", sorted(numbers))], key, log_x=log, dots=1))
+    given = {key_of(word) for run in runs for word in run_page.overrides_of(run)} - {"runtime.seed"}
+    keys = [key for key in differing(runs) if key != "runtime.seed"]
+    for key in ([key for key in keys if key in given] or keys)[:MOST_KNOBS] if metric is not None else ():
+        points = [(each.config.get(key), best) for each in runs if (best := each.best()) is not None and math.isfinite(best)]
+        numbers = [(float(x), y) for x, y in points if x is not None and is_number(x)]
+        names = sorted({setting(x) for x, _ in points}) if len(numbers) < len(points) else []
+        if len(names) > MOST_NAMES:
+            continue
+        dots = [(float(names.index(setting(x))), y) for x, y in points] if names else numbers
+        log = not names and charts.spans_decades([x for x, _ in dots])
+        means = [(x, statistics.mean(y for each, y in dots if each == x)) for x in sorted({x for x, _ in dots})]
+        title = f"Best {metric} over {key}" + (" (logarithmic axis)" if log else "")
+        curves = [Curve("runs", sorted(dots)), *([Curve("their mean", means)] if len(means) < len(dots) else [])]
+        found.append(charts.curves(title, curves, key, log_x=log, dots=1, names=names))
     return found
 
 
@@ -440,7 +471,7 @@ def _environments(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Secti
     ]  # fmt: skip
 
 
-MAX_ROWS, WIDTH = 40, 100  # rows in the terminal, and characters where there is none
+MAX_ROWS = 40  # in the terminal
 SPARE = (  # columns that a narrow table leaves out, in this order
     "folder", "samples/s, middle 80 %", "update, 95th percentile", "updates made", "compiling", "waiting for data", "peak memory",
     "update, median", "run time", "samples/s",
@@ -479,7 +510,17 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         return _of_one(runs[0], table(runs, common_target(runs) if target is None else target), settings)
     if isinstance(target, Reach) and not put_on_one_clock(runs, target):
         echo("The seconds to the target count from each run's first record: not all that reached it have noted it (target=).")
-    return _of_several(runs, target, settings)
+    sheet, table_of_all = _of_several(runs, target, folder := _folder(settings.out))
+    sheet.show()
+    return _write(sheet, table_of_all, folder)
+
+
+def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
+    """Run a sweep, and write the page and the CSV of its runs into its folder; return that, and the exit code."""
+    folder, code = sweeps.run(overrides, config_dirs, quiet)
+    with suppress(OSError, UserError):  # a full disk, or no job that began
+        _write(*_of_several(find([folder]), None, folder), folder)
+    return folder, code
 
 
 def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
@@ -492,7 +533,7 @@ def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
             return DONE
         except OSError as error:
             echo(f"{run.path} takes no page ({error.strerror})")
-    return _write(sheet, found, settings)
+    return _write(sheet, found, _folder(settings.out))
 
 
 def _with_samples(run: RunFiles, count: int, most: int = LOOKED_AT) -> Sheet:
@@ -512,22 +553,24 @@ def add_samples(result: Result) -> None:
             _with_samples(read(place.parent), Settings.samples, most).write(place)
 
 
-def _of_several(runs: Sequence[RunFiles], asked: Target, settings: Settings) -> int:
-    """Show the table, and write the page and the CSV. With a target that was asked for, the runs are ranked by it."""
+def _of_several(runs: Sequence[RunFiles], asked: Target, folder: Path) -> tuple[Sheet, Table]:
+    """The page, which will be in a folder, and the table. With a target that was asked for, the runs are ranked by it."""
     seeds = summarize_seeds(runs, asked)
     target = common_target(runs) if asked is None else asked
     runs = runs if asked is None else sorted(runs, key=lambda run: seconds_to(run, asked))
     found = table(runs, target, asked is not None)
 
     names = [row[0] for row in found.texts()]
-    sheet = sheet_of(runs, found, verdict(runs, names, asked), target, seeds, asked is not None)
-    sheet.show()
-    return _write(sheet, found, settings)
+    return sheet_of(runs, found, verdict(runs, names, asked), target, seeds, asked is not None, folder), found
 
 
-def _write(sheet: Sheet, found: Table, settings: Settings) -> int:
-    """Write the page and the CSV to `out`, or to a new folder."""
-    folder = expanded(settings.out) if settings.out else directory.create(Path("outputs"), "report")
+def _folder(out: str | None) -> Path:
+    """The folder that was named, or else a new one."""
+    return expanded(out) if out else directory.create(Path("outputs"), "report")
+
+
+def _write(sheet: Sheet, found: Table, folder: Path) -> int:
+    """Write the page and the CSV to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     found.write_csv(folder / "report.csv")
     sheet.write(folder / run_page.FILE)
@@ -586,7 +629,7 @@ def verdict(runs: Sequence[RunFiles], names: Sequence[str], target: Target = Non
 
 def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Reach) -> str:
     """Which run reached a target first, in the rest of a sentence."""
-    what = str(target) if isinstance(target, Reach) else f"{target:.4g}"
+    what = _said(target)
     reached = sorted((seconds, n) for n, run in enumerate(runs) if math.isfinite(seconds := seconds_to(run, target)))
     if not reached:
         return f"none reached {what}"
@@ -599,7 +642,7 @@ def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Re
 
 def alone_at(run: RunFiles, target: float | Reach) -> str:
     """When a run reached a target, in the rest of a sentence."""
-    what = str(target) if isinstance(target, Reach) else f"{target:.4g}"
+    what = _said(target)
     if (reached := run.to_target(target)) is None:
         return f"has not reached {what}"
     seconds, update = reached

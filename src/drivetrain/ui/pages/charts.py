@@ -51,12 +51,12 @@ class Axis:
 
 def curves(
     title: str, given: Sequence[Curve], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
-    dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (),
+    dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (), names: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point.
 
     `log` axes leave out what is not above 0. `zero` begins the vertical axis at 0. `marks` are named vertical lines. `kind` is a
-    class of the figure.
+    class of the figure. With `names` the values along `x` are the numbers of these.
     """
     drawable = [(n, curve.name, _drawable(curve.points, log, log_x)) for n, curve in enumerate(given)]
     shown = [(n, name, points if n < dots else _thinned(points)) for n, name, points in drawable if points]
@@ -64,8 +64,9 @@ def curves(
         return ""
     xs = [p[0] for _, _, points in shown for p in points] + [value for _, value in marks if value > 0 or not log_x]
     ys = [p[1] for _, _, points in shown for p in points] + ([0.0] if zero and not log else [])
+    xs += [-0.5, len(names) - 0.5] if names else []
     along, up = _axis(xs, LEFT, WIDTH - RIGHT, log_x), _axis(ys, HEIGHT - BOTTOM, TOP, log, room=0.04)
-    drawn = [_grid(along, up, x)]
+    drawn = [_grid(along, up, x, names)]
     for number, (_, value) in enumerate(marks, len(given)):
         at, style = along.at(value), _style(number)
         drawn.append(f'<line class="{style} d2" stroke-width="2" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
@@ -150,17 +151,21 @@ def ticks(axis: Axis, most: int = 5) -> list[float]:
     return [value for value in found if value <= axis.high + 1e-9 * span]
 
 
-def _grid(along: Axis, up: Axis, x: str) -> str:
+def _grid(along: Axis, up: Axis, x: str, names: Sequence[str] = ()) -> str:
     """The lines behind the curves with their numbers, and the name of the horizontal axis."""
     floor, drawn = HEIGHT - BOTTOM, []
     for value in ticks(up):
         y = up.at(value)
         drawn.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         drawn.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in (tick for tick in ticks(along) if x not in WHOLE or abs(tick - round(tick)) < 1e-9):
+    room = (WIDTH - LEFT) // (7 * len(names)) if names else 0  # characters
+    said = {tick: short(tick) for tick in ticks(along) if x not in WHOLE or abs(tick - round(tick)) < 1e-9}
+    if names:
+        said = {n: name if len(name) <= room else f"{name[: room - 1]}…" for n, name in enumerate(names)}
+    for value, text in said.items():
         at = along.at(value)
         drawn.append(f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{floor}" y2="{floor + 4}"/>')
-        drawn.append(f'<text x="{at:.1f}" y="{floor + 16}" text-anchor="middle">{short(value)}</text>')
+        drawn.append(f'<text x="{at:.1f}" y="{floor + 16}" text-anchor="middle">{escape(text)}</text>')
     name = f'<text x="{(LEFT + WIDTH - RIGHT) / 2:.0f}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
     return "".join([*drawn, name])
 

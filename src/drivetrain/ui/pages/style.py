@@ -41,6 +41,7 @@ th, td { text-align: right; padding: .3rem .7rem; border-bottom: 1px solid var(-
 thead th { color: var(--soft); font-weight: 500; vertical-align: bottom } tbody th { font-weight: 400 }
 tr > :first-child { text-align: left; padding-left: .3rem }
 tbody th { white-space: normal; overflow-wrap: break-word; max-width: 24rem }
+tbody th:has(a) { min-width: min(22rem, 45vw) }
 td.text, th.text { text-align: left } td.text { white-space: normal; min-width: 14rem; max-width: 36rem }
 th button { all: unset; cursor: pointer; text-align: inherit } th button:hover { text-decoration: underline }
 button:focus-visible, .wide:focus-visible, summary:focus-visible, pre:focus-visible, input:focus-visible {
@@ -55,6 +56,9 @@ code, pre { font: 13px/1.5 ui-monospace, monospace } pre, p code { overflow-wrap
 pre { white-space: pre-wrap; padding: .6rem; border: 1px solid var(--line); background: var(--raised); margin: .4rem 0 }
 .commands pre { display: flex; gap: .6rem; justify-content: space-between; align-items: start }
 .commands pre + pre { margin-top: -.5rem }
+[type=search] { font: inherit; color: var(--ink); background: var(--ground); border: 1px solid var(--line); border-radius: 3px;
+  padding: .2rem .5rem; width: min(100%, 24rem) }
+[type=search]::placeholder { color: var(--soft); opacity: 1 }
 .commands button { font: 12px system-ui, sans-serif; color: var(--ink); background: var(--ground); border: 1px solid var(--line);
   border-radius: 3px; padding: .1rem .5rem; cursor: pointer; flex: none }
 summary { cursor: pointer; margin: 1rem 0 .4rem }
@@ -86,7 +90,7 @@ output { position: absolute; right: 0; top: 0; font-size: 12px; color: var(--ink
 @media print {
   body { max-width: none; padding: 0; font-size: 11px } .wide { overflow: visible } table { white-space: normal }
   figure, tr, pre, .tiles li { break-inside: avoid } h2, h3 { break-after: avoid } th button::after { content: "" }
-  .over label, .over input, .commands button { display: none } a { color: inherit }
+  .over label, input, .commands button { display: none } a { color: inherit }
 }
 """
     + "".join(f".s{n} {{ stroke: var(--s{n}) }} .dot.s{n} {{ fill: var(--s{n}); stroke: none }}\n" for n in range(8))
@@ -105,6 +109,13 @@ for (const button of document.querySelectorAll('th button')) button.onclick = ()
     ? isNaN(number(a)) - isNaN(number(b)) || a.localeCompare(b) : number(a) - number(b);
   body.append(...[...body.rows].sort((a, b) => (down ? -1 : 1) * order(key(a), key(b))));
 };
+for (const table of document.querySelectorAll('table:has(th button)')) if (table.tBodies[0].rows.length > 3) {
+  const field = document.createElement('input'), wide = table.parentNode;
+  field.type = 'search'; field.placeholder = field.ariaLabel = 'show rows with these words';
+  wide.parentNode.insertBefore(field, wide);
+  field.oninput = () => { const words = field.value.toLowerCase().split(/\\s+/);
+    for (const row of table.tBodies[0].rows) row.hidden = !words.every(word => row.textContent.toLowerCase().includes(word)); };
+}
 for (const box of document.querySelectorAll('.commands pre')) {
   const copy = box.appendChild(document.createElement('button'));
   copy.textContent = 'copy';
