@@ -225,12 +225,15 @@ class Column:
         scales = [mean_and_std(part[~np.isnan(part)]) for part in each] if normalize else [(0.0, 1.0)] * len(each)
         self.mean, self.std = [mean for mean, _ in scales], [std for _, std in scales]
 
-    def encode(self, values: np.ndarray | Words) -> torch.Tensor:
-        """Return float32 (n, outputs). A category that no training row has is all zeros."""
+    def encode(self, values: np.ndarray | Words, into: np.ndarray) -> None:
+        """Write the inputs (n, outputs) into zeros. A category that no training row has stays all zeros."""
         if isinstance(values, Words):
-            return torch.nn.functional.one_hot(torch.from_numpy(self._codes(values)), self.outputs + 1)[:, :-1].float()
+            codes = self._codes(values)
+            rows = np.flatnonzero(codes < self.outputs)
+            into[rows, codes[rows]] = 1
+            return
         values = values.reshape(len(values), -1)
-        return torch.from_numpy(((np.where(np.isnan(values), self.mean, values) - self.mean) / self.std).astype(np.float32))
+        into[:] = (np.where(np.isnan(values), self.mean, values) - self.mean) / self.std
 
     def unknown(self, values: np.ndarray | Words) -> tuple[int, list[str]]:
         """Return how many values are categories that no training row has, and these."""
@@ -358,7 +361,11 @@ class Schema:
 
     def encode(self, rows: Cells) -> torch.Tensor:
         """Return inputs float32 (n, d) of rows that `read` gave."""
-        return torch.cat([self.columns[name].encode(rows.columns[name]) for name in self.inputs], 1)
+        encoded, first = np.zeros((len(rows), self.outputs), np.float32), 0
+        for column in (self.columns[name] for name in self.inputs):
+            column.encode(rows.columns[column.name], encoded[:, first : first + column.outputs])
+            first += column.outputs
+        return torch.from_numpy(encoded)
 
     def unknown(self, rows: Cells) -> Iterator[tuple[str, int, list[str]]]:
         """Yield each input of which rows have categories that no training row has, how many rows, and these categories."""
