@@ -243,7 +243,6 @@ def warm() -> None:
 
     from drivetrain.engine import build  # noqa: F401
     from drivetrain.engine.rehearsal.recorder import Fakes
-    from drivetrain.measure.forecast import examine, page  # noqa: F401
 
     torch.set_num_threads(1)
     with Fakes():

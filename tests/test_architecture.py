@@ -290,14 +290,13 @@ OF_RUNS = ("run", "saving", "engine", "ema", "logger", "loss", "debug", "launch"
 OPENERS = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "load_file", "safe_open"}
 OPEN_THEMSELVES = {
     "run.environment": "the kernel's /proc/cpuinfo",
-    "run.held": "the run's directory itself, as a directory",
+    "run.directory": "the run's directory itself, as a directory",
     "saving.checkpoint_io": "weights that were verified just before, and a handle to sync what was written",
     "ema.profiles": "averages that were verified just before",
     "logger.tensorboard": "a picture that this process has drawn just before",
     "debug.profile": "files that this process has written just before, at places that core.files gave",
     "launch.launcher": "a file in a temporary folder of this process",
-    "launch.elastic": "/dev/null",
-    "launch.heartbeat": "the kernel's /proc",
+    "launch.elastic": "/dev/null, and the kernel's /proc",
     "inference.export": "the temporary file that core.files made",
     "inference.tables": "the operator's own output",
     "inference.inputs": "`read_text` is the data option's",

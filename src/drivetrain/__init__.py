@@ -53,7 +53,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     from drivetrain.core.overrides import words_of
     from drivetrain.measure.report import report
     from drivetrain.run.curves import need_pandas
-    from drivetrain.run.table import as_frame
+    from drivetrain.run.reader import as_frame
 
     need_pandas("drivetrain.sweep")
     return as_frame(report.sweep(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
@@ -111,6 +111,6 @@ def runs(folder: Path | str = "outputs") -> "pandas.DataFrame":
 
     It needs pandas (pip install 'drivetrain[pandas]').
     """
-    from drivetrain.run.table import as_frame
+    from drivetrain.run.reader import as_frame
 
     return as_frame(folder)

@@ -17,9 +17,8 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.launch import elastic, heartbeat
-from drivetrain.launch.elastic import rank_folder
-from drivetrain.launch.heartbeat import HeartbeatMonitor, _failure_in, ended_without_result, start_heartbeat
+from drivetrain.launch import elastic
+from drivetrain.launch.elastic import HeartbeatMonitor, _failure_in, ended_without_result, rank_folder, start_heartbeat
 from drivetrain.run import directory
 from tests.support.waiting import LIMIT_S, until
 
@@ -43,8 +42,8 @@ def look(monitor: HeartbeatMonitor, count: int) -> None:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
-    monkeypatch.setattr(heartbeat, "ABANDONED_AFTER_S", 0.0)
+    monkeypatch.setattr(elastic, "INTERVAL_S", 0.05)
+    monkeypatch.setattr(elastic, "ABANDONED_AFTER_S", 0.0)
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def begin(folder: Path, rank: int, pid: int) -> None:
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGSTOP)
-    until(lambda: heartbeat._process_state(process.pid) in heartbeat.STOPPED)
+    until(lambda: elastic._process_state(process.pid) in elastic.STOPPED)
 
 
 def test_a_stopped_rank_is_ended_and_named(quick, tmp_path, process):

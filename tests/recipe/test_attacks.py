@@ -20,7 +20,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch.job import checked, prepare
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.reader import Recipe
-from drivetrain.run import drift, environment, reader, recipe_file, records
+from drivetrain.run import environment, reader, recipe_file, records
 
 
 def recipe(text: str) -> Recipe:
@@ -75,9 +75,9 @@ def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None
     text = exported(recipe("")).replace("\nunchanged:", "\nleft_out: [optimizer]\n\nunchanged:", 1)
     without = recipe(text).only_chosen()
     settings = compose([], base=without)
-    digest = drift.digest(drift.settable(settings, drift.machine_local_keys(settings.plain) or (), ["optimizer"]))
+    digest = recipe_file.digest(recipe_file.settable(settings, recipe_file.keys_of_machine(settings.plain) or (), ["optimizer"]))
     text = text.replace(str(recipe(text).header.hash), digest)
-    assert any("was" in line or "were" in line for line in drift.notices(recipe(text)))
+    assert any("was" in line or "were" in line for line in recipe_file.notices(recipe(text)))
 
 
 def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:

@@ -18,12 +18,12 @@ from drivetrain.core import paths, process
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader, write
-from drivetrain.run import drift
+from drivetrain.run import recipe_file
 from drivetrain.run.recipe_file import to_recipe
 
 
 def text_of(composed: Composed) -> str:
-    local = drift.machine_local_keys(composed.plain)
+    local = recipe_file.keys_of_machine(composed.plain)
     assert local is not None
     return to_recipe(composed, local)
 
@@ -36,9 +36,9 @@ def exported(*words: str, name: str = "shared.yaml") -> Path:
 
 def settings(composed: Composed) -> dict[str, Any]:
     """What a recipe may set of a config."""
-    local = drift.machine_local_keys(composed.plain)
+    local = recipe_file.keys_of_machine(composed.plain)
     assert local is not None
-    return drift.settable(composed, local)
+    return recipe_file.settable(composed, local)
 
 
 def edited(file: Path, *replaced: tuple[str, str]) -> Path:
@@ -97,7 +97,7 @@ def test_every_option_is_read_back_as_it_was(row: int):
     second = compose([], base=recipe)
     assert second.problems == []
     assert settings(second) == settings(first)
-    assert drift.digest(settings(second)) == recipe.header.hash
+    assert recipe_file.digest(settings(second)) == recipe.header.hash
     if row == 0:
         assert text_of(second) == file.read_text()
 
@@ -140,7 +140,7 @@ def test_the_environment_is_not_written(monkeypatch):
     recipe = reader.read(file)
     assert recipe.header.left_out == {"optimizer.lr"}
     assert recipe.values["scheduler.warmup"] == "${optimizer.weight_decay}"
-    assert list(drift.notices(recipe)) == []
+    assert list(recipe_file.notices(recipe)) == []
     monkeypatch.setenv("LR", "0.5")
     assert text_of(compose(words)) == file.read_text(), "not even the hash tells of it"
     assert compose([f"recipe={file}"]).plain["scheduler"]["warmup"] == compose([]).plain["optimizer"]["weight_decay"]
@@ -149,8 +149,8 @@ def test_the_environment_is_not_written(monkeypatch):
 def test_the_hash_is_the_same_in_any_order_and_on_any_machine():
     one = {"optimizer": "sgd", "optimizer.lr": 1.0, "model.hidden": [8, 2.0], "model.kwargs": {}}
     other = {"model.kwargs": {}, "model.hidden": [8.0, 2], "optimizer.lr": 1, "optimizer": "sgd"}
-    assert drift.digest(one) == drift.digest(other) == "00337067a92aaccf"
-    assert drift.digest(one) != drift.digest({**one, "optimizer.lr": True})
+    assert recipe_file.digest(one) == recipe_file.digest(other) == "00337067a92aaccf"
+    assert recipe_file.digest(one) != recipe_file.digest({**one, "optimizer.lr": True})
     here = exported("runtime.device=cpu", "runtime.threads=1", "output_dir=here", "logger=[]", name="here.yaml")
     assert here.read_text() == exported("data.root=there", "data=cifar10", "data=digits", name="there.yaml").read_text()
 
@@ -270,7 +270,7 @@ def test_a_knob_that_appeared_or_is_gone_is_told(conf):
     assert len(notices) == 1
     assert "optimizer.weight_decay=0.0005 cannot be set any more" in notices[0]
     assert notices[0].startswith(f"{file}:")
-    (line,) = drift.notices(reader.read(file))
+    (line,) = recipe_file.notices(reader.read(file))
     assert "optimizer.decay=0.0005" in line
     conf("optimizer/sgd.yaml", "nesterov: true", "nag: true")
     assert any("optimizer.nesterov=False" in p or "no 'nesterov'" in p for p in compose([f"recipe={file}"]).problems)
@@ -278,7 +278,7 @@ def test_a_knob_that_appeared_or_is_gone_is_told(conf):
 
 def test_a_group_that_the_recipe_leaves_out_is_the_command_lines():
     composed = compose(["saving=none", "optimizer=sgd"])
-    local = drift.machine_local_keys(composed.plain)
+    local = recipe_file.keys_of_machine(composed.plain)
     assert local is not None
     file = Path("shared.yaml")
     file.write_text(to_recipe(composed, local | {"saving"}, sections="# a claim\n"))
@@ -292,7 +292,7 @@ def test_a_group_that_the_recipe_leaves_out_is_the_command_lines():
         recipe = reader.read(Path("other.yaml"))
         assert recipe.header.left_out == {key} - {"model.weights"}, "no recipe says this one anyway"
         assert key not in recipe.values
-        assert list(drift.notices(recipe)) == []
+        assert list(recipe_file.notices(recipe)) == []
     text = write.with_section(file.read_text(), "# a second\n")
     assert text == file.read_text().replace("# a claim\n", "# a claim\n# a second\n")
     assert write.with_section("epochs: 1\n", "# at the end\n") == "epochs: 1\n# at the end\n"
@@ -335,7 +335,7 @@ def test_a_file_that_was_edited_by_hand_means_what_it_says():
     cells = [compose([], base=cell) for _, cell in reader.read(file).cells(options())]
     assert [c.problems for c in cells] == [[], []]
     assert [settings(c) for c in cells] == [settings(compose([f"optimizer={name}"])) for name in ("sgd", "adamw")]
-    assert list(itertools.chain(*(drift.notices(c.recipe) for c in cells))) == []
+    assert list(itertools.chain(*(recipe_file.notices(c.recipe) for c in cells))) == []
 
 
 def test_a_recipe_needs_no_header():

@@ -23,7 +23,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.logger.files import Files
 from drivetrain.parallel.base import Parallel
 from drivetrain.run import records
-from drivetrain.run.held import Held
+from drivetrain.run.directory import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io, manifest, space
 from drivetrain.saving.divided import whole

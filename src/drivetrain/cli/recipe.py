@@ -17,7 +17,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import checked
 from drivetrain.recipe import fetch, places
 from drivetrain.recipe.reader import Recipe
-from drivetrain.run import drift
+from drivetrain.run import recipe_file
 from drivetrain.ui import fetched, terminal
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
@@ -54,7 +54,7 @@ def _check_one(recipe: Recipe, config_dirs: Sequence[str], words: Sequence[str])
         if others := [problem for problem in error.problems if not isinstance(problem, OperatorGives)]:
             raise UserError(others) from None
         return [f"left to the command line: {problem}" for problem in error.problems]
-    return [*job.composed.notices, *drift.notices(job.shared, config_dirs, job.run.values["trust"])]
+    return [*job.composed.notices, *recipe_file.notices(job.shared, config_dirs, job.run.values["trust"])]
 
 
 HELP = """\

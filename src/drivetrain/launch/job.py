@@ -29,7 +29,7 @@ from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
-from drivetrain.run import directory, drift, environment, identity, recipe_file
+from drivetrain.run import directory, environment, identity, recipe_file
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -97,7 +97,7 @@ class Job:
         """Log what composing found, also under `--quiet`. Composing itself is silent: sweeps and measuring compose many jobs."""
         if self.told:
             return
-        for line in [*self.notices, *drift.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
+        for line in [*self.notices, *recipe_file.notices(self.shared, self.composed.config_dirs, self.run.values["trust"])]:
             logger.warning("%s", line)
 
     def make_run_dir(self) -> Path:

@@ -32,7 +32,7 @@ from drivetrain.launch.worker import run_rank
 from drivetrain.parallel import launched, world_of_environment
 from drivetrain.recipe import fetch
 from drivetrain.run import directory
-from drivetrain.run.held import Held
+from drivetrain.run.directory import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom

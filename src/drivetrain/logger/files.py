@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core import files
 from drivetrain.logger.base import Logger
 from drivetrain.run import records
-from drivetrain.run.held import Held
+from drivetrain.run.directory import Held
 from drivetrain.saving import space
 
 if TYPE_CHECKING:

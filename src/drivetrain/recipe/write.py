@@ -32,7 +32,7 @@ class Header:
 
     schema: int | None = None
     drivetrain: str | None = None  # the version that wrote it
-    hash: str | None = None  # of the config that the file stands for (run/drift.py)
+    hash: str | None = None  # of the config that the file stands for (run/recipe_file.py)
     left_out: frozenset[str] = frozenset()  # groups and keys that it leaves to whoever runs it; the hash is without them
 
     @property

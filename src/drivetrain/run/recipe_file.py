@@ -1,20 +1,27 @@
-"""The recipe that repeats a run, with every knob that the run had."""
+"""The recipe that repeats a run, with every knob that the run had.
+
+Its hash is that of what it stands for. Whether that still comes out is told: a default may have changed since it was written.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from drivetrain.config.compose import Composed
-from drivetrain.core import process
+from drivetrain.config.catalog import shipped_targets
+from drivetrain.config.compose import Composed, compose
+from drivetrain.config.plugins import trusted_packages
+from drivetrain.core import process, user_code
+from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value
 from drivetrain.recipe import write
+from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
-from drivetrain.recipe.write import SCHEMA, Header
-from drivetrain.run import drift
+from drivetrain.recipe.write import HASH_DIGITS, SCHEMA, Header
 from drivetrain.run.identity import flatten, is_machine_local, reads_environment
 
 _DOTTED = re.compile(r"[A-Za-z_][\w.]*")  # needs no quotes
@@ -33,7 +40,7 @@ def to_recipe(
     values = {k: v for k, v in given.items() if not is_machine_local(k, outside) and not k.endswith("_target_")}
     values = {k: v for k, v in values.items() if k not in composed.choices}  # a list group without options has no values
     from_outside = sorted(k for k, v in values.items() if reads_environment(v))
-    declared = OPERATOR_KEYS.keys() | (drift.machine_local_keys(composed.plain, composed.plain["trust"]) or set())
+    declared = OPERATOR_KEYS.keys() | (keys_of_machine(composed.plain, composed.plain["trust"]) or set())
     left_out = {key for key in machine_local_keys if not is_machine_local(key, declared)}.union(from_outside)
     options = {g: o for g, o in composed.choices.items() if g not in outside}
     differing = {g: o for g, o in options.items() if composed.default_choices.get(g) != o}
@@ -46,9 +53,9 @@ def to_recipe(
         comments.append(f"# it runs with code of your own: give {printable(shlex.join(words))} on the command line")
     comments += [f"# {k}={json.dumps(given[k])} is not part of a recipe: give it on the command line" for k in elsewhere]
     comments += [f"# {k} came from the environment: give it on the command line" for k in from_outside]
-    settings = drift.settable(composed, machine_local_keys, left_out)
+    settings = settable(composed, machine_local_keys, left_out)
     return write.text(
-        Header(SCHEMA, process.__version__, drift.digest(settings), frozenset(left_out)),
+        Header(SCHEMA, process.__version__, digest(settings), frozenset(left_out)),
         composed.recipe.description if composed.recipe else "",
         (differing, changed),
         ({g: o for g, o in options.items() if g not in differing}, rest),
@@ -68,3 +75,79 @@ def code_words(choices: Mapping[str, Any], values: Mapping[str, Any], trust: Seq
     given = [f"{group}={format_value(option)}" for group, option in groups.items()]
     given += [f"{key}={name if _DOTTED.fullmatch(name) else format_value(name)}" for key, name in names.items()]
     return [*given, *([f"trust={format_value(trusted)}"] if trusted else [])]
+
+
+def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> dict[str, Any]:
+    """What a recipe may set of a config: group → option, and dotted key → value.
+
+    A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.
+    """
+    outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
+    unresolved = flatten(composed.unresolved)
+    every = {**flatten(composed.plain), **{k: v for k, v in unresolved.items() if "${" in str(v)}, **composed.choices}
+    every = {k: v for k, v in every.items() if v != {} and not k.endswith("_target_")}
+    return {k: v for k, v in every.items() if not is_machine_local(k, outside)}
+
+
+def digest(settings: dict[str, Any]) -> str:
+    """The hash of `settable`: the same on every machine and in every order, and the same for 1 and 1.0."""
+    text = json.dumps(_canonical(settings), sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(k): _canonical(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [*map(_canonical, value)]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Collection[str] = ()) -> Iterator[str]:
+    """A line for a recipe whose hash does not come out: which knobs it does not spell out, and what they are now.
+
+    Nothing is said of a recipe without a hash, and of one that cannot be composed, for which others give the reason.
+    """
+    if recipe is None or recipe.header.hash is None:
+        return
+    try:
+        alone = compose([f"trust={format_value([*trust])}"], [*config_dirs], base=recipe)
+    except UserError:
+        return
+    local = keys_of_machine(alone.plain, trust)
+    if alone.problems or local is None:
+        return
+    spelled_out = {*recipe.choices, *recipe.values}
+    left_out = {key for key in recipe.header.left_out if not any(is_machine_local(given, {key}) for given in spelled_out)}
+    now = settable(alone, local, left_out)  # what the file sets after all counts
+    if digest(now) == recipe.header.hash:
+        return
+    added = [f"{key}={format_value(value)}" for key, value in now.items() if key not in spelled_out]
+    gone = [key for key in recipe.unchanged if key not in now and recipe.values.get(key) != {}]
+    about = f"recipe {recipe.name}: {recipe.header.writer} wrote it for another config (hash {recipe.header.hash})"
+    here = f"drivetrain {process.__version__}"
+    if added:
+        yield f"{about}: it does not say what these were, and with {here} they are {', '.join(sorted(added))}"
+    elif not gone:  # a knob that is gone has a notice of its own
+        yield f"{about}: its options or values were changed since. To share it, export it anew from a run, or remove hash:"
+
+
+def keys_of_machine(tree: Any, trust: Collection[str] = (), prefix: str = "") -> set[str] | None:
+    """The machine-local keys of the options in a config, which need not be a valid run; None if one's code is not trusted."""
+    found: set[str] = set()
+    if not isinstance(tree, dict):
+        return found
+    if isinstance(target := tree.get("_target_"), str):
+        if target not in shipped_targets() and any(user_code.trust_problems("", target, trusted_packages().union(trust))):
+            return None
+        try:
+            keys = user_code.import_name(target).machine_local_keys
+        except (ImportError, AttributeError, ValueError):
+            return None
+        found = {prefix + key for key in keys} if isinstance(keys, tuple) else set()  # a sum's are those of its parts
+    for key, value in tree.items():
+        below = keys_of_machine(value, trust, f"{prefix}{key}.")
+        if below is None:
+            return None
+        found |= below
+    return found

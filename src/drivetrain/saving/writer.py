@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.core.errors import CannotSave
 from drivetrain.core.protocols import Checkpointed, Strategy
 from drivetrain.run import directory
-from drivetrain.run.held import Held
+from drivetrain.run.directory import Held
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
 from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.options import Saving

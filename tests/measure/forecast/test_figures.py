@@ -11,9 +11,9 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast import here, memory, page, replay
+from drivetrain.measure.forecast import forecast, plan, replay
 from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, Figure, known
-from drivetrain.measure.forecast.memory import Ranks
+from drivetrain.measure.forecast.plan import Ranks
 from drivetrain.measure.forecast.replay import Row
 
 EXACT, NO_TIME = Figure.exactly(1.0), Figure.exactly(0.0)
@@ -72,42 +72,42 @@ def test_tensor_cores_compute_float32_where_tf32_is_on():
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_fsdp_divides_what_the_ranks_share(ranks: int):
-    found = memory.sharded(PARTS, Ranks(ranks, ranks, largest_block=0.0))
+    found = plan.sharded(PARTS, Ranks(ranks, ranks, largest_block=0.0))
     assert found == {PARAMETERS: 800 / ranks, GRADIENTS: 800 / ranks, STATE: 1600 / ranks, OTHER: 1000, "batch": 100}
 
 
 def test_fsdp_gathers_two_blocks_or_keeps_all():
-    assert memory.sharded(PARTS, Ranks(4, 4, largest_block=100.0))[PARAMETERS] == 200 + 2 * 100
-    assert memory.sharded(PARTS, Ranks(4, 4, keeps_gathered=True, largest_block=100.0))[PARAMETERS] == 200 + 800
-    assert memory.sharded(PARTS, Ranks(4, 4, whole_gradients=True))[GRADIENTS] == 800
-    assert memory.sharded(PARTS, Ranks(4)) == PARTS  # ddp
+    assert plan.sharded(PARTS, Ranks(4, 4, largest_block=100.0))[PARAMETERS] == 200 + 2 * 100
+    assert plan.sharded(PARTS, Ranks(4, 4, keeps_gathered=True, largest_block=100.0))[PARAMETERS] == 200 + 800
+    assert plan.sharded(PARTS, Ranks(4, 4, whole_gradients=True))[GRADIENTS] == 800
+    assert plan.sharded(PARTS, Ranks(4)) == PARTS  # ddp
 
 
 def test_what_is_offloaded_is_not_on_the_device():
-    found = memory.sharded(PARTS, Ranks(4, 4, offloaded=True, largest_block=100.0))
+    found = plan.sharded(PARTS, Ranks(4, 4, offloaded=True, largest_block=100.0))
     assert found == {PARAMETERS: 200, GRADIENTS: 100, STATE: 0, OTHER: 1000, "batch": 100}
-    assert memory.sharded(PARTS, Ranks(1, 1, offloaded=True))[STATE] == 0
+    assert plan.sharded(PARTS, Ranks(1, 1, offloaded=True))[STATE] == 0
 
 
 def test_a_short_run_has_a_time():
-    assert [page.run_time(s) for s in (0.004, 0.25, 1.0, 75.0)] == ["4 ms", "250 ms", "1.0 s", "75 s"]
+    assert [forecast.run_time(s) for s in (0.004, 0.25, 1.0, 75.0)] == ["4 ms", "250 ms", "1.0 s", "75 s"]
 
 
 def test_bytes_that_ranks_send():
-    assert memory.sent_bytes(800.0, Ranks(), 1) == 0
-    assert memory.sent_bytes(800.0, Ranks(4), 3) == 2 * 0.75 * 800  # one all-reduce, whatever the micro-batches
-    assert memory.sent_bytes(800.0, Ranks(4, 4), 1) == 3 * 0.75 * 800  # gathered twice, reduced once
-    assert memory.sent_bytes(800.0, Ranks(4, 4, keeps_gathered=True), 1) == 2 * 0.75 * 800
+    assert plan.sent_bytes(800.0, Ranks(), 1) == 0
+    assert plan.sent_bytes(800.0, Ranks(4), 3) == 2 * 0.75 * 800  # one all-reduce, whatever the micro-batches
+    assert plan.sent_bytes(800.0, Ranks(4, 4), 1) == 3 * 0.75 * 800  # gathered twice, reduced once
+    assert plan.sent_bytes(800.0, Ranks(4, 4, keeps_gathered=True), 1) == 2 * 0.75 * 800
 
 
 def test_the_peak_has_kernels_own_buffers_where_they_were_measured_else_an_allowance():
     counted = dict.fromkeys(PARTS, 1000)
     device = replace(DEVICE, reserved=Figure.exactly(0.0), fragmentation=EXACT)
-    measured = memory.peak_memory(counted, 6000, True, Ranks(), device)
+    measured = plan.peak_memory(counted, 6000, True, Ranks(), device)
     assert measured.parts["workspace"] == 1000
     assert measured.peak.value == 6000
     assert measured.peak.holds(6000)
-    allowed = memory.peak_memory(counted, 6000, False, Ranks(), device)
+    allowed = plan.peak_memory(counted, 6000, False, Ranks(), device)
     assert allowed.parts["workspace"] == 0.05 * 1000
     assert allowed.peak.low < measured.peak.low
     assert allowed.peak.high - allowed.peak.low > measured.peak.high - measured.peak.low
@@ -151,12 +151,12 @@ def test_a_machine_is_measured_once_and_anew_where_the_file_is_damaged(monkeypat
         return {name: lambda name=name: measured.append(name) or 1.0 for name in names}
 
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "_measurements", measurements)
-    here.state_file().parent.mkdir(parents=True)
-    here.state_file().write_text(damaged)
+    monkeypatch.setattr(replay, "_measurements", measurements)
+    replay.state_file().parent.mkdir(parents=True)
+    replay.state_file().write_text(damaged)
     for _ in range(2):
-        found = here.this_device(torch.device("cpu"), ("bfloat16",))
+        found = replay.this_device(torch.device("cpu"), ("bfloat16",))
     assert (found.bandwidth, found.flops) == (1.0, {"float32": 1.0, "bfloat16": 1.0})
     assert measured == ["flops float32", "flops bfloat16", "convolution", "bandwidth", "host"]
-    here.this_device(torch.device("cpu"), ("float16",))
+    replay.this_device(torch.device("cpu"), ("float16",))
     assert measured[5:] == ["flops float16"]

@@ -18,7 +18,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.engine.rehearsal.search import peak_bytes
-from drivetrain.measure.forecast import examine, page, what_if
+from drivetrain.measure.forecast import examine, forecast
 from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.devices import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
@@ -145,7 +145,7 @@ def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
     assert found.fits
     assert 1 < found.micro_batches <= 1024 / found.largest.value + 2
     assert found.micro_batch <= found.largest.value
-    (title,) = [line for line in page.text(Answer(found, [], [])).splitlines() if line.startswith("an update has")]
+    (title,) = [line for line in forecast.text(Answer(found, [], [])).splitlines() if line.startswith("an update has")]
     assert title.startswith("an update has 1,024 samples: 1,024 on each rank in")
 
 
@@ -190,7 +190,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     assert [stage.share for stage in found.stages] == pytest.approx([4 / 28, 24 / 28])
     assert found.whole.value == pytest.approx(4 / 28 * first.whole.value + 24 / 28 * second.whole.value)
     assert found.fits
-    shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
+    shown, values = forecast.text(found), json.loads(json.dumps(forecast.as_dict(found)))
     assert "stage 2 of 2, 86 % of the updates: to the end: model.freeze" in shown
     assert values["stages"][0]["memory"] == first.memory.parts
     json_keys.check(values, top="fits run_s stages", stages=f"stage share {json_keys.FORECAST}")
@@ -199,7 +199,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
 def test_an_answer_as_text_and_as_json():
     planned = plan([*SMALL, "model=mlp"], (), "a100")
     found = answer(planned, subject("model=mlp").trainer, Settings(device="a100", seconds=5))
-    shown, values = page.text(found), json.loads(json.dumps(page.as_dict(found)))
+    shown, values = forecast.text(found), json.loads(json.dumps(forecast.as_dict(found)))
     for words in ("peak memory", "largest micro-batch", "limited by launch", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
     json_keys.check(values, top=json_keys.FORECAST, what_if="override speed memory step_s peak_bytes fits why_not")
@@ -218,15 +218,15 @@ def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypat
     """Another option of `batch` misses what the task's preset sets for the first one."""
     words = [*(word for word in SMALL if not word.startswith("batch.")), *TEXT]
     own = subject_of(plan(words, (), "h100"))
-    monkeypatch.setattr(what_if, "candidates", lambda _: ["compile=inductor", "batch=accumulate batch.accumulation_steps=2"])
+    monkeypatch.setattr(forecast, "candidates", lambda _: ["compile=inductor", "batch=accumulate batch.accumulation_steps=2"])
     base = examine.examine(own, 0.0)
     recorded = list(own.records)
-    compiled, accumulated = what_if.table(base, own, float("inf"))
+    compiled, accumulated = forecast.table(base, own, float("inf"))
     assert base.samples == 16
     assert accumulated.override == "batch=accumulate batch.accumulation_steps=2 batch.global_batch=16"
     assert [*recorded, (8, 2, 0)] == list(own.records), "a compiled step has the record of the plain one"
     assert compiled.memory == 1
-    late = what_if.table(base, own, 0.0)
+    late = forecast.table(base, own, 0.0)
     assert all("the time was up" in row.why_not for row in late)
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast import examine, page, what_if
+from drivetrain.measure.forecast import examine, forecast
 from drivetrain.measure.forecast.forecast import Answer
 from drivetrain.measure.forecast.plan import plan
 from tests.support import slow
@@ -107,12 +107,12 @@ def test_what_makes_a_run_fit_is_found_first_and_named(tmp_path, monkeypatch):
     made = examine.Subject.build(plan(small(tmp_path), (), "h100"))
     with made.on_exit:
         base = examine.examine(made, 0.0)
-        low = what_if._row(what_if.RECOMPUTED, base, made).peak_bytes
+        low = forecast._row(forecast.RECOMPUTED, base, made).peak_bytes
         limit = math.sqrt(base.memory.peak.value * low)
         monkeypatch.setattr(examine, "_limit", lambda _: limit / examine.FILLED)
         base = examine.examine(made, 0.0)
-        rows = what_if.table(base, made, 0.0)
+        rows = forecast.table(base, made, 0.0)
     assert not base.fits
-    assert (rows[0].override, rows[0].fits) == (what_if.RECOMPUTED, True)
+    assert (rows[0].override, rows[0].fits) == (forecast.RECOMPUTED, True)
     assert all("the time was up" in row.why_not for row in rows[1:])
-    assert f"it fits with: {what_if.RECOMPUTED}" in page.text(Answer(base, rows, []))
+    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.text(Answer(base, rows, []))

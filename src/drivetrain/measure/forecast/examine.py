@@ -19,9 +19,8 @@ from drivetrain.engine.rehearsal.recorder import Fakes
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
 from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.devices import HERE, Device, Figure, known
-from drivetrain.measure.forecast.here import this_device
-from drivetrain.measure.forecast.memory import Memory, peak_memory, sent_bytes
-from drivetrain.measure.forecast.plan import Plan
+from drivetrain.measure.forecast.plan import Memory, Plan, peak_memory, sent_bytes
+from drivetrain.measure.forecast.replay import this_device
 
 FILLED = 0.97  # of a device's memory that a run may fill
 DATA, NETWORK = "data", "network"

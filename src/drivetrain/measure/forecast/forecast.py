@@ -3,20 +3,276 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from drivetrain.core.errors import DONE, FAILED
+from drivetrain.core.blocks import blocks_for
+from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Positive
 from drivetrain.engine import child
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms
-from drivetrain.measure.forecast.devices import NAMES, Figure, known
+from drivetrain.measure.forecast.devices import FORECAST_ONLY, HERE, NAMES, Figure, known
+from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
+from drivetrain.measure.overrides import apply, groups_of
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
+from drivetrain.ui.terminal import duration
+
+GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
+ROW_S = 1.0  # of timing operations that are new in a row
+RANKS = (2, 8)
+SAME_MODEL = {"compile", "parallel", "batch"}  # groups that change nothing of the trainer as it is built to be looked at
+RECOMPUTED = "checkpointing=blocks"  # its step is that of the trainer as it is, with all its blocks recomputed
+FITTING = (RECOMPUTED, "batch=", "parallel=")  # most memory for least time and machines
+
+
+@dataclass
+class Row:
+    """One override, and what it changes: the ratios of samples a second and of peak memory to the run's."""
+
+    override: str
+    speed: float | None = None
+    memory: float | None = None
+    step_s: float | None = None
+    peak_bytes: float | None = None
+    fits: bool | None = None
+    why_not: str = ""  # it is not forecast
+
+
+def candidates(run_plan: Plan) -> Iterator[str]:
+    """Overrides that change speed or memory, and not what is trained, as far as the run does not have them.
+
+    First what usually helps most for the time that its forecast takes: there may be no time for all.
+    """
+    run = run_plan.run
+    if not run.compile.active:
+        yield "compile=inductor"
+    if run.precision.full_float32:
+        yield "precision=bf16"
+    if run.parallel.one_process and run_plan.device != HERE:
+        for ranks in RANKS:
+            yield f"parallel=fsdp parallel.nproc={ranks}"
+    if not run.checkpointing.active:
+        yield RECOMPUTED
+    if run.batch.fixed_micro_batches and run.batch.size(0) % (2 * run_plan.micro_batches()) == 0:
+        yield f"batch=accumulate batch.accumulation_steps={2 * run_plan.micro_batches()}"
+    yield "checkpointing=none" if run.checkpointing.active else "checkpointing=selective"
+
+
+def table(base: Forecast, subject: Subject, until: float) -> list[Row]:
+    """Forecast each candidate that should be done in time, going by what others of its kind took; the others say so.
+
+    Of a run that does not fit those come first that may make it fit, and the quick ones of them are forecast until one does.
+    """
+    rows, longest = [], {True: 0.0, False: 0.0}
+    sought = not base.fits
+    for override in sorted(candidates(subject.plan), key=_fitting if sought else lambda _: 0):
+        began, rebuilt = time.perf_counter(), not _same_model(override)
+        if began + longest[rebuilt] > until and (rebuilt or not sought):
+            rows.append(Row(override, why_not="not forecast: the time was up (seconds=60 gives it more)"))
+            continue
+        rows.append(_row(override, base, subject))
+        sought = sought and not rows[-1].fits
+        longest[rebuilt] = max(longest[rebuilt], time.perf_counter() - began)
+    return rows
+
+
+def _fitting(override: str) -> int:
+    return next((n for n, start in enumerate(FITTING) if override.startswith(start)), len(FITTING))
+
+
+def _same_model(override: str) -> bool:
+    return override.startswith(RECOMPUTED) or groups_of(override.split()) <= SAME_MODEL
+
+
+def _row(override: str, base: Forecast, subject: Subject) -> Row:
+    own = subject.plan
+    try:
+        changed = _changed(own, override)
+        if changed.run.batch.size(0) != own.run.batch.size(0):  # another option has another default, or misses a preset's
+            override += f" batch.global_batch={own.run.batch.size(0)}"
+            changed = _changed(own, override)
+        if override.startswith(RECOMPUTED):
+            blocks = blocks_for(RECOMPUTED, "checkpointing.block", subject.trainer.model, None)
+            found = examine(replace(subject, plan=changed, blocks=blocks, recomputed=len(blocks)), ROW_S)
+        elif _same_model(override):
+            found = examine(replace(subject, plan=changed), ROW_S)
+        else:
+            built = replace(Subject.build(changed), timed=subject.timed)
+            with built.on_exit:
+                found = examine(built, ROW_S)
+    except UserError as error:
+        return Row(override, why_not=error.problems[0])
+    step, peak = found.step.value, found.memory.peak.value
+    return Row(override, base.step.value / step, peak / base.memory.peak.value, step, peak, found.fits)
+
+
+def _changed(own: Plan, override: str) -> Plan:
+    changed = plan(apply(own.overrides, override.split(), own.config_dirs), own.config_dirs, own.device)
+    return replace(changed, steps=own.steps)
+
+
+def best(rows: list[Row]) -> tuple[Row | None, Row | None]:
+    """The rows that help most in time and in memory; None where no row helps."""
+    told = [row for row in rows if row.speed is not None and row.memory is not None]
+    # More micro-batches compute no less: what they seem to save is the error of timing other shapes.
+    faster = max((r for r in told if not r.override.startswith("batch=")), key=lambda row: row.speed or 0, default=None)
+    smaller = min(told, key=lambda row: row.memory or 1, default=None)
+    return (
+        faster if faster is not None and (faster.speed or 0) > GAIN else None,
+        smaller if smaller is not None and (smaller.memory or 1) < 1 / GAIN else None,
+    )
+
+
+MIB, GIB = 2**20, 2**30
+
+
+def as_dict(answer: Any) -> dict[str, Any]:
+    """The forecast as plain values. A figure is [value, low, high]; seconds, bytes and samples."""
+    if hasattr(answer, "stages"):
+        stages = [{"stage": each.title, "share": each.share, **as_dict(each.answer)} for each in answer.stages]
+        return {"fits": answer.fits, "run_s": answer.whole, "stages": stages}
+    found = answer.forecast
+    return {
+        "device": found.device,
+        "source": found.source,
+        "ranks": found.ranks,
+        "micro_batch": found.micro_batch,
+        "micro_batches": found.micro_batches,
+        "peak_bytes": found.memory.peak,
+        "memory": found.memory.parts,
+        "memory_limit_bytes": found.memory_limit,
+        "fits": found.fits,
+        "flops": found.flops,
+        "moved_bytes": found.moved_bytes,
+        "operations": found.operations,
+        "step_s": found.step,
+        "compute_s": found.compute,
+        "data_wait_s": found.reading,
+        "network_s": found.network,
+        "shares": found.shares,
+        "timed_share": found.timed_share,
+        "limit": found.limit,
+        "updates": found.updates,
+        "run_s": found.whole,
+        "samples_per_second": found.samples / found.step.value,
+        "data_bytes_per_second": found.sample_bytes * found.samples / found.step.value,
+        "largest_micro_batch": found.largest,
+        "what_if": [asdict(row) for row in answer.rows],
+        "notes": answer.notes,
+    }
+
+
+def text(answer: Any) -> str:
+    """The forecast in words and two tables."""
+    if hasattr(answer, "stages"):
+        return "\n".join(_staged(answer))
+    found = answer.forecast
+    return "\n".join(
+        [*_title(found), "", *_memory(found), "", *_time(found), "", *_what_if(answer.rows, found.fits), *_notes(answer)]
+    )
+
+
+def _staged(answer: Any) -> Iterator[str]:
+    """A run with stages: what a stage is forecast to be, the time of all, and the one that needs the most memory."""
+    for number, stage in enumerate(answer.stages):
+        found = stage.answer.forecast
+        yield f"stage {number + 1} of {len(answer.stages)}, {100 * stage.share:.0f} % of the updates: {stage.title}"
+        yield f"  peak memory   {_figure(found.memory.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
+        yield f"  an update     {_figure(found.step, seconds)}; {found.samples / found.step.value:,.0f} samples a second"
+        yield f"  limited by    {found.limit}"
+    found = max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.memory.peak.high)
+    yield f"whole run     {_figure(answer.whole, run_time)}"
+    yield f"peak memory   {_figure(found.memory.peak, size)} of {size(found.memory_limit)} on {found.device}"
+    yield from dict.fromkeys(note for stage in answer.stages for note in _notes(stage.answer))
+
+
+def _title(found: Any) -> Iterator[str]:
+    ranks = f"{found.ranks} × " if found.ranks > 1 else ""
+    split = f" in {found.micro_batches} micro-batches" if found.micro_batches > 1 else ""
+    yield f"forecast for {ranks}{found.device} ({found.source})"
+    yield f"an update has {found.samples:,} samples: {math.ceil(found.samples / found.ranks):,} on each rank{split}"
+
+
+def _memory(found: Any) -> Iterator[str]:
+    peak, limit = found.memory.peak, found.memory_limit
+    verdict = "fits" if found.fits else "does NOT fit"
+    yield f"peak memory   {_figure(peak, size)} of {size(limit)}: {verdict}"
+    for kind, nbytes in found.memory.parts.items():
+        yield f"  {kind:<16}{size(nbytes):>10}  {100 * nbytes / (sum(found.memory.parts.values()) or 1):3.0f} %"
+    if found.largest is not None:
+        yield f"largest micro-batch that fits: {_figure(found.largest, lambda n: f'{n:,.0f}')} samples"
+
+
+def _time(found: Any) -> Iterator[str]:
+    step = found.step
+    yield f"an update     {_figure(step, seconds)}; {found.samples / step.value:,.0f} samples a second"
+    yield (
+        f"  {found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations on each "
+        f"rank; {found.flops / step.value / 1e12:.3g} TFLOP/s"
+    )
+    shares = sorted(found.shares.items(), key=lambda item: -item[1])
+    yield f"  limited by {found.limit}: {', '.join(f'{name} {100 * share:.0f} %' for name, share in shares if share > 0.005)}"
+    if found.timed_share:
+        yield f"  {100 * found.timed_share:.0f} % of it was timed here, operation by operation; the rest is a roofline"
+    pace = found.samples / step.value
+    yield f"data needed   {pace:,.0f} samples a second, {size(found.sample_bytes * pace)}/s as the model gets them"
+    yield f"whole run     {_figure(found.whole, run_time)} for {found.updates:,} updates and the evaluations"
+
+
+def _what_if(rows: list[Any], fits: bool) -> Iterator[str]:
+    if not rows:
+        return
+    width = max(len(row.override) for row in rows)
+    yield f"{'what if':<{width}}    speed   memory"
+    for row in rows:
+        if row.why_not:
+            yield f"{row.override:<{width}}    {row.why_not}"
+        else:
+            yield f"{row.override:<{width}}  × {row.speed:5.2f}  × {row.memory:5.2f}{'' if row.fits else '   does not fit'}"
+    if not fits and (enough := next((row for row in rows if row.fits), None)) is not None:
+        yield f"it fits with: {enough.override}"
+    faster, smaller = best(rows)
+    if faster is not None:
+        yield f"most speed: {faster.override}"
+    if smaller is not None:
+        yield f"least memory: {smaller.override}"
+
+
+def _notes(answer: Any) -> Iterator[str]:
+    for note in answer.notes:
+        yield f"note: {note}"
+    if FORECAST_ONLY in answer.forecast.source:
+        yield "note: no step of this device was measured: the intervals are those of efficiencies that are usual in training"
+
+
+def _figure(figure: Figure, show: Callable[[float], str]) -> str:
+    return f"{show(figure.value)} ({show(figure.low)} … {show(figure.high)})"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in few characters."""
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.3g} GiB"
+    return f"{nbytes / MIB:.3g} MiB" if nbytes >= MIB / 10 else f"{nbytes / 1024:.3g} KiB"
+
+
+def seconds(value: float) -> str:
+    """A short time in few characters."""
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+
+def run_time(value: float) -> str:
+    """The time of a run in few characters, however short it is."""
+    return duration(value) if value >= 1 else seconds(value)
+
 
 SPLITS = 3  # that are tried for batch=auto
 LOOK_SHARE = 0.25  # of the time, for timing operations of the run itself
@@ -35,8 +291,8 @@ class Settings:
 class Answer:
     """What the process that built the run found; plain values, since they travel."""
 
-    forecast: Any  # examine.Forecast
-    rows: list[Any]  # of what_if
+    forecast: Forecast
+    rows: list[Row]  # of what if
     notes: list[str]
 
     @property
@@ -78,9 +334,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
         answer = forecast(overrides, config_dirs, settings)
-    from drivetrain.measure.forecast import page
-
-    echo(json.dumps(page.as_dict(answer), indent=2) if as_json else page.text(answer))
+    echo(json.dumps(as_dict(answer), indent=2) if as_json else text(answer))
     return DONE if answer.fits else FAILED
 
 
@@ -124,25 +378,21 @@ def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[
 
     Gradients that wait for the next micro-batch take memory too, so that the largest one becomes smaller with the first split.
     """
-    from drivetrain.measure.forecast import examine
-
     for _ in range(SPLITS):
         if found.fits or found.largest is None:
             break
         subject = replace(subject, plan=subject.plan.split(found.largest.value))
-        found = examine.examine(subject, LOOK_SHARE * settings.seconds, until)
+        found = examine(subject, LOOK_SHARE * settings.seconds, until)
     return subject, found
 
 
 def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None = None) -> Answer:
     """Forecast a plan whose trainer is built, in this process; by `until` of time.perf_counter() it should be done."""
-    from drivetrain.measure.forecast import examine, what_if
-
     until = until or time.perf_counter() + settings.seconds
-    subject = examine.Subject.build(planned, trainer)
-    found = examine.examine(subject, LOOK_SHARE * settings.seconds, until)
+    subject = Subject.build(planned, trainer)
+    found = examine(subject, LOOK_SHARE * settings.seconds, until)
     if planned.finds_split:
         subject, found = _split(subject, found, settings, until)
-    rows = what_if.table(found, subject, until) if settings.what_if else []
+    rows = table(found, subject, until) if settings.what_if else []
     chosen = [f"checkpointing.memory_gb: {subject.recomputed} of {len(subject.blocks)} blocks are recomputed"]
     return Answer(found, rows, [*planned.notes, *(chosen if subject.blocks else [])])

@@ -27,8 +27,7 @@ from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import WaitingCalls
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
-from drivetrain.measure.forecast.here import this_device
-from drivetrain.measure.forecast.replay import number_format
+from drivetrain.measure.forecast.replay import number_format, this_device
 from drivetrain.measure.profile.attribution import WAITING, Attribution, Line, Samples, attribute
 from drivetrain.measure.profile.sampler import Recorder, Sampler, operation_clock, user_line
 from drivetrain.saving import checkpoint_io
