@@ -41,6 +41,10 @@ TEXT = [
     "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token",
     "model=gpt", "model.width=16", "model.heads=2",
 ]  # fmt: skip
+BERT = [
+    "model=transformers", "model.name=bert",
+    "model.config={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32}",
+]  # fmt: skip
 SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
 PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
 TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 4}"
@@ -70,6 +74,9 @@ BESIDE = {
     ("data", "stdlib"): TEXT,
     ("model", "gpt"): TEXT,
     ("loss", "next_token"): TEXT,
+    ("loss", "masked_token"): [*TEXT[:4], *BERT],
+    ("loss", "token"): ["data=words", "data.path=words.jsonl", "data.length=32", *BERT],
+    ("data", "words"): ["data.path=words.jsonl", "data.length=32", "loss=token", *BERT],
     **{("loss", name): ["data=own", f"data.target=outside.{data}", "trust=[outside]"] for name, data in TARGETS.items()},
     ("loss", "dice"): PIXELS,
     ("loss", "distill"): [

@@ -16,6 +16,7 @@ from tests.support import sets
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
 SMALL_VIT = "{img_size: 32, patch_size: 4, dynamic_img_size: true, depth: 2, embed_dim: 16, num_heads: 2}"
 TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 8}"
+TINY_BERT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 8}"
 OWN_NET = """
 import torch
 
@@ -135,6 +136,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
     """What an option wants besides its name, to be tried at all and to be small; options give way to those of a row."""
     own = ["data=own", "trust=[pairwise_net]"]
     each_pixel = ["model=own", "model.target=pairwise_net.each_pixel"]
+    bert = ["model=transformers", "model.name=bert", f"model.config={TINY_BERT}"]
     shards = [f"data.{split}={folder}/shard.tar" for split in ("train", "test")]
     return {
         "data=synthetic": ["data.shape=[3,32,32]", "data.samples=32", "data.test_samples=16"],
@@ -158,6 +160,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "data=masks": [f"data.root={folder}/masked", "data.size=32", "data.holdout=0.3", "model=unet"],
         "data=jsonl": [f"data.path={folder}/texts.jsonl", "data.length=32", "model=gpt", "loss=next_token"],
         "data=text": [f"data.path={folder}/texts.txt", "data.length=32", "model=gpt", "loss=next_token"],
+        "data=words": [f"data.path={folder}/words.jsonl", "data.length=32", *bert, "loss=token"],
         "data=diabetes": ["loss=mse", "model=mlp"],
         "data=wine": ["model=mlp"],
         "data=digit_scenes": ["data.samples=32", "data.test_samples=16", "loss=bce"],
@@ -171,6 +174,8 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "model=gpt": ["model.width=16", "model.depth=2", "model.heads=2", "data=stdlib", "loss=next_token"],
         "loader=dali": ["data=imagefolder"],
         "loss=next_token": ["data=stdlib", "model=gpt"],
+        "loss=masked_token": ["data=stdlib", *bert],
+        "loss=token": ["data=words", *bert],
         **{f"loss={name}": [f"data.target=pairwise_net.{kind}", *own] for name, kind in TARGETS.items()},
         "loss=dice": ["data.target=pairwise_net.Masks", *own, *each_pixel],
         "loss=distill": [f"loss.teacher={folder}/teacher/model.safetensors", "trust=[pairwise_net]"],

@@ -27,7 +27,8 @@ def images_of(files: Sequence[tuple[Path | str, int]], *how: Any) -> Any:
 def write(folder: Path, size: int = 8, samples: int = 50, with_hub: bool = True) -> None:
     """Write two classes of noise, `samples` or so in all, in every form.
 
-    cifar/, shard.tar, packed/, hub/ (empty without its library), masked/, table.csv with its images, texts.jsonl and texts.txt.
+    cifar/, shard.tar, packed/, hub/ (empty without its library), masked/, table.csv with its images, words.jsonl, texts.jsonl and
+    texts.txt.
     """
     noise = np.random.default_rng(0)
     images = noise.integers(0, 255, (samples, size, size, 3), dtype=np.uint8)
@@ -36,6 +37,8 @@ def write(folder: Path, size: int = 8, samples: int = 50, with_hub: bool = True)
     packed(folder / "packed", images)
     table_and_masks(folder, images)
     texts = [{"text": f"line {i} of {len(images)}: {'ab' * (i % 9)}", "kind": "ab"[i % 2]} for i in range(len(images))]
+    tagged = [{"tokens": text["text"].split(), "tags": ["XY"[len(w) % 2] for w in text["text"].split()]} for text in texts]
+    (folder / "words.jsonl").write_text("".join(json.dumps(text) + "\n" for text in tagged))
     (folder / "texts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     (folder / "texts.txt").write_text("".join(text["text"] + "\n" for text in texts))
     (folder / "hub").mkdir()

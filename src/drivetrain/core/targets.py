@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from drivetrain.core.option import RunSpec
 
-TargetKind = Literal["class", "labels", "values", "mask", "tokens", "pair"]
+TargetKind = Literal["class", "labels", "values", "mask", "tokens", "words", "pair"]
 DESCRIPTIONS: dict[TargetKind, str] = {
     "class": "one class for each sample",
     "labels": "any number of labels for each sample",
     "values": "numbers for each sample (regression)",
     "mask": "a class for each pixel",
     "tokens": "the next token at each position",
+    "words": "a class for each word",
     "pair": "two views of each sample",
 }
 FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
     "class": "cross_entropy", "labels": "bce", "values": "mse", "mask": "cross_entropy", "tokens": "next_token",
-    "pair": "contrastive",
+    "words": "token", "pair": "contrastive",
 }  # fmt: skip
 
 

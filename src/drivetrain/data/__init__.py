@@ -15,9 +15,10 @@ from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Diabetes, Tabular, Wine
 from drivetrain.data.text import LabelledTexts, Stdlib, Texts
 from drivetrain.data.webdataset import WebDataset
+from drivetrain.data.words import Words
 
 __all__ = [
     "Cifar10", "Data", "Diabetes", "DigitScenes", "Digits", "HuggingFace", "ImageFolder", "Images", "Jsonl", "LabelledTexts",
     "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Stream", "Synthetic", "Tabular",
-    "Tensors", "TextFiles", "Texts", "WebDataset", "Wine", "decode",
+    "Tensors", "TextFiles", "Texts", "WebDataset", "Wine", "Words", "decode",
 ]  # fmt: skip

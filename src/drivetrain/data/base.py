@@ -61,6 +61,7 @@ class Splits:
     names: Sequence[str] | None = None  # of the classes, where they have names
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
     vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
+    mask_token: int | None = None  # that hides a token from the model, where its own tokenizer has one
     pad_token: int | None = None  # that texts are padded with, where their tokens are those of the model's own tokenizer
     token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
     units: Units | None = None  # of target values that were standardised

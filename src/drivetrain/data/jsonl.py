@@ -174,7 +174,7 @@ class Jsonl(Data):
                 lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
             return Splits(
                 pieces[0], pieces[1], shape, vocabulary, None, dtype=torch.int64, token_bytes=lengths, files=files,
-                validation=pieces[2] if len(pieces) > 2 else None, pad_token=tokenizer.padding,
+                validation=pieces[2] if len(pieces) > 2 else None, pad_token=tokenizer.padding, mask_token=tokenizer.mask,
             )  # fmt: skip
         sources, numbers = list[LabelledTexts](), {name: number for number, name in enumerate(names)}
         for documents, which in sets:
@@ -279,6 +279,13 @@ class Jsonl(Data):
 
     def _entry(self, content: bytes, source: str, number: int, keys: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         """Return a line's object, which has these keys of settings and a text. Raises DataError."""
+        entry = self._object(content, source, number, keys)
+        if not isinstance(entry[self.text], str):
+            raise DataError(f"{source}:{number}: '{self.text}' is {type(entry[self.text]).__name__}, not a text")
+        return {**entry, self.text: decode(entry[self.text], source, number)}
+
+    def _object(self, content: bytes, source: str, number: int, keys: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
+        """Return a line's object, which has these keys of settings. Raises DataError."""
         where = f"{source}:{number}"
         text = decode(content, source, number)
         try:
@@ -293,9 +300,7 @@ class Jsonl(Data):
         for knob, key in keys:
             if key is not None and key not in entry:
                 raise DataError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
-        if not isinstance(entry[self.text], str):
-            raise DataError(f"{where}: '{self.text}' is {type(entry[self.text]).__name__}, not a text")
-        return {**entry, self.text: decode(entry[self.text], source, number)}
+        return entry
 
 
 @lru_cache(1)  # each of many texts is encoded alone

@@ -26,6 +26,7 @@ class Tokenizer:
 
     size: int
     shift: int = 1  # what is added to the tokens of a text that has a class
+    mask: int | None = None  # what hides a token from the model, where the tokenizer has such a token
     padding: int | None = None  # what pads such texts, where it is a token of the tokenizer's own
 
     @property
@@ -54,6 +55,10 @@ class Tokenizer:
         """Return the tokens of texts that have a class each, of which a model reads so many."""
         return self(texts)
 
+    def with_ends(self, text: str, length: int) -> tuple[list[int], list[int]]:
+        """Return at most `length` tokens of a text that is read as a whole, and where each ends in it; 0: none of it."""
+        raise NotImplementedError
+
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens stand for."""
         raise NotImplementedError
@@ -72,6 +77,10 @@ class Bytes(Tokenizer):
         encoded = [text.encode() for text in texts]
         all_bytes = torch.frombuffer(bytearray(b"".join(encoded) + b"."), dtype=torch.uint8)[:-1]  # torch takes no empty buffer
         return list(all_bytes.split([len(content) for content in encoded]))
+
+    def with_ends(self, text: str, length: int) -> tuple[list[int], list[int]]:
+        ends = [end for end, character in enumerate(text, 1) for _ in character.encode()]
+        return [byte + self.shift for byte in text.encode()[:length]], ends[:length]
 
     def text(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -103,6 +112,24 @@ class BytePairs(Tokenizer):
 
     def largest(self) -> int:
         return int(max(self.tokenizer.get_vocab().values()))
+
+    def with_ends(self, text: str, length: int) -> tuple[list[int], list[int]]:
+        with self._cut(length):
+            found = self.tokenizer.encode(text, add_special_tokens=self.shift == 0)
+        parts = zip(found.special_tokens_mask, found.offsets, strict=True)
+        return [token + self.shift for token in found.ids], [0 if special else end for special, (_, end) in parts]
+
+    @contextlib.contextmanager
+    def _cut(self, length: int) -> Iterator[None]:
+        """Within the context texts are cut to so many tokens. Raises UserError where nothing would be left of them."""
+        around = self.tokenizer.num_special_tokens_to_add(is_pair=False) if self.shift == 0 else 0
+        if length <= around:
+            raise UserError(f"data.length={length}: the tokenizer puts {around} tokens around each text: set it to more")
+        self.tokenizer.enable_truncation(length)
+        try:
+            yield
+        finally:
+            self.tokenizer.no_truncation()
 
     def token_bytes(self) -> torch.Tensor | None:
         texts = (self.tokenizer.decode([token]) for token in range(self.size))
@@ -155,6 +182,7 @@ class OfModel(BytePairs):
         self.settings = settings
         found = [self._token(settings.get(f"{name}_token")) for name in ("bos", "eos", "cls", "pad", "eos")]
         self._begin = next((token for token in found[:3] if token is not None), 0)
+        self.mask = self._token(settings.get("mask_token"))
         self.padding = next((token for token in found[3:] if token is not None), 0)
 
     def _token(self, named: Any) -> int | None:
@@ -170,14 +198,8 @@ class OfModel(BytePairs):
         return self.size
 
     def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
-        around = self.tokenizer.num_special_tokens_to_add(is_pair=False)
-        if length <= around:
-            raise UserError(f"data.length={length}: the tokenizer puts {around} tokens around each text: set it to more")
-        self.tokenizer.enable_truncation(length)
-        try:
+        with self._cut(length):
             return self._encoded(texts, True)
-        finally:
-            self.tokenizer.no_truncation()
 
     @classmethod
     def read(cls, path: Path, settings: Mapping[str, Any]) -> OfModel:

@@ -246,9 +246,10 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     steps = tuple(run.augment) if run.debug.augments else ()
     if refusals := _cannot_augment(context, steps, shape_as_loaded):
         raise UserError(refusals)
+    drawn = run.loss.steps(data)
     about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
-    train = Pipeline(data.train, steps, data.normalize, context.seed, data.classes, batch.pad_to, **about)
-    evaluated = evaluated_sets(data, steps if run.data.views > 1 else (), context.seed, about)
+    train = Pipeline(data.train, (*drawn, *steps), data.normalize, context.seed, data.classes, batch.pad_to, **about)
+    evaluated = evaluated_sets(data, (*drawn, *(steps if run.data.views > 1 else ())), context.seed, about)
     context.train_data, context.evaluated = train, debug.choose_data(train, evaluated)
     if context.writes_files:
         for name, text in data.files.items():

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
 from drivetrain.core import rng, streams
 from drivetrain.core.callback import AVERAGE, PLAIN
@@ -22,6 +21,7 @@ from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.protocols import Loader
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.source import Augmentation
 from drivetrain.core.tensors import send
 from drivetrain.core.trees import Tree, described
 from drivetrain.data.base import SPLITS, Splits
@@ -243,7 +243,7 @@ def _result(meter: Metric) -> tuple[dict[str, float], dict[str, Table]]:
 
 
 def evaluated_sets(
-    data: Splits, steps: tuple[Augment, ...], seed: int, about: Mapping[str, Any]
+    data: Splits, steps: tuple[Augmentation, ...], seed: int, about: Mapping[str, Any]
 ) -> dict[str, dict[str, Pipeline]]:
     """Return the sets that a run evaluates: split → pipelines by name. What is drawn for a set depends on its name alone.
 

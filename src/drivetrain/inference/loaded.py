@@ -94,7 +94,7 @@ class LoadedRun:
 
     def check_rows(self, split: str | None) -> None:
         """Raise UserError where the predictions do not fit in the rows of a table."""
-        if self.kind in ("mask", "pair"):
+        if self.kind in ("mask", "words", "pair"):
             raise UserError(
                 f"{self._run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
             )

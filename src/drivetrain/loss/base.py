@@ -16,6 +16,7 @@ from drivetrain.core.trees import shape_of
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+    from drivetrain.core.source import Augmentation
 
 SHARES = (
     "accuracy",
@@ -43,6 +44,7 @@ class Loss(Option):
     evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
     runs_model = False  # it calls the model itself, as often as it likes
     takes_trees = False  # outputs and targets may be trees of tensors
+    masks_tokens = False  # some tokens are hidden from the model, which gives what they were
     target_key = "loss"  # the key of its settings, for messages
 
     @property
@@ -73,6 +75,10 @@ class Loss(Option):
     def input_shape(self, shape: Any) -> Any:
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape
+
+    def steps(self, data: Any) -> tuple[Augmentation, ...]:
+        """Return what it draws for the samples of each set, such as which tokens are hidden. Raises UserError."""
+        return ()
 
     def of_phase(self, name: str) -> Loss:
         """Return the loss of a phase of the updates."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core import rng
 from drivetrain.core.device import sum_dtype
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, NonNegative, RunSpec
+from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Count, NonNegative, RunSpec, Share
+from drivetrain.core.source import SamplePipeline
+from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import shape_of
 from drivetrain.loss.base import Loss, too_few
 from drivetrain.loss.classification import lowest_and_highest
@@ -16,6 +23,8 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 PADDING = -100  # a target that does not count
+STREAM = 15  # of the random numbers of samples
+MASKED, CHANGED = 0.8, 0.9  # of the tokens that are hidden: become the mask's token, or any other
 PART = 1 << 26  # logits of which the loss is computed at a time: 256 MiB in float32
 
 
@@ -30,7 +39,7 @@ class NextToken(Loss):
 
     metrics = ("loss", "bits_per_byte")
     best = ("bits_per_byte", min)
-    takes = ("tokens",)
+    takes: tuple[TargetKind, ...] = ("tokens",)
 
     def see(self, run: RunSpec) -> None:
         if not run.data.byte_tokens:
@@ -89,6 +98,85 @@ class NextToken(Loss):
         """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
         loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
         return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])
+
+
+class TokenClass(NextToken):
+    """Cross entropy of a class at each token that has one, as the first token of each word has. Reports accuracy too."""
+
+    metrics = ("loss", "accuracy")
+    best = ("accuracy", max)
+    takes: tuple[TargetKind, ...] = ("words",)
+
+    def see(self, run: RunSpec) -> None:
+        """Report the same metrics for any tokens."""
+
+    def setup(self, context: BuildContext) -> None:
+        self.counted = True  # not every token has a class
+
+    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+        """Sums of the loss and of what is right, and the number of tokens that have a class (3,)."""
+        loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
+        correct, count = (output.argmax(-1) == target).sum(), (target != PADDING).sum()
+        return torch.stack([loss, correct.to(loss.dtype), count.to(loss.dtype)])
+
+
+class MaskedToken(TokenClass):
+    """Cross entropy of tokens that are hidden from the model (Devlin et al. 2019), drawn for each sample and epoch.
+
+    Of a text's tokens the share `share` is chosen: 80 % of these become the mask's token, 10 % any token, and 10 % stay. The
+    mask's token is that of the model's own tokenizer; where tokens are the data's own, it is the last of them.
+    """
+
+    best = ("loss", min)
+    takes = ("tokens",)
+    masks_tokens = True
+
+    def __init__(self, share: Share = 0.15, chunks: Count | Literal["auto"] = "auto", z_loss: NonNegative = 0.0) -> None:
+        super().__init__(chunks, z_loss)
+        self.share = share
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.model.tokens:
+            yield (
+                f"loss=masked_token hides tokens within a text, and {run.named('model')} reads only what is before: set "
+                "model=transformers with model.name=bert or another, or loss=next_token"
+            )
+
+    def steps(self, data: Any) -> tuple[Masking, ...]:
+        if not isinstance(data.two_samples(torch.device("meta")), torch.Tensor):
+            raise UserError("loss=masked_token hides tokens of one sequence, and the inputs of a sample are several")
+        if data.pad_token is not None and data.mask_token is None:
+            raise UserError(
+                "loss=masked_token hides tokens, and the model's tokenizer has no mask_token: set another model.name, or "
+                "loss=next_token"
+            )
+        own = data.mask_token if data.mask_token is not None else data.classes - 1
+        return (Masking(self.share, own, data.pad_token or 0),)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """Turns samples of a text to be continued into such with hidden tokens: what follows is what was read."""
+
+    share: float
+    mask: int
+    padding: int
+    mixes = False
+
+    def apply(
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens (n, length) of which some are hidden, these alone as targets, and the indices."""
+        keys = rng.keys(pipeline.seed, request.epoch, indices, STREAM).unsqueeze(1)
+        places = keys ^ torch.arange(y.shape[1], device=y.device)
+        chosen, becomes, other = (rng.uniform(0, 0, places, number) for number in range(3))
+        hidden, tokens = (chosen < self.share) & (y != PADDING), y.masked_fill(y == PADDING, self.padding)
+        masked = torch.where(becomes < MASKED, self.mask, (other * pipeline.classes).long())
+        return torch.where(hidden & (becomes < CHANGED), masked, tokens), y.masked_fill(~hidden, PADDING), indices
+
+    def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> None:
+        """Return None: texts are read whole."""
 
 
 def _token_loss(output: torch.Tensor, target: torch.Tensor, reduction: str, z_loss: float = 0.0) -> torch.Tensor:

@@ -76,6 +76,8 @@ class Sum(PartedLoss):
         for name, loss in self.losses.items():
             if loss.compares_samples:
                 yield f"{run.named('loss')}: {name} is computed from the whole batch at once, and cannot be added to others"
+            if loss.masks_tokens:
+                yield f"{run.named('loss')}: {name} hides what the others would take as targets, and cannot be added to them"
         problems = [problem for loss in self.losses.values() for problem in loss.validate(run)]
         yield from dict.fromkeys(problems)
 

@@ -44,7 +44,7 @@ class Accuracy(_Counted):
     """The share of the samples, pixels or tokens whose predicted class is right; of several labels, the share of right ones."""
 
     name = "accuracy"
-    takes: tuple[TargetKind, ...] = ("class", "labels", "mask", "tokens")
+    takes: tuple[TargetKind, ...] = ("class", "labels", "mask", "tokens", "words")
 
     def shape(self) -> tuple[int, ...]:
         return (2,)
@@ -69,7 +69,7 @@ class TopK(Accuracy):
     """The share whose class is among the `k` that the model finds the most likely."""
 
     name = "top5"
-    takes = ("class", "mask", "tokens")
+    takes = ("class", "mask", "tokens", "words")
 
     def __init__(self, k: Count = 5) -> None:
         self.k = k
@@ -86,7 +86,7 @@ class TopK(Accuracy):
 class _OfClasses(_Counted):
     """A ratio of each class or label: of those that are right, those predicted and those there are, (3, classes)."""
 
-    takes: tuple[TargetKind, ...] = ("class", "labels", "mask")
+    takes: tuple[TargetKind, ...] = ("class", "labels", "mask", "words")
 
     def shape(self) -> tuple[int, ...]:
         return (3, self.classes)
@@ -203,7 +203,7 @@ class ConfusionMatrix(_Counted):
     """A table: how many of each class (a row) are predicted to be of each class (a column)."""
 
     name = "confusion_matrix"
-    takes = ("class", "labels", "mask")
+    takes = ("class", "labels", "mask", "words")
 
     @property
     def directions(self) -> dict[str, Better | None]:

@@ -136,7 +136,7 @@ class Transformers(Model):
                 model = self._loaded(cls, config, attention)
             else:
                 model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
-        if head == "sequence" and isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
+        if head in ("sequence", "token", "masked") and isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
             model.register_forward_pre_hook(_with_mask, with_kwargs=True)
         model.register_forward_hook(_logits)
         trained: torch.nn.Module = model.train()
@@ -149,8 +149,8 @@ class Transformers(Model):
         if self.head != "auto":
             return self.head
         kind, tokens = kind_of(run), run.data.tokens
-        if kind == "tokens":
-            return "causal"
+        if kind in ("tokens", "words"):
+            return "token" if kind == "words" else "masked" if run.loss.masks_tokens else "causal"
         if kind == "mask":
             raise UserError(f"model=transformers has no outputs for each pixel, which {run.named('data')} wants: set model=unet")
         if tokens is None and x is not None:
@@ -236,7 +236,7 @@ class Transformers(Model):
 
     def _fit_tokens(self, config: Any, head: str, context: BuildContext, x: torch.Tensor) -> None:
         data, key = context.data, "vocab_size"
-        tokens = data.classes if head == "causal" else data.vocabulary
+        tokens = data.classes if head in ("causal", "masked") else data.vocabulary
         if tokens is not None and data.pad_token is None and context.run.data.tokens and self.pretrained and self.has_tokenizer:
             raise UserError(
                 f"{context.run.named('data')} has tokens of its own, and the weights of model.name={self.name} know those of "
@@ -252,7 +252,7 @@ class Transformers(Model):
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):  # new models have those of no tokenizer
             if (number := getattr(config, name, None)) is not None and not self.pretrained and number >= config.vocab_size:
                 setattr(config, name, None)
-        if head == "sequence" and data.vocabulary is not None:
+        if head in ("token", "masked") or (head == "sequence" and data.vocabulary is not None):
             config.pad_token_id = PADDING if data.pad_token is None else data.pad_token
         most = getattr(config, "max_position_embeddings", None)
         if most is not None and x.dim() == 2 and x.shape[1] > most:
