@@ -19,7 +19,7 @@ from drivetrain.cli import show
 from drivetrain.cli.main import main
 from drivetrain.cli.show_data import sheet_of
 from drivetrain.core.horizon import Horizon
-from drivetrain.data import ImageFolder, Masks
+from drivetrain.data import DigitScenes, ImageFolder, Masks
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from tests.support import sets
@@ -260,7 +260,7 @@ def test_texts_are_shown_with_their_lengths_and_targets(tmp_path):
     words = ["data=jsonl", f"data.path={tmp_path}/texts.jsonl", f"data.test={tmp_path}/test.jsonl", "data.length=8", "model=gpt"]
     found = shown(*words, "data.label=label", "task=classification", "data.validation=null")
     assert [row["samples"] for row in found["samples"]] == ["60", "4"]
-    assert [(row["pieces"], row["longest"]) for row in found["lengths"]] == [("60", "8"), ("4", "6")]
+    assert [(row["samples"], row["longest"]) for row in found["lengths"]] == [("60", "8"), ("4", "6")]
     first = found["samples of training"][0]
     assert first == {"sample": "0", "text": "é 0", "tokens": "4", "target": "good"}
     tokens = shown(*words, "task=language_modelling", "data.validation=null")["samples of training"][0]
@@ -293,6 +293,13 @@ def test_what_is_twice_and_what_cannot_be_read_is_said(tmp_path, capsys):
 )
 def test_what_is_no_picture_and_no_text_is_shown_as_numbers(words, parts):
     assert {row["part"]: row["shape"] for row in shown(*words)["samples of training"]} == parts
+
+
+def test_samples_with_each_of_several_labels_are_counted():
+    (train, _, test) = shown("data=digit_scenes", "task=multilabel", "model=resnet9")["samples"]
+    y = DigitScenes(kind="labels").load(torch.device("cpu")).test.y
+    assert [int(test[str(digit)]) for digit in range(10)] == y.sum(0).int().tolist()
+    assert train["samples"] == "1,800"
 
 
 def test_showing_needs_no_torch():

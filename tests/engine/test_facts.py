@@ -62,6 +62,15 @@ def test_the_line_of_facts(train, caplog):
     assert re.search(r"; [\d,]+ parameters, of which [\d,]+ train; cpu \(\d+ threads?\); \d+ updates an epoch, 1 in all$", line)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "says"), [(True, "inputs: sequences of 2 to 9 tokens"), (False, "inputs: sequences of 2 to 9")]
+)
+def test_sequences_are_told_with_their_lengths(tokens, says):
+    source, run = SimpleNamespace(lengths=torch.tensor([4, 2, 9])), SimpleNamespace(data=SimpleNamespace(tokens=tokens))
+    data, pipeline = SimpleNamespace(inputs=""), SimpleNamespace(source=source)
+    assert facts._inputs(SimpleNamespace(data=data, train_data=pipeline, run=run)) == says
+
+
 def test_many_classes_are_not_all_named():
     data = SimpleNamespace(names=[*"abcdefg"], classes=7)
     run = SimpleNamespace(data=SimpleNamespace(targets="labels"), loss=SimpleNamespace(takes=()))

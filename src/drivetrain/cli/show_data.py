@@ -15,7 +15,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.data.base import Splits, twice
+from drivetrain.data.base import Splits, Tensors, twice
 from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline
 from drivetrain.logger.drawing import BLACK, Tile, grid, pixels, with_mask
@@ -24,7 +24,7 @@ from drivetrain.ui.sheet import Part, Section, Sheet, Table, escape, under, word
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
 LOOKED_AT = 100  # samples or files of which the range of values is told
 CHARACTERS = 200  # of a text
-LENGTHS = {"sum": "tokens", "min": "shortest", "median": "median", "max": "longest"}
+LENGTHS = {"sum": "in all", "min": "shortest", "median": "median", "max": "longest"}
 GAP = 4  # pixels between a sample and what becomes of it
 
 
@@ -34,7 +34,7 @@ def sheet_of(run: RunSpec) -> Sheet:
     others = {f"{split} {name}".rstrip(): each for split in ("validation", "test") for name, each in data.sets(split).items()}
     sets = {"training": data.train, **others}
     said = [line for line in (data.inputs, *data.doubts, *_repeated(sets), *_skipped(sets)) if line]
-    sections: list[Section] = [*under("What was read", words(*said)), Table.of(_counts(data, sets), name="samples")]
+    sections: list[Section] = [*under("What was read", words(*said)), Table.of(_counts(run, data, sets), name="samples")]
     if columns := run.data.describe_columns(data):
         table = Table.of(columns, name="columns", prose=("became", "values", "examples"), spare=("examples", "values"), most=40)
         sections += under("What each column became", table)
@@ -50,18 +50,27 @@ def sheet_of(run: RunSpec) -> Sheet:
         texts = _texts(run, data) if run.data.tokens is not False or data.dtype is not None else {}
         title = "Texts of the training set" if texts else "Inputs and targets of the training set"
         sections += under(title, Table.of(texts or _values(data), name="samples of training", prose=("text", "values")))
-    outputs = "classes" if run.data.targets in ("class", "mask", "pair") else "outputs"
-    answer = f"{len(data.train):,} training samples, {data.classes:,} {outputs}{what}"
+    several = "classes" if run.data.targets in ("class", "mask", "pair") else "outputs"
+    answer = f"{len(data.train):,} training samples, {'one output' if data.classes == 1 else f'{data.classes:,} {several}'}{what}"
     return Sheet(f"{run.named('data')} – drivetrain show", answer, sections)
 
 
-def _counts(data: Splits, sets: Mapping[str, Source]) -> dict[str, list[str]]:
-    """Return the number of samples of each set, and of each class where these are known."""
+def _counts(run: RunSpec, data: Splits, sets: Mapping[str, Source]) -> dict[str, list[str]]:
+    """Return the number of samples of each set, and of each class or label where these are known."""
     columns = {"set": list(sets), "samples": [f"{len(source):,}" for source in sets.values()]}
-    labels = [source.labels() for source in sets.values()]
-    for number, name in enumerate(list(data.names or map(str, range(data.classes)))[:CLASSES]):
-        columns[str(name)] = ["–" if each is None else f"{int((each == number).sum()):,}" for each in labels]
-    return columns if any(each is not None for each in labels) else dict(list(columns.items())[:2])
+    counts = [_of_each(source, data.classes, run.data.targets == "labels") for source in sets.values()]
+    if all(each is None for each in counts):
+        return columns
+    names = list(data.names or map(str, range(data.classes)))[:CLASSES]
+    return columns | {str(n): ["–" if each is None else f"{int(each[at]):,}" for each in counts] for at, n in enumerate(names)}
+
+
+def _of_each(source: Source, classes: int, several: bool) -> torch.Tensor | None:
+    """Return how many samples are of each class, or have each label; None where that is not known without reading them."""
+    if (labels := source.labels()) is not None:
+        return torch.bincount(labels.long(), minlength=classes)
+    targets = source.y if isinstance(source, Tensors) else source.targets if isinstance(source, ImageFileSource) else None
+    return (targets > 0).sum(0) if several and isinstance(targets, torch.Tensor) and targets.ndim == 2 else None
 
 
 def _repeated(sets: Mapping[str, Source]) -> Iterator[str]:
@@ -112,12 +121,12 @@ def _lengths(sets: Mapping[str, Source]) -> list[Section]:
     known = {name: source.lengths for name, source in sets.items() if source.lengths is not None and len(source)}
     if not known:
         return []
-    columns: dict[str, list[str]] = {"set": list(known), "pieces": [f"{len(each):,}" for each in known.values()]}
+    columns: dict[str, list[str]] = {"set": list(known), "samples": [f"{len(each):,}" for each in known.values()]}
     documents = [sets[name].identities() for name in known]
     columns["documents"] = ["–" if each is None else f"{len(set(each)):,}" for each in documents]
     for name in ("sum", "min", "median", "max"):
         columns[LENGTHS[name]] = [f"{int(getattr(each, name)()):,}" for each in known.values()]
-    return under("Pieces, and their lengths in tokens", Table.of(columns, name="lengths"))
+    return under("Lengths of the samples", Table.of(columns, name="lengths").used())
 
 
 def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:

@@ -24,8 +24,15 @@ WORDS: dict[TargetKind, tuple[str, str]] = {  # what the model's outputs are, on
 
 def line(context: BuildContext, trainer: Trainer) -> str:
     """Return samples per set and where they come from, classes, parameters, device and updates, in one line."""
-    inputs = [context.data.inputs] if context.data.inputs else []
-    return "; ".join([*_samples(context), *inputs, _outputs(context), _parameters(trainer), _device(trainer), _updates(trainer)])
+    parts = [*_samples(context), _inputs(context), _outputs(context), _parameters(trainer), _device(trainer), _updates(trainer)]
+    return "; ".join(filter(None, parts))
+
+
+def _inputs(context: BuildContext) -> str:
+    lengths = context.train_data.source.lengths
+    if context.data.inputs or lengths is None or not len(lengths):
+        return str(context.data.inputs)
+    return f"inputs: sequences of {int(lengths.min()):,} to {int(lengths.max()):,}{' tokens' * bool(context.run.data.tokens)}"
 
 
 def _samples(context: BuildContext) -> Iterator[str]:
