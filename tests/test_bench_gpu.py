@@ -34,10 +34,11 @@ def uninstalled() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(INSTALLED)}
 
 
-def stage(out: Path, name: str, rows: str) -> dict[str, Any]:
-    """Run rows of a stage as the command does, in a checkout that is not installed; its JSON."""
-    command = [*BARE, "bench.gpu", name, "--cpu", "--rows", rows, "--results", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=uninstalled(), capture_output=True, text=True, check=False)
+def stage(out: Path, name: str, rows: str, bare: bool = True) -> dict[str, Any]:
+    """Run rows of a stage as the command does, `bare` in a checkout that is not installed; its JSON."""
+    words = ["bench.gpu", name, "--cpu", "--rows", rows, "--results", str(out)]
+    command, env = ([*BARE, *words], uninstalled()) if bare else ([sys.executable, "-m", *words], None)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     (file,) = out.glob("*.json")
     text = file.read_text()
     content = json.loads(text)
@@ -62,7 +63,7 @@ def test_the_benchmarks_need_no_installation(tmp_path: Path) -> None:
 
 
 def test_smoke(tmp_path: Path) -> None:
-    content = stage(tmp_path, "smoke", "compile=cudagraph,optimizer=lion,save and resume")
+    content = stage(tmp_path, "smoke", "compile=cudagraph,optimizer=lion,save and resume", bare=False)
     refused, trained, resumed = (content["rows"][name] for name in ("compile=cudagraph", "optimizer=lion", "save and resume"))
     assert refused["status"] == "refused"
     assert "needs a CUDA device" in refused["reason"]
@@ -81,7 +82,7 @@ def test_right(tmp_path: Path) -> None:
 
 
 def test_clock(tmp_path: Path) -> None:
-    (row,) = stage(tmp_path, "clock", "launch-bound eager")["rows"].values()
+    (row,) = stage(tmp_path, "clock", "launch-bound eager", bare=False)["rows"].values()
     assert row["outside_samples_per_s"] > 0
     assert isinstance(row["within"], bool)
 
