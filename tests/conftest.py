@@ -97,6 +97,16 @@ def _half_as_on_any_cpu(_no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(cpu_half, "measure", measure)
 
 
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The data sets and classes that options want, for tests that only read them."""
+    from tests.test_contract import write_outside
+
+    made = tmp_path_factory.mktemp("outside")
+    write_outside(made)
+    return made
+
+
 @pytest.fixture
 def own_handlers() -> Iterator[None]:
     """This program answers the signals that stop a run itself: one that did ends no program after it."""

@@ -240,14 +240,15 @@ def ids(pairs) -> list[str]:
 
 
 @pytest.fixture
-def outside(tmp_path, monkeypatch):
+def outside(data_folder, tmp_path, monkeypatch):
     """What lies outside of drivetrain: images, and a class of one's own."""
-    write_outside(tmp_path)
+    for each in data_folder.iterdir():
+        (tmp_path / each.name).symlink_to(each)
     monkeypatch.syspath_prepend(tmp_path)
-    sets.write(tmp_path)
 
 
 def write_outside(folder: Path) -> None:
+    sets.write(folder)
     (folder / "outside.py").write_text(NET)
     write_teacher(folder / "teacher")
     for label, name in enumerate(("cat", "dog")):

@@ -13,8 +13,7 @@ from drivetrain.launch import launcher
 from drivetrain.loader.side_stream import side_stream
 from drivetrain.saving import checkpoint_io
 from tests.conftest import Sink
-from tests.support import fake_device, sets
-from tests.test_contract import write_outside
+from tests.support import fake_device
 
 
 @functools.lru_cache(maxsize=4)  # composing takes longer than training
@@ -33,15 +32,6 @@ def prepared(words):
     return job
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """The data sets and classes that options want."""
-    made = tmp_path_factory.mktemp("outside")
-    write_outside(made)
-    sets.write(made)
-    return made
-
-
 @pytest.fixture
 def pretend(monkeypatch):
     """`pretend(kind)`: the fake device of this kind, which torch and drivetrain take for this machine's accelerator."""
@@ -56,7 +46,7 @@ def pretend(monkeypatch):
 
 
 @pytest.fixture
-def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
+def fake_run(tiny, data_folder, monkeypatch, tmp_path, pretend):
     """`fake_run(kind, *words)`: the trainer of a tiny run that has made two updates on a fake device, and the device.
 
     What makes the host wait is found in the second update: the first makes the optimizer's state.
@@ -64,8 +54,8 @@ def fake_run(tiny, folder, monkeypatch, tmp_path, pretend):
     contexts = []
 
     def trained(kind, *words, world=None):
-        monkeypatch.chdir(folder)
-        monkeypatch.syspath_prepend(folder)
+        monkeypatch.chdir(data_folder)
+        monkeypatch.syspath_prepend(data_folder)
         for name in ("save", "save_sharded"):  # files hold real tensors
             monkeypatch.setattr(checkpoint_io, name, lambda *_, **__: None)
         monkeypatch.setattr(flops, "count", lambda *_: flops.ModelFlops(None, "not of interest here"))
