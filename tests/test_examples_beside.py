@@ -1,60 +1,166 @@
-"""examples/multitask and examples/detection: the run's losses and figures are those of the loop beside it."""
+"""The examples with a loop beside them: a run's losses, weights and figures are those of the loop, also killed and resumed."""
 
 from __future__ import annotations
 
 import copy
+import json
+import os
 import re
 import shlex
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+import drivetrain
+from drivetrain.core import rng
 from drivetrain.core.context import BuildContext
 from drivetrain.core.world import World
 from drivetrain.engine import build
+from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import prepare
 from tests.conftest import Sink
-from tests.support.command import ROOT
+from tests.saving.test_resume import stop_at  # noqa: F401 (fixture)
+from tests.support import command
+from tests.support.command import ROOT, only_run
+from tests.support.same_end import differences
 
-# The example → the module of its own code, the losses of its records, and its figures.
+
+class Example(NamedTuple):
+    """How long it trains, and what its loop yields."""
+
+    losses: tuple[str, ...] = ("loss",)  # keys of a record, in the order of the loop's
+    figures: tuple[str, ...] = ()  # keys of an evaluation
+    ends: bool = False  # whether the loop yields something after each epoch too
+    updates: int | None = None  # else two epochs
+    learns: bool = False  # even within that time
+
+
 EXAMPLES = {
-    "multitask": ("tasks", ("loss", "loss_digit", "loss_ink"), ("right", "off")),
-    "detection": ("boxes", ("loss",), ("found",)),
+    "multitask": Example(("loss", "loss_digit", "loss_ink"), ("right", "off"), ends=True),
+    "detection": Example(figures=("found",), ends=True),
+    "balanced": Example(learns=True),
+    "truncated_backpropagation": Example(learns=True),
+    "stream": Example(updates=100, learns=True),
+    "diffusion": Example(ends=True),
+    "dino": Example(),
 }
 
 
-def command(name: str) -> list[str]:
-    """Return the words of the example's command in examples/README.md."""
-    text = (ROOT / "examples/README.md").read_text()
-    given = re.search(rf"cd examples/{name}\n    drivetrain train (.*?)\n\n", text, re.S)
-    assert given is not None
-    return shlex.split(given[1].replace("\\\n", " "))
+@pytest.fixture
+def words(import_from: Callable[[Path], None]) -> Callable[[str], list[str]]:
+    """`words(name)`: the command of an example in examples/README.md, for two epochs. Its modules can be imported."""
+
+    def given(name: str) -> list[str]:
+        import_from(ROOT / "examples" / name)
+        text = (ROOT / "examples/README.md").read_text().partition(f"## {name}\n")[2]
+        found = re.search(r"drivetrain train (.*?)\n\n", text, re.S)
+        assert found is not None
+        kept = [word for word in shlex.split(found[1].replace("\\\n", " ")) if not word.startswith("epochs=")]
+        return [*kept, "epochs=2", "log_every=1", "runtime.threads=1", "runtime.device=cpu"]
+
+    return given
+
+
+@pytest.fixture
+def trainer_of(words: Callable[[str], list[str]]) -> Iterator[Callable[[str], Trainer]]:
+    """`trainer_of(name)`: an example's run, which reads in the loop's order."""
+    contexts: list[BuildContext] = []
+
+    def built(name: str) -> Trainer:
+        given = [word for word in words(name) if not word.startswith(("saving.", "callbacks="))]
+        in_order = [] if "data.order=" in " ".join(given) or name == "stream" else ["data.order=sequential"]
+        contexts.append(BuildContext(prepare([*given, *in_order, "saving=none"]).run, World(), Path("unused")))
+        return build.build(contexts[-1], [Sink()])
+
+    yield built
+    for context in contexts:
+        context.on_exit.close()
+
+
+def by_loop(model: torch.nn.Module, example: Example) -> list[list[Any]]:
+    """What the example's loop yields, each as a list. It draws from the same stream as a run."""
+    import plain
+
+    torch.manual_seed(rng.mix(0, 4, 0))  # from its first update on
+    length = {"epochs": 2} if example.updates is None else {"updates": example.updates}
+    return [list(found.values()) if isinstance(found, dict) else [found] for found in plain.train(model, **length)]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_it_trains_as_the_loop_beside_it(name, import_from):
+def test_it_trains_as_the_loop_beside_it(name: str, trainer_of: Callable[[str], Trainer]) -> None:
     """Both begin with the same weights."""
-    _, losses, figures = EXAMPLES[name]
-    import_from(ROOT / "examples" / name)
-    sink, words = Sink(), [word for word in command(name) if not word.startswith("epochs=")]
-    words += ["epochs=2", "data.order=sequential", "log_every=1", "saving=none", "runtime.threads=1"]
-    context = BuildContext(prepare(words).run, World(), Path("unused"))
-    trainer = build.build(context, [sink])
-    import plain
-
-    found = list(plain.train(model := copy.deepcopy(trainer.model), epochs=2))
+    trainer, example = trainer_of(name), EXAMPLES[name]
+    model = copy.deepcopy(trainer.model)
     trainer.fit()
-    records = [[record[key] for key in losses] for record in sink if record["event"] == "train"]
-    evaluations = [[record[key] for key in figures] for record in sink if record["event"] == "evaluate"]
-    rows = [list(row.values()) if isinstance(row, dict) else [row] for row in found]
-    each = len(rows) // 2
-    by_hand = [row for n, row in enumerate(rows) if (n + 1) % each]
-    assert len(records) == len(by_hand) > 4
-    for ours, theirs in zip(records, by_hand, strict=True):
+    found = by_loop(model, example)
+    each = len(found) // 2 if example.ends else len(found) + 1
+    losses = [row for n, row in enumerate(found, 1) if n % each]
+    sink = trainer.log.writers[0]
+    records = [[record[key] for key in example.losses] for record in sink if record["event"] == "train"]
+    assert len(records) == len(losses) > 10
+    for ours, theirs in zip(records, losses, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6, rel=1e-6)
-    for ours, theirs in zip(evaluations, rows[each - 1 :: each], strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-6)
+    if example.learns:
+        assert sum(loss for (loss,) in losses[-10:]) < 0.9 * sum(loss for (loss,) in losses[:10])
     for key, weight in trainer.model.named_parameters():
         torch.testing.assert_close(weight, model.get_parameter(key), atol=1e-6, rtol=1e-5)
-    context.on_exit.close()
+    if example.figures:
+        figures = [[record[key] for key in example.figures] for record in sink if record["event"] == "evaluate"]
+        assert figures == [pytest.approx(theirs, abs=1e-6) for theirs in found[each - 1 :: each]]
+    elif example.ends:  # the images that the averaged weights draw
+        from denoise import sample
+
+        with trainer.evaluator.holding() as averaged:
+            torch.manual_seed(0)
+            torch.testing.assert_close(sample(averaged, 32), found[-1][0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "middle"), [("balanced", 14), ("truncated_backpropagation", 40), ("diffusion", 17), ("dino", 17)]
+)
+def test_it_resumes_exactly_in_the_middle_of_an_epoch(name, middle, words, stop_at):  # noqa: F811
+    given = [*words(name), *(["epochs=1"] if name == "truncated_backpropagation" else [])]
+    whole = drivetrain.train(given)
+    assert (whole.status, whole.error) == ("completed", None)
+    stop_at(middle)
+    stopped = drivetrain.train(given)
+    assert (stopped.status, stopped.updates) == ("interrupted", middle)
+    stop_at(None)
+    rest = drivetrain.train([f"resume={stopped.run_dir}"])
+    assert differences(rest.run_dir, whole.run_dir) == []
+    drawn = [{path.name: path.read_bytes() for path in run.run_dir.glob("*drawn*")} for run in (whole, rest)]
+    assert drawn[0] == drawn[1]
+    assert bool(drawn[0]) == (name == "diffusion")
+
+
+KILLER = """
+import os, signal
+from drivetrain import Callback
+
+class Kill(Callback):
+    def update(self, event):
+        if event.update == 73 and not os.path.exists(MARK):
+            open(MARK, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_stream_that_is_killed_goes_on(words, trainer_of, tmp_path, monkeypatch):
+    """The losses after the last checkpoint, of update 60, are those of the loop that nobody stopped."""
+    (tmp_path / "killer.py").write_text(KILLER.replace("MARK", repr(str(tmp_path / "killed"))))
+    places = os.pathsep.join([str(ROOT / "examples/stream"), str(tmp_path)])
+    given = [*words("stream"), "trust=[readings,killer]", "callbacks=[killer.Kill]"]
+    assert command.train(*given, cwd=tmp_path, env={"PYTHONPATH": places}).code == -signal.SIGKILL
+    run = only_run(tmp_path / "outputs")
+    monkeypatch.syspath_prepend(tmp_path)
+    rest = drivetrain.train([f"resume={run}"])
+    assert (rest.status, rest.updates) == ("completed", 100)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["update"]: [line["loss"]] for line in lines if line["event"] == "train"}
+    assert [losses[update] for update in range(1, 101)] == [
+        pytest.approx(loss, abs=1e-6) for loss in by_loop(trainer_of("stream").model, EXAMPLES["stream"])
+    ]

@@ -12,7 +12,7 @@ from drivetrain.engine.rehearsal.fake_step import one_sample
 from drivetrain.engine.rehearsal.search import fewest, fewest_recomputed
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
-from tests.checkpointing.test_live_bytes import Live
+from tests.checkpointing.test_checkpointing import Live
 
 DEEP = ["model=mlp", "model.hidden=[64,64,64,64,64,64]", "model.dropout=0.1", "optimizer=sgd", "batch.global_batch=16"]
 

@@ -5,6 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from timm.utils.agc import adaptive_clip_grad
+
+from drivetrain.clip import Agc, Clip, Norm, Value
+from drivetrain.parallel import Parallel
 
 SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1", "updates=1"]
 
@@ -86,3 +90,138 @@ def test_clipping_happens_once_an_update_not_once_a_micro_batch(make):
 @pytest.mark.parametrize("word", ["clip.max_norm=0", "clip.max_norm=-1", "clip.norm_type=0"])
 def test_what_cannot_be_is_refused(problems, word):
     assert any(p.startswith(word) for p in problems("clip=norm", word))
+
+
+# --- clipping by value and by the size of the weights: by hand, against timm, and the same however an update is split ---
+
+
+total_norm = Parallel().norm
+PLAIN_SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1"]
+# bounds that bite at the tiny run's gradients
+BITES = {
+    "norm": ["clip=norm", "clip.max_norm=0.05"],
+    "value": ["clip=value", "clip.clip_value=0.002"],
+    "agc": ["clip=agc", "clip.clip_factor=0.002"],
+}
+
+
+def network() -> torch.nn.Sequential:
+    """A convolution, a norm, a vector, a scalar and a final layer, with gradients from tiny to large."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 4))
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(0.0)))
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.randn_like(p) * 10.0 ** (number - 3)
+    return model
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_value_by_hand():
+    model = network()
+    before = gradients(model)
+    Value(0.01).create(list(model.parameters()), total_norm)()
+    assert all(torch.equal(now, old.clamp(-0.01, 0.01)) for now, old in zip(gradients(model), before, strict=True))
+    assert any(not torch.equal(now, old) for now, old in zip(gradients(model), before, strict=True))
+
+
+def ordered(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """As a model gives them: a parameter of its own first, the last layer last."""
+    return list(model.parameters())
+
+
+def test_agc_equals_timms():
+    ours, theirs = network(), network()
+    before = gradients(ours)
+    Agc(0.02, 1e-3).create(ordered(ours), total_norm)()
+    adaptive_clip_grad(ordered(theirs)[:-2], 0.02, 1e-3)
+    moved = 0
+    for mine, other, old in zip(gradients(ours), gradients(theirs), before, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=0)
+        moved += not torch.equal(mine, old)
+    assert 0 < moved < len(before)
+
+
+def test_agc_by_hand_in_the_papers_own_words():
+    """Each row's gradient times λ·max(‖W‖, ε)/‖G‖ where ‖G‖/max(‖W‖, ε) > λ."""
+    model = network()
+    weight = model[0].weight.detach().double()
+    gradient = model[0].weight.grad.double()
+    size = weight.flatten(1).norm(dim=1).clamp(min=1e-3)
+    norm = gradient.flatten(1).norm(dim=1)
+    limit = float((norm / size).median())
+    factor = torch.where(norm / size > limit, limit * size / norm, torch.ones_like(norm))
+    assert 0 < int((factor < 1).sum()) < 8  # some rows are bounded and some are not
+    Agc(limit).create(ordered(model), total_norm)()
+    torch.testing.assert_close(model[0].weight.grad.double(), gradient * factor[:, None, None, None], rtol=1e-5, atol=0)
+
+
+def test_agc_lets_weights_of_zero_move_and_gradients_of_zero_stay():
+    weight, last = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.ones(1, 2))
+    weight.grad = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]])
+    Agc(clip_factor=0.1, eps=0.5).create([weight, last], total_norm)()
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.03, 0.04, 0.0], [0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto", "mobilenetv3_small_050", "nf_resnet26"])
+def test_agc_leaves_the_classifier_of_timms_networks_alone(name):
+    import timm
+
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=5)
+    bounded: list[torch.Tensor] = []
+    agc = Agc()
+    agc._clip = lambda weights, *_: bounded.extend(weights)
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+    agc.create(list(model.parameters()), total_norm)()
+    classifier = {p.shape for p in model.get_classifier().parameters()}
+    assert len(bounded) == len(list(model.parameters())) - 2
+    assert classifier == {p.shape for p in list(model.parameters())[-2:]}
+
+
+@pytest.mark.parametrize("clip", [Clip(), Norm(), Value(), Agc()], ids=lambda c: type(c).__name__)
+def test_parameters_without_a_gradient_are_passed_over(clip):
+    held, without = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+    held.grad = torch.full((2, 2), 9.0)
+    clip.create([without, held, torch.nn.Parameter(torch.ones(2, 2))], total_norm)()
+    assert without.grad is None
+    assert bool((held.grad < 9.0).all()) == (type(clip) is not Clip)
+
+
+def weights(trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("kind", BITES)
+def test_it_bites_and_accumulation_changes_nothing(make, float64, kind):
+    ends = []
+    for words in (["clip=none"], BITES[kind], [*BITES[kind], "batch=accumulate", "batch.accumulation_steps=3"]):
+        trainer = make(*PLAIN_SGD, *words, "updates=3")
+        trainer.fit()
+        assert trainer.progress.updates == 3
+        ends.append(weights(trainer))
+    assert float((ends[0] - ends[1]).abs().max()) > 1e-4
+    torch.testing.assert_close(ends[1], ends[2], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", BITES)
+def test_it_works_on_unscaled_gradients(make, kind):
+    """Under a scale of 4,096 the bounds would bite 4,096 times harder."""
+    ends = []
+    for scale in (1.0, 4096.0):
+        trainer = make(*PLAIN_SGD, *BITES[kind], "precision=amp", f"precision.init_scale={scale}", "updates=3")
+        start = weights(trainer)
+        trainer.fit()
+        assert trainer.progress.updates == 3
+        ends.append(weights(trainer) - start)
+    assert float((ends[0] - ends[1]).norm() / ends[0].norm()) < 0.02  # float16's own rounding differs by scale
+
+
+@pytest.mark.parametrize(
+    "words", [["clip=value", "clip.clip_value=0"], ["clip=agc", "clip.clip_factor=-1"], ["clip=agc", "clip.eps=0"]]
+)
+def test_what_values_and_ratios_cannot_be_is_refused(problems, words):
+    assert any(p.startswith(words[1]) for p in problems(*words))

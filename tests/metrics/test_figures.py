@@ -6,16 +6,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn import metrics as sk
 from sklearn.preprocessing import label_binarize
 
 from drivetrain import metrics
+from drivetrain.core import tables
 from drivetrain.parallel import Parallel
+from drivetrain.ui import table_picture
+from drivetrain.ui.pages import classes
+from drivetrain.ui.sheet import joined
+from tests.cuda.conftest import pretend  # noqa: F401
+from tests.cuda.test_options import CLASSES
+from tests.support import fake_device
 
-CLASSES = 5
+COUNT = 5
 
 
-def built(metric, kind, classes=CLASSES, **data):
+def built(metric, kind, classes=COUNT, **data):
     """The metric as a run over such targets builds it."""
     metric.kind = kind
     splits = SimpleNamespace(classes=classes, names=None, token_bytes=None)
@@ -39,8 +47,8 @@ def figure(metric, *given):
 def classified():
     """Logits and classes of 60 samples; half of them right, the last class never there."""
     torch.manual_seed(0)
-    target = torch.randint(CLASSES - 1, (60,))
-    output = torch.randn(60, CLASSES)
+    target = torch.randint(COUNT - 1, (60,))
+    output = torch.randn(60, COUNT)
     output[torch.arange(0, 60, 2), target[::2]] += 3
     return output, target
 
@@ -48,8 +56,8 @@ def classified():
 @pytest.fixture
 def labelled():
     torch.manual_seed(1)
-    target = torch.randint(2, (50, CLASSES)).float()
-    return torch.randn(50, CLASSES) + 2 * target - 1, target
+    target = torch.randint(2, (50, COUNT)).float()
+    return torch.randn(50, COUNT) + 2 * target - 1, target
 
 
 SCORES = {"precision": sk.precision_score, "recall": sk.recall_score, "f1": sk.f1_score}
@@ -71,7 +79,7 @@ def test_accuracies(classified, labelled):
     output, target = classified
     assert figure(built(metrics.Accuracy(), "class"), *classified) == sk.accuracy_score(target, output.argmax(1))
     assert measured(built(metrics.TopK(2), "class"), *classified)[0] == {
-        "top2": sk.top_k_accuracy_score(target, output, k=2, labels=range(CLASSES))
+        "top2": sk.top_k_accuracy_score(target, output, k=2, labels=range(COUNT))
     }
     assert figure(built(metrics.TopK(9), "class"), *classified) == 1.0
     output, target = labelled
@@ -80,8 +88,8 @@ def test_accuracies(classified, labelled):
 
 def test_areas_under_curves(labelled):
     torch.manual_seed(2)
-    output, target = torch.randn(80, CLASSES), torch.arange(80) % CLASSES
-    probabilities, there = output.softmax(1), label_binarize(target, classes=range(CLASSES))
+    output, target = torch.randn(80, COUNT), torch.arange(80) % COUNT
+    probabilities, there = output.softmax(1), label_binarize(target, classes=range(COUNT))
     auroc, precision = metrics.AUROC, metrics.AveragePrecision
     expected = sk.roc_auc_score(target, probabilities, multi_class="ovr")
     assert figure(built(auroc(), "class"), output, target) == pytest.approx(expected, abs=1e-6)
@@ -99,9 +107,9 @@ def test_areas_under_curves(labelled):
 def test_a_class_that_does_not_occur_has_no_curve(classified):
     output, target = classified
     probabilities = output.softmax(1)
-    areas = [sk.roc_auc_score(target == n, probabilities[:, n]) for n in range(CLASSES - 1)]
+    areas = [sk.roc_auc_score(target == n, probabilities[:, n]) for n in range(COUNT - 1)]
     assert figure(built(metrics.AUROC(), "class"), *classified) == pytest.approx(np.mean(areas), abs=1e-6)
-    areas = [sk.average_precision_score(target == n, probabilities[:, n]) for n in range(CLASSES - 1)]
+    areas = [sk.average_precision_score(target == n, probabilities[:, n]) for n in range(COUNT - 1)]
     assert figure(built(metrics.AveragePrecision(), "class"), *classified) == pytest.approx(np.mean(areas), abs=1e-6)
 
 
@@ -128,10 +136,10 @@ def test_calibration(classified, labelled):
 def test_tables(classified, labelled):
     output, target = classified
     figures, tables = measured(built(metrics.ConfusionMatrix(), "class", names=list("abcde")), *classified)
-    matrix = sk.confusion_matrix(target, output.argmax(1), labels=range(CLASSES)).tolist()
+    matrix = sk.confusion_matrix(target, output.argmax(1), labels=range(COUNT)).tolist()
     assert (figures, tables) == ({}, {"confusion_matrix": {"rows": [*"abcde"], "columns": [*"abcde"], "values": matrix}})
     (table,) = measured(built(metrics.PerClass(), "class"), *classified)[1].values()
-    of_each = sk.precision_recall_fscore_support(target, output.argmax(1), labels=range(CLASSES), zero_division=0)
+    of_each = sk.precision_recall_fscore_support(target, output.argmax(1), labels=range(COUNT), zero_division=0)
     assert table["columns"] == ["precision", "recall", "f1", "samples"]
     np.testing.assert_allclose(np.array(table["values"]).T, of_each)
     assert table["values"][4][3] == 0
@@ -182,7 +190,7 @@ def test_pixels():
 
 def test_tokens():
     torch.manual_seed(5)
-    output, target = torch.randn(6, 10, CLASSES), torch.randint(CLASSES, (6, 10))
+    output, target = torch.randn(6, 10, COUNT), torch.randint(COUNT, (6, 10))
     target[:, 8:] = -100
     nats = torch.nn.functional.cross_entropy(output.double().flatten(0, 1), target.flatten()).item()
     assert figure(built(metrics.Perplexity(), "tokens"), output, target, 2) == pytest.approx(math.exp(nats))
@@ -207,3 +215,93 @@ def test_bfloat16_outputs_count_like_float32(classified):
     output, target = classified[0].bfloat16(), classified[1]
     for cls in (metrics.Accuracy, metrics.AUROC, metrics.CalibrationError):
         assert measured(built(cls(), "class"), output, target) == measured(built(cls(), "class"), output.float(), target)
+
+
+# --- metrics take batches on a device without making the host wait for it ---
+
+
+BATCHES = {
+    "class": lambda: (torch.randn(6, 5), torch.arange(6) % 5),
+    "labels": lambda: (torch.randn(6, 5), torch.ones(6, 5)),
+    "mask": lambda: (torch.randn(6, 5, 4, 4), torch.ones(6, 4, 4, dtype=torch.int64)),
+    "tokens": lambda: (torch.randn(6, 7, 5), torch.ones(6, 7, dtype=torch.int64)),
+    "values": lambda: (torch.randn(6, 2), torch.randn(6, 2)),
+}
+CASES = [
+    (name, kind) for (group, name), cls in CLASSES.items() if group == "metrics" and cls is not metrics.Own for kind in cls.takes
+]
+
+
+@pytest.mark.parametrize("device_kind", fake_device.KINDS)
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
+def test_an_update_does_not_wait_for_the_device(pretend, device_kind, name, kind):  # noqa: F811
+    metric = CLASSES["metrics", name]()
+    metric.kind = kind
+    splits = SimpleNamespace(classes=5, names=None, token_bytes=torch.ones(5))
+    with pretend(device_kind) as device:
+        metric = metric.build(SimpleNamespace(data=splits, device=device.device, parallel=Parallel()))
+        for watched in (False, True):
+            output, target = (t.to(device.device) for t in BATCHES[kind]())
+            device.in_step = device.watching = watched
+            with torch.no_grad():
+                metric.update(output, target)
+            device.in_step = device.watching = False
+    states = [state for value in metric.state.metric_state.values() for state in (value if isinstance(value, list) else [value])]
+    assert {state.device.type for state in states} == {device_kind}
+    assert not device.waits
+
+
+# --- tables of an evaluation as text: whole, or what says the most of a large one ---
+
+
+def test_a_small_confusion_matrix_is_shown_whole():
+    table = {"rows": ["cat", "dog"], "columns": ["cat", "dog"], "values": [[1200, 3], [0, 7]]}
+    title, header, rows = tables.shown("confusion_matrix", table)
+    assert title.startswith("confusion matrix (row")
+    assert header == ["", "cat", "dog"]
+    assert rows == [["cat", "1,200", "3"], ["dog", "0", "7"]]
+
+
+def test_of_a_large_one_the_pairs_that_are_confused_the_most():
+    names = [f"c{n}" for n in range(20)]
+    values = [[90 if row == column else 0 for column in range(20)] for row in range(20)]
+    values[3][5], values[7][1] = 10, 30
+    title, _, rows = tables.shown("confusion_matrix", {"rows": names, "columns": names, "values": values})
+    assert title == "confusion matrix: what is confused the most"
+    assert rows == [["c7", "c1", "30", "25.0%"], ["c3", "c5", "10", "10.0%"]]
+
+
+def test_of_many_classes_the_worst():
+    table = {
+        "rows": [f"c{n}" for n in range(20)], "columns": ["precision", "f1", "samples"],
+        "values": [[0.5, 1 - n / 100, n] for n in range(20)],
+    }  # fmt: skip
+    title, _, rows = tables.shown("per_class", table, most=2)
+    assert title == "per class: 2 of 20 classes, the worst by f1"
+    assert rows == [["c19", "0.5000", "0.8100", "19"], ["c18", "0.5000", "0.8200", "18"]]
+
+
+def test_a_matrix_on_a_page():
+    table = {"rows": ["cat", "<b>"], "columns": ["cat", "<b>"], "values": [[10, 0], [5, 5]]}
+    bodies = [each.html for each in classes.sections({"confusion_matrix": table}, "test set")]
+    assert bodies[-1].count('style="--share:') == 4
+    assert '<td style="--share:0.500">5</td>' in bodies[-1]
+    assert "&lt;b&gt;" in bodies[-1]
+    names = [str(n) for n in range(50)]
+    large = {"rows": names, "columns": names, "values": [[3 if n == m else int(m == 7) for n in range(50)] for m in range(50)]}
+    assert "predicted as" in joined(classes.sections({"confusion_matrix": large}, "test set"))
+    per_class = {"rows": ["cat", "dog"], "columns": ["f1", "samples"], "values": [[0.5, 9], [1.0, 3]]}
+    assert "--part:50%" in joined(classes.sections({"per_class": per_class}, "test set"))
+
+
+def test_pictures(tmp_path):
+    """The picture's cells are as dark as the share of the class."""
+    table = {"rows": ["cat", "dog"], "columns": ["cat", "dog"], "values": [[10, 0], [5, 5]]}
+    for size in (1, 200):
+        large = {"rows": [str(n) for n in range(2 * size)] if size > 1 else ["cat", "dog"]}
+        counts = [[value for value in line for _ in range(size)] for line in table["values"] for _ in range(size)]
+        picture = Image.open(table_picture.draw({**large, "values": counts}, tmp_path / f"images{size}" / "matrix.png"))
+        assert max(picture.size) < 2000
+        colors = {color for _, color in picture.convert("RGB").getcolors(10_000)}
+        assert ((62, 99, 221) in colors) == (size == 1)  # a share of 1
+        assert (255, 255, 255) in colors

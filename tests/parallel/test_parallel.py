@@ -11,7 +11,7 @@ import torch
 from drivetrain.core.world import World
 from drivetrain.parallel import Ddp, Parallel
 from drivetrain.saving import checkpoint_io
-from tests.clip.test_value_and_agc import BITES
+from tests.clip.test_clip import BITES
 from tests.support.context import context
 
 # What float32 sums in another order may differ by after a handful of updates.

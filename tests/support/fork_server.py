@@ -103,6 +103,7 @@ class Popen(_Popen):  # type: ignore[type-arg]
     """subprocess.Popen; a command of drivetrain's is forked by the server."""
 
     forking = True
+    installed = False  # whether any interpreter of this environment finds the package, also in an editable installation
     package: Path
     _servers: ClassVar[dict[str, Server]] = {}
     _status: int | None = None  # the pipe that tells a forked command's end
@@ -170,7 +171,7 @@ class Popen(_Popen):  # type: ignore[type-arg]
             (p / "drivetrain" for p in [*([] if safe else [Path(cwd)]), *places] if (p / "drivetrain" / "__init__.py").exists()),
             None,
         )
-        return found == self.package or (found is None and str(self.package.parent) in site.getsitepackages())
+        return found == self.package or (found is None and self.installed)
 
     def _ask(self, pid: int, flags: int) -> tuple[int, int]:
         """os.waitpid for a child of the server."""
@@ -193,6 +194,8 @@ def install() -> None:
     import drivetrain
 
     Popen.package = Path(drivetrain.__file__).resolve().parent
+    place = str(Popen.package.parent)
+    Popen.installed = place in site.getsitepackages() or place not in sys.path
     subprocess.Popen = Popen  # type: ignore[misc]
 
 

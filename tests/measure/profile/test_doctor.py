@@ -14,13 +14,14 @@ from drivetrain.measure.profile import doctor as doctor_module
 from drivetrain.measure.profile.doctor import COMPUTE, Problem, profiled
 from drivetrain.recipe.reader import read
 from drivetrain.ui.sheet import Table
-from tests.support import bottlenecks, made_pages
+from tests.support import bottlenecks, fork_server, made_pages
 from tests.support.bottlenecks import CASES, config_dir, place
 
 
 @pytest.fixture
-def doctor(tmp_path):
-    """The doctor in a process of its own, on a planted case; what it said."""
+def doctor(tmp_path, monkeypatch):
+    """The doctor in a new interpreter, on a planted case; what it said. A forked one has frames of the tests' server."""
+    monkeypatch.setattr(fork_server.Popen, "forking", False)
 
     def run(case: str, *more: str) -> str:
         words = [*config_dir(tmp_path), *bottlenecks.overrides_of(CASES[case]), *more]
