@@ -6,6 +6,7 @@ from drivetrain.data.decoding import decode
 from drivetrain.data.digits import Digits, DigitScenes
 from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.images import ImageFolder, Images, LabelsCsv
+from drivetrain.data.instructions import Instructions
 from drivetrain.data.jsonl import Jsonl, TextFiles
 from drivetrain.data.masks import Masks
 from drivetrain.data.own import Own
@@ -18,7 +19,7 @@ from drivetrain.data.webdataset import WebDataset
 from drivetrain.data.words import Words
 
 __all__ = [
-    "Cifar10", "Data", "Diabetes", "DigitScenes", "Digits", "HuggingFace", "ImageFolder", "Images", "Jsonl", "LabelledTexts",
-    "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Stream", "Synthetic", "Tabular",
-    "Tensors", "TextFiles", "Texts", "WebDataset", "Wine", "Words", "decode",
+    "Cifar10", "Data", "Diabetes", "DigitScenes", "Digits", "HuggingFace", "ImageFolder", "Images", "Instructions", "Jsonl",
+    "LabelledTexts", "LabelsCsv", "Masks", "Normalize", "Own", "Packed", "Source", "Splits", "Stdlib", "Stream", "Synthetic",
+    "Tabular", "Tensors", "TextFiles", "Texts", "WebDataset", "Wine", "Words", "decode",
 ]  # fmt: skip

@@ -176,6 +176,8 @@ class Data(Option):
     mirrored_changes_label = False  # a mirrored image shows another class
     tokens: bool | None = False  # inputs are sequences of tokens, which may differ in length; None where only the user knows
     each_token_counts = True  # each token of a sample is a target of the loss, where targets are tokens
+    packing = False  # samples share rows, with position ids that begin anew at each of them
+    has_prompts = False  # samples are prompts with answers, whose tokens alone are targets
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
@@ -364,6 +366,10 @@ class Data(Option):
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         """Return in words what each column of the training table became; {} where there is no table."""
         return {}
+
+    def answer_texts(self, data: Splits) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
+        """Return what turns the tokens of an answer into text, special ones included, and the texts that end one."""
+        raise NotImplementedError
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         """Return the inputs of a file, or of its lines, in blocks of up to `size`, for predictions.

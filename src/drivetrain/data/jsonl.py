@@ -17,6 +17,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
+from drivetrain.core.trees import Tree
 from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, expanded, hash_fraction
 from drivetrain.data.listing import walk
 from drivetrain.data.text import LabelledTexts, Texts
@@ -36,6 +37,7 @@ class Line(NamedTuple):
     text: str
     label: str
     end: int = 0  # bytes of the files up to its end
+    answers: Sequence[tuple[int, int]] = ()  # where they stand in the text of a conversation
 
 
 class Jsonl(Data):
@@ -51,6 +53,8 @@ class Jsonl(Data):
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
     reads_what = "a file with one JSON object on each line"
     _model: Any = None  # the model option whose own tokenizer is the data's
+    ships = False  # there are texts without a path
+    least_token = 0  # to which there has to be room for tokens
     instead = "set data.label to its key in the JSON objects"  # where there is no class
 
     def __init__(
@@ -63,6 +67,7 @@ class Jsonl(Data):
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,
+        packing: bool = False,
         encoding: Encoding | None = None,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
@@ -72,18 +77,19 @@ class Jsonl(Data):
     ) -> None:
         self.path, self.test, self.tokenizer_file, self.cache = (expanded(p) for p in (path, test, tokenizer_file, cache))
         self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
-        self.length, self.encoding = length, encoding
+        self.length, self.packing, self.encoding = length, packing, encoding
         self.holdout, self.validation, self.drop_last, self.order = holdout, validation, drop_last, order
         self.targets: TargetKind = "tokens" if label is None else "class"
         self.byte_tokens = tokenizer in ("auto", "bytes")
 
     def see(self, run: RunSpec) -> None:
         super().see(run)
+        self._one_row = run.model.packs_in_one_row
         if self.tokenizer == "auto" and run.model.has_tokenizer:
             self._model, self.byte_tokens = run.model, False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if not self.path:
+        if not self.path and not self.ships:
             yield OperatorGives(f"{run.named('data')} needs data.path, {self.reads_what}")
         for knob, path in {"path": self.path, "test": self.test, "validation": beside(self.path, self.validation)}.items():
             if path and not self.exists(Path(path)):
@@ -99,6 +105,10 @@ class Jsonl(Data):
             yield from needs_extra("tokenizers", "text", f"data.tokenizer={self.tokenizer}")
         if self.tokenizer == "bpe" and self.vocabulary < Bytes.size:
             yield f"data.vocabulary={self.vocabulary}: the {Bytes.size} bytes are tokens of their own: set it to more"
+        if self.packing and self.label is not None:
+            yield "data.packing=true is for targets at each token, and data.label gives each text a class: leave one out"
+        elif self.packing and not run.model.packs:
+            yield "data.packing=true wants a model that keeps the texts of a row apart: set model=transformers"
         if self.label is None and "class" in run.task.targets:
             yield f"{run.named('task')} wants a class for each text: {self.instead}"
         if run.augment:
@@ -168,13 +178,14 @@ class Jsonl(Data):
             files[SETTINGS] = json.dumps(tokenizer.settings)
         shape, vocabulary = self.shape(), tokenizer.vocabulary
         if self.label is None:
-            pieces = [Texts(documents, self.length, tokenizer.begin).of(which) for documents, which in sets]
+            pieces = [self._source(documents, tokenizer).of(which) for documents, which in sets]
             lengths = tokenizer.token_bytes()
             if lengths is not None and vocabulary > len(lengths):
                 lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
             return Splits(
                 pieces[0], pieces[1], shape, vocabulary, None, dtype=torch.int64, token_bytes=lengths, files=files,
                 validation=pieces[2] if len(pieces) > 2 else None, pad_token=tokenizer.padding, mask_token=tokenizer.mask,
+                example=self._example(),
             )  # fmt: skip
         sources, numbers = list[LabelledTexts](), {name: number for number, name in enumerate(names)}
         for documents, which in sets:
@@ -193,13 +204,36 @@ class Jsonl(Data):
             pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
         )  # fmt: skip
 
+    def _example(self) -> Tree | None:
+        """Return the inputs of two samples, where they are not one tensor."""
+        whole = torch.arange(self.length).repeat(2, 1)
+        return {"input_ids": torch.zeros_like(whole), "position_ids": whole} if self.packing else None
+
+    def _packs(self) -> Literal["rows", "one row"] | None:
+        return None if not self.packing else "one row" if self._one_row else "rows"
+
+    def _source(self, documents: Documents, tokenizer: Tokenizer) -> Texts:
+        """Return the texts to continue as a source."""
+        return Texts(documents, self.length, tokenizer.begin, self._packs())
+
+    def _tokens(self, tokenizer: Tokenizer, lines: Sequence[Line]) -> Iterable[torch.Tensor]:
+        """Return the tokens of each text."""
+        texts = [line.text for line in lines]
+        return tokenizer(texts) if self.label is None else tokenizer.whole(texts, self.length)
+
+    def _about(self) -> dict[str, Any]:
+        """Return what decides the tokens of a file beside its content and the tokenizer."""
+        return {
+            "reads": type(self).__name__, "text": self.text, "label": self.label, "length": self.length,
+            "encoding": self.encoding,
+        }  # fmt: skip
+
     def _tokenized(self, path: Path, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
         """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
         tokenizer = tokenizer or self._given_tokenizer()
         next(self._read(path))  # what is no such file is said before all of it is hashed
         about = {
-            "reads": type(self).__name__, "text": self.text, "label": self.label, "length": self.length,
-            "encoding": self.encoding,
+            **self._about(),
             "tokenizer": tokenizer.to_json() if tokenizer else [self.vocabulary, None if self.test else self.holdout],
         }  # fmt: skip
         documents = tokenized(self._files(path), about, self.cache, partial(self._work, path, tokenizer))
@@ -215,15 +249,13 @@ class Jsonl(Data):
             number_of.update({name: number for number, name in enumerate(names)})
             lines = islice(self._read(path), start, None)
             while batch := list(islice(lines, TOGETHER)):
-                texts = [line.text for line in batch]
-                parts = tokenizer(texts) if self.label is None else tokenizer.whole(texts, self.length)
-                for line, tokens in zip(batch, parts, strict=True):
+                for line, tokens in zip(batch, self._tokens(tokenizer, batch), strict=True):
                     if line.label not in number_of:
                         number_of[line.label] = len(names)
                         names.append(line.label)
                     yield Document(tokens, key_of(line.text), number_of[line.label], line.end)
 
-        return Work(documents, tokenizer.largest(), {KEPT: tokenizer.to_json()}, names)
+        return Work(documents, max(tokenizer.largest(), self.least_token), {KEPT: tokenizer.to_json()}, names)
 
     def _to_train_on(self, path: Path) -> Iterator[str]:
         """Yield the training texts, or as many as a tokenizer is trained on, chosen by their hashes."""
@@ -331,6 +363,7 @@ class TextFiles(Jsonl):
         vocabulary: Count = 4096,
         tokenizer_file: str | None = None,
         length: Count = 256,
+        packing: bool = False,
         encoding: Encoding | None = None,
         holdout: Fraction = 0.1,
         validation: Fraction | FileName | Sets | None = 0.1,
@@ -340,7 +373,8 @@ class TextFiles(Jsonl):
     ) -> None:
         super().__init__(
             path, test, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length,
-            encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last, order=order,
+            packing=packing, encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last,
+            order=order,
         )  # fmt: skip
 
     def validate(self, run: RunSpec) -> Iterator[str]:

@@ -18,6 +18,7 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
+from drivetrain.core.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
 from drivetrain.data.tokenized import Documents
 from drivetrain.data.untrusted import read_whole
@@ -160,6 +161,7 @@ class Pieces(Source):
     groups: torch.Tensor  # (m,)
     most = 1 << 32  # pieces of a document, spread evenly
     least = 0
+    unread = 0  # tokens at a document's beginning that are in no piece
 
     def __init__(self, documents: Documents | Sequence[bytes | torch.Tensor], length: int) -> None:
         self.documents = documents if isinstance(documents, Documents) else Documents.of(documents)
@@ -167,7 +169,7 @@ class Pieces(Source):
         self._keep(torch.arange(len(self.documents)))
 
     def _keep(self, which: torch.Tensor) -> None:
-        sizes = self.documents.sizes[which]
+        sizes = (self.documents.sizes[which] - self.unread).clamp(min=0)
         whole = (-(-sizes // self.length)).clamp_(min=self.least)  # pieces of each document
         self.which, self.groups = which, whole.clamp(max=self.most)
         self.ends = self.groups.cumsum(0)  # (m,) where a document's pieces end
@@ -185,7 +187,7 @@ class Pieces(Source):
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, torch.Tensor]:
         """Return inputs and targets of these pieces, padded to the longest of them."""
         raise NotImplementedError
 
@@ -195,8 +197,8 @@ class Pieces(Source):
         which, pieces = self.which[document], self.groups[document]
         self.documents.check(which)
         chosen = indices - self.ends[document] + pieces  # its number among its document's
-        whole = (-(-self.documents.sizes[which] // self.length)).clamp_(min=self.least)
-        start, lengths = chosen * whole // pieces * self.length, self.lengths[indices].unsqueeze(1)
+        whole = (-(-(self.documents.sizes[which] - self.unread) // self.length)).clamp_(min=self.least)
+        start, lengths = self.unread + chosen * whole // pieces * self.length, self.lengths[indices].unsqueeze(1)
         longest = max(-(-int(lengths.max()) // pad_to) * pad_to, self.least)
         position = torch.arange(min(longest, self.longest))
         padding = position >= lengths
@@ -219,23 +221,63 @@ class Pieces(Source):
 class Texts(Pieces):
     """Pieces of documents as a source: inputs (n, longest of the batch) and targets, the next tokens.
 
-    `begin` is the token before a document's first; before a later piece stands the last one of the piece before it.
+    `begin` is the token before a document's first; before a later piece stands the last one of the piece before it. A token that
+    is no target is stored as its complement, ~token. With `packing` pieces share rows of up to `length` tokens, or one row of any
+    length: inputs are then `input_ids` and `position_ids`, which begin anew at each piece.
     """
 
-    def __init__(self, documents: Documents | Sequence[bytes | torch.Tensor], length: int, begin: int = BEGIN) -> None:
+    def __init__(
+        self,
+        documents: Documents | Sequence[bytes | torch.Tensor],
+        length: int,
+        begin: int = BEGIN,
+        packing: Literal["rows", "one row"] | None = None,
+    ) -> None:
         super().__init__(documents, length)
-        self.begin = begin
+        self.begin, self.packing = begin, packing
 
     def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         dtype = torch.int16 if self.begin < 2**15 else torch.int32
         return torch.cat([torch.tensor([self.begin], dtype=dtype), tokens[:-1].to(dtype)])
 
-    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, torch.Tensor]:
         y, padding, start, document = self.read(indices, pad_to)
         before = self.documents.begins[self.which[document]] + start - 1
         first = self.documents.tokens[before.clamp_(min=0)].long().masked_fill_(start == 0, self.begin)
         x = torch.cat([first.unsqueeze(1), y[:, :-1]], 1)
-        return x.masked_fill_(padding, 0), y.masked_fill_(padding, IGNORE_INDEX)
+        x = torch.where(x < 0, ~x, x).masked_fill_(padding, 0)
+        y = y.masked_fill_(padding | (y < 0), IGNORE_INDEX)
+        return (x, y) if self.packing is None else self._packed(x, y, ~padding, pad_to)
+
+    def _packed(self, x: torch.Tensor, y: torch.Tensor, real: torch.Tensor, pad_to: int) -> tuple[Tree, torch.Tensor]:
+        """Return padded pieces (n, length) as rows that several of them share. Padding has the position 0 throughout."""
+        lengths = real.sum(1).tolist()
+        rows, offsets, width = shared_rows(lengths, self.length if self.packing == "rows" else sum(lengths))
+        if self.packing == "rows":
+            width = min(-(-width // pad_to) * pad_to, self.length)
+        position = torch.arange(x.shape[1]).expand_as(x)
+        to = ((torch.tensor(rows) * width + torch.tensor(offsets)).unsqueeze(1) + position)[real]
+        out = [torch.full((1 + max(rows), width), filler) for filler in (0, 0, IGNORE_INDEX)]
+        for packed, values in zip(out, (x, position, y), strict=True):
+            packed.view(-1)[to] = values[real]
+        return {"input_ids": out[0], "position_ids": out[1]}, out[2]
+
+
+class Conversations(Texts):
+    """Documents as a source, each read from its beginning up to `length` tokens after the first, which is no target."""
+
+    unread = most = 1
+
+
+def shared_rows(lengths: Sequence[int], capacity: int) -> tuple[list[int], list[int], int]:
+    """Return the row of each piece, its place there, and the length of the longest row: longest first, each where it fits."""
+    fills, rows, offsets = list[int](), [0] * len(lengths), [0] * len(lengths)
+    for n in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        row = next((row for row, fill in enumerate(fills) if fill + lengths[n] <= capacity), len(fills))
+        fills += [0] * (row == len(fills))
+        rows[n], offsets[n] = row, fills[row]
+        fills[row] += lengths[n]
+    return rows, offsets, max(fills)
 
 
 class LabelledTexts(Pieces):

@@ -51,6 +51,14 @@ class Tokenizer:
         """Return each text's tokens, int (length,)."""
         raise NotImplementedError
 
+    def located(self, texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each text's tokens, int (length,), and the place in the text of the first character of each."""
+        raise NotImplementedError
+
+    def written(self, tokens: Sequence[int]) -> str:
+        """Return the text that tokens stand for, special ones included."""
+        return self.text([token for token in tokens if token < self.size])
+
     def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
         """Return the tokens of texts that have a class each, of which a model reads so many."""
         return self(texts)
@@ -82,6 +90,11 @@ class Bytes(Tokenizer):
         ends = [end for end, character in enumerate(text, 1) for _ in character.encode()]
         return [byte + self.shift for byte in text.encode()[:length]], ends[:length]
 
+    def located(self, texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for text, tokens in zip(texts, self(texts), strict=True):
+            sizes = torch.tensor([len(character.encode()) for character in text], dtype=torch.int64)
+            yield tokens.int(), torch.arange(len(text)).repeat_interleave(sizes)
+
     def text(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
 
@@ -101,12 +114,22 @@ class BytePairs(Tokenizer):
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         return self._encoded(texts, False)
 
-    def _encoded(self, texts: Sequence[str], special: bool) -> list[torch.Tensor]:
+    def _encodings(self, texts: Sequence[str], special: bool) -> list[Any]:
         try:
             with _errors_of_the_library():
-                encoded = [text.ids for text in self.tokenizer.encode_batch(list(texts), add_special_tokens=special)]
+                return list(self.tokenizer.encode_batch(list(texts), add_special_tokens=special))
         except ValueError as error:
             raise UserError(f"the tokenizer cannot encode a text: {error}") from None
+
+    def located(self, texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for found in self._encodings(texts, False):
+            yield torch.tensor(found.ids, dtype=torch.int32), torch.tensor([begin for begin, _ in found.offsets])
+
+    def written(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode([token for token in tokens if token < self.size], skip_special_tokens=False))
+
+    def _encoded(self, texts: Sequence[str], special: bool) -> list[torch.Tensor]:
+        encoded = [text.ids for text in self._encodings(texts, special)]
         tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
         return list(tokens.split([len(text) for text in encoded]))
 

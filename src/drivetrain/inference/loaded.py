@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class LoadedRun:
     def predict_ready(self, x: Any) -> Predictions:
         """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
         try:
-            with torch.no_grad(), self._precision.autocast():
+            with self.computing():
                 output = self._forward(x)
         except MISFITS as error:
             if isinstance(error, KNOWN):
@@ -83,6 +83,22 @@ class LoadedRun:
                 "a part of it by forward_output"
             )
         return Predictions.of(output, self.kind, self.classes, self._units)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """A context in which the model computes as in the run's own evaluation."""
+        with torch.no_grad(), self._precision.autocast():
+            yield
+
+    @property
+    def writes_answers(self) -> bool:
+        """Whether the run's task is to write answers to prompts."""
+        return self._run.task.writes_answers
+
+    def texts(self) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
+        """What turns tokens into text, special ones included, and what ends an answer."""
+        found: tuple[Callable[[Sequence[int]], str], Sequence[str]] = self._run.data.answer_texts(self._data)
+        return found
 
     def example(self) -> Tree:
         """A batch of two zeros, as `transforms` makes it."""

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from drivetrain.inference.inputs import Item, Read, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.inference.tables import Output
+
+Place = tuple[int, int]  # id of a read, and the number of one of its samples
+Row = dict[str, Any]
+
+
+class Predictor(Protocol):
+    """What a model says of the inputs of a batch, as columns of their rows."""
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+    def __call__(self, batch: Sequence[Read]) -> Iterator[tuple[Place, Row]]:
+        """Yield the columns of each input that could be read; one that cannot be predicted becomes an error of its read."""
+
+
+@dataclass
+class Outputs:
+    """Labels and probabilities, or numbers."""
+
+    loaded: LoadedRun
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns of a prediction: those that a batch of zeros gets."""
+        return list(next(self.loaded.predict_ready(self.loaded.example()).rows()))
+
+    def __call__(self, batch: Sequence[Read]) -> Iterator[tuple[Place, Row]]:
+        for places, x in grouped(batch):
+            predicted = self.loaded.predict_ready(self.loaded.transforms(x)).rows()
+            yield from (((id(read), n), row) for (read, n), row in zip(places, predicted, strict=True))
 
 
 @dataclass
@@ -21,19 +50,19 @@ class Counts:
 
 
 def predict_all(
-    loaded: LoadedRun, items: Iterator[Item], size: int, output: Output, show: Callable[[int], None], with_targets: bool = False
-) -> Counts:
+    loaded: LoadedRun, predictor: Predictor, items: Iterator[Item], size: int, output: Output, show: Callable[[int], None],
+    with_targets: bool = False,
+) -> Counts:  # fmt: skip
     """Predict the items, about `size` at a time, and write a row for each; `show` is called with the number of rows so far."""
     counts = Counts()
-    columns = _columns(loaded)
+    columns = predictor.columns
     for batch in read_in_batches(items, size):
-        rows = {
-            (id(read), n): _row(read, n, columns, loaded, with_targets) for read in batch for n in range(len(read.item.names))
-        }
-        for places, x in grouped(batch):
-            for (read, n), found in zip(places, loaded.predict_ready(loaded.transforms(x)).rows(), strict=True):
-                rows[id(read), n].update(found)
-        output.write(list(rows.values()))
+        predicted = dict(predictor(batch))
+        rows = [
+            _row(read, n, columns, loaded, with_targets, predicted.get((id(read), n), {}))
+            for read in batch for n in range(len(read.item.names))
+        ]  # fmt: skip
+        output.write(rows)
         errors = [read.errors[n] for read in batch for n in sorted(read.errors)]
         counts.predicted += len(rows) - len(errors)
         counts.unreadable += len(errors)
@@ -42,12 +71,7 @@ def predict_all(
     return counts
 
 
-def _columns(loaded: LoadedRun) -> list[str]:
-    """The columns of a prediction: those that a batch of zeros gets."""
-    return list(next(loaded.predict_ready(loaded.example()).rows()))
-
-
-def _row(read: Read, n: int, columns: list[str], loaded: LoadedRun, with_targets: bool) -> dict[str, Any]:
-    """The row of an item's sample, without its prediction. All rows have the same columns."""
+def _row(read: Read, n: int, columns: Sequence[str], loaded: LoadedRun, with_targets: bool, predicted: Row) -> Row:
+    """The row of an item's sample. All rows have the same columns."""
     target = {"target": loaded.name_target(read.item.targets(n) if read.item.targets else None)} if with_targets else {}
-    return {"input": read.item.names[n], **dict.fromkeys(columns), **target, "error": read.errors.get(n)}
+    return {"input": read.item.names[n], **dict.fromkeys(columns), **target, **predicted, "error": read.errors.get(n)}

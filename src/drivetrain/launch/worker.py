@@ -334,7 +334,8 @@ def counted(source: Source) -> remarks.Counted:
     """How many samples a set has, and the share of its commonest class where its labels are known without reading the samples."""
     labels = source.labels() if source.own_code is None else None
     commonest = None if labels is None or labels.ndim != 1 else labels.unique(return_counts=True)[1].max().item() / len(labels)
-    return remarks.Counted(len(source), commonest)
+    answers = 0 if labels is None and source.lengths is not None else len(source)  # of tokens there are several in a sample
+    return remarks.Counted(answers, commonest)
 
 
 def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:

@@ -48,6 +48,8 @@ class Model(Option):
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False
     may_convolve: ClassVar[bool] = True  # whether it may have convolutions, whose memory layout matters
+    packs: ClassVar[bool] = False  # whether it keeps texts apart that share a row, by position ids that begin anew
+    packs_in_one_row = False  # whether it does so in a batch of one row alone
     takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
     identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)

@@ -71,7 +71,7 @@ class Transformers(Model):
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
     tokens = None
     may_be_transformer = True
-    takes_trees = True
+    takes_trees = packs = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -103,8 +103,11 @@ class Transformers(Model):
         return (place / TOKENIZER).is_file() if place.is_dir() else self.pretrained
 
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
-        settings = self._file("tokenizer_config.json")
-        return self._file(TOKENIZER), files.read_json(settings) if settings.is_file() else {}
+        file, template = self._file("tokenizer_config.json"), self._file("chat_template.jinja")
+        settings = files.read_json(file) if file.is_file() else {}
+        if template.is_file():
+            settings["chat_template"] = files.read_text(template)
+        return self._file(TOKENIZER), settings
 
     @property
     def given_weights(self) -> bool:
@@ -114,6 +117,34 @@ class Transformers(Model):
         finished = replace(self, **NO_START, pretrained=False)
         finished._finished, finished.began = True, self.given_weights
         return finished
+
+    @property
+    def packs_in_one_row(self) -> bool:  # type: ignore[override]
+        return self.attention == "flash"
+
+    def build(self, context: BuildContext) -> torch.nn.Module:
+        model = super().build(context)
+        if context.run.data.packing:
+            self._check_packing(model, context.device)
+        return model
+
+    def _check_packing(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Raise UserError where a text sees another one of its row: not every architecture and attention tells them apart."""
+        from torch._guards import detect_fake_mode
+
+        rows = torch.tensor([[1, 2, 3, 1, 2], [2, 3, 1, 1, 2]], device=device)
+        places, training, flash = torch.tensor([[0, 1, 2, 0, 1]] * 2, device=device), model.training, self.packs_in_one_row
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=flash):
+            batches = zip(*(t.split(1 if flash else 2) for t in (rows, places)), strict=True)
+            model.eval()
+            out = torch.cat([model(input_ids=ids, position_ids=at) for ids, at in batches])[:, 3:].float()
+            model.train(training)
+        if detect_fake_mode(out) is None and not torch.allclose(out[0], out[1], atol=1e-4):
+            config: Any = model.config
+            raise UserError(
+                f"data.packing=true: model.name={self.name} ({config.model_type}, {config._attn_implementation}) lets a text see "
+                "others of its row: set data.packing=false"
+            )
 
     def create_for(self, context: BuildContext) -> torch.nn.Module:
         _log_quietly()
@@ -138,7 +169,7 @@ class Transformers(Model):
                 model = cls.from_config(config, attn_implementation=attention, dtype=torch.float32)
         if head in ("sequence", "token", "masked") and isinstance(inputs, torch.Tensor) and not inputs.is_floating_point():
             model.register_forward_pre_hook(_with_mask, with_kwargs=True)
-        model.register_forward_hook(_logits)
+        model.register_forward_hook(_logits, with_kwargs=True)
         trained: torch.nn.Module = model.train()
         return trained
 
@@ -294,10 +325,9 @@ def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args, kwargs
 
 
-def _logits(model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor:
-    """What the losses take of an output of transformers."""
-    logits: torch.Tensor = output.logits
-    return logits
+def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """What the losses take of an output of transformers; all of it where that is asked for, as its own `generate` does."""
+    return output if kwargs.get("return_dict") else output.logits
 
 
 def _config_of(content: Any, where: str, given: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from drivetrain.task.base import (
     Contrastive,
+    Instruction,
     LanguageModelling,
     Multilabel,
     Regression,
@@ -10,4 +11,13 @@ from drivetrain.task.base import (
     TextClassification,
 )
 
-__all__ = ["Contrastive", "LanguageModelling", "Multilabel", "Regression", "Segmentation", "Task", "TextClassification"]
+__all__ = [
+    "Contrastive",
+    "Instruction",
+    "LanguageModelling",
+    "Multilabel",
+    "Regression",
+    "Segmentation",
+    "Task",
+    "TextClassification",
+]

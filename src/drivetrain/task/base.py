@@ -17,6 +17,7 @@ class Task(Option):
     targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
     tokens: ClassVar[bool] = False  # whether the inputs must be sequences of tokens
     fitting_data: ClassVar[str] = ""  # data that has such targets, for messages
+    writes_answers: ClassVar[bool] = False  # whether a finished run writes answers to prompts
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         """Refuse data with other targets or inputs. Losses and metrics refuse data that they do not take themselves."""
@@ -57,6 +58,20 @@ class LanguageModelling(Task):
     targets = ("tokens",)
     tokens = True
     fitting_data = "stdlib"
+
+
+class Instruction(Task):
+    """Answers to instructions: the next token at each position of an answer."""
+
+    targets = ("tokens",)
+    tokens = True
+    fitting_data = "instructions"
+    writes_answers = True
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if not run.data.has_prompts:
+            yield f"task=instruction wants prompts and answers, which {run.named('data')} has not: set data=instructions"
 
 
 class TextClassification(Task):

@@ -1,0 +1,232 @@
+"""Conversations whose answers are learnt: JSON lines, or sets that Hugging Face's `datasets` saved to disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from drivetrain.core.allowed import ColumnName, FileName
+from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import torch
+from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.order import Sampling
+from drivetrain.data.base import Fraction, Sets, Splits
+from drivetrain.data.chat import ChatTemplate, messages_of
+from drivetrain.data.jsonl import Jsonl, Line
+from drivetrain.data.text import BEGIN, Conversations
+from drivetrain.data.tokenized import Documents
+from drivetrain.data.tokenizer import SETTINGS, Tokenizer
+from drivetrain.data.untrusted import Encoding, as_kept
+
+ONES = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+logger = logging.getLogger(__name__)
+
+
+class Instructions(Jsonl):
+    """Conversations, of which the model learns the answers: `messages`, or a prompt and its completion.
+
+    They become text by the chat template of the model's own tokenizer, or else by drivetrain's. Only the tokens of answers are
+    targets. A longer conversation is cut at `length` tokens; one that has no answer left is left out. Without `path` there are
+    the conversations that ship: numbers in words.
+    """
+
+    reads_what = "a file with a conversation on each line, or a folder that save_to_disk of Hugging Face's datasets wrote"
+    has_prompts = ships = True
+    least_token = BEGIN  # bytes have complements too
+    each_token_counts = False
+
+    def __init__(
+        self,
+        path: str | None = None,
+        test: str | dict[str, str] | None = None,
+        messages: ColumnName = "messages",
+        prompt: ColumnName = "prompt",
+        completion: ColumnName = "completion",
+        tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto",
+        vocabulary: Count = 4096,
+        tokenizer_file: str | None = None,
+        length: Count = 1024,
+        packing: bool = False,
+        encoding: Encoding | None = None,
+        holdout: Fraction = 0.1,
+        validation: Fraction | FileName | Sets | None = 0.1,
+        cache: str | None = None,
+        drop_last: bool = True,
+        order: Sampling = "shuffled",
+    ) -> None:
+        super().__init__(
+            path, test, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length, packing=packing,
+            encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last, order=order,
+        )  # fmt: skip
+        self.messages, self.prompt, self.completion = messages, prompt, completion
+        self._keys = {"messages": messages, "prompt": prompt, "completion": completion}
+        self._template: ChatTemplate | None = None
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        yield from needs_extra("jinja2", "transformers", "data=instructions")
+        yield from needs_extra("transformers", "transformers", "data=instructions")
+        if any(path and Path(path).is_dir() for path in (self.path, self.test)):
+            yield from needs_extra("datasets", "datasets", "data=instructions of a folder")
+        if "tokens" not in run.loss.takes:
+            yield f"{run.named('data')} is for learning answers: set task=instruction, which sets model and loss"
+
+    def exists(self, path: Path) -> bool:
+        return path.is_file() or path.is_dir()
+
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return the tokens of a prompt, up to where its answer begins. Raises DataError."""
+        return self._prompt([{"role": "user", "content": text}], data)
+
+    def answer_texts(self, data: Splits) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
+        return self._kept_tokenizer(data).written, self._kept_template(data).ends
+
+    def _encode_line(self, line: bytes, source: str, number: int, data: Splits, _: slice) -> torch.Tensor:
+        with _said_of(f"{source}:{number}"):
+            return self._prompt(messages_of(self._object(line, source, number, []), self._keys, asks=True), data).unsqueeze(0)
+
+    def _prompt(self, messages: Any, data: Splits) -> torch.Tensor:
+        (tokens,) = self._kept_tokenizer(data)([self._kept_template(data).prompt(messages)])
+        if len(tokens) > self.length:
+            raise DataError(f"the prompt has {len(tokens)} tokens, and the run has data.length={self.length}: shorten it")
+        return tokens.long()
+
+    def _chat(self) -> ChatTemplate:
+        """The template: that of the model's own tokenizer, where the data takes that, else drivetrain's."""
+        if self._template is None:
+            self._template = ChatTemplate() if self._model is None else ChatTemplate.of(self._model.tokenizer_files()[1])
+        return self._template
+
+    def _kept_template(self, data: Splits) -> ChatTemplate:
+        """The run's template. Raises UserError where it is not that of training any more."""
+        template = self._chat()
+        with as_kept(SETTINGS):
+            if self._model is not None and json.loads(data.files[SETTINGS]).get("chat_template") != template.text:
+                raise ValueError(f"its chat template is not that of model.name={self._model.name}, which it was trained with")
+        return template
+
+    # --- what is read ---
+
+    def _files(self, path: Path) -> list[Path]:
+        return [] if self.path is None else sorted(path.glob("*.arrow")) if path.is_dir() else [path]
+
+    def _about(self) -> dict[str, Any]:
+        template = self._chat()
+        return {**super()._about(), **self._keys, "template": template.text, "special": dict(template.special)}
+
+    def _read(self, path: Path) -> Iterator[Line]:
+        if self.path is None:
+            yield from (self._conversation({self.messages: talk}, "") for talk in exercises())
+            return
+        if not path.is_dir():
+            yield from super()._read(path)
+            return
+        import datasets
+
+        try:
+            rows = datasets.load_from_disk(str(path))
+        except Exception as error:  # pyarrow and datasets fail in many ways
+            text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise UserError(f"{path} cannot be read as a data set ({text}): save it with save_to_disk") from None
+        if isinstance(rows, dict):
+            raise UserError(
+                f"{path} has several splits: set data.path to one, such as {path / next(iter(rows))}, and data.test too"
+            )
+        for number, row in enumerate(rows.with_format(None)):
+            yield self._conversation(row, f"{path}: row {number}")
+
+    def _line(self, content: bytes, source: str, number: int) -> Line:
+        return self._conversation(self._object(content, source, number, []), f"{source}:{number}")
+
+    def _conversation(self, entry: Any, where: str) -> Line:
+        with _said_of(where):
+            text, answers = self._chat().conversation(messages_of(entry, self._keys))
+        return Line(text, "", answers=answers)
+
+    def _tokens(self, tokenizer: Tokenizer, lines: Sequence[Line]) -> Iterator[torch.Tensor]:
+        """Yield each conversation's tokens, with one more than are read of it where it is longer.
+
+        A token that is no target is stored as its complement, ~token. Of a conversation without a target nothing is stored.
+        """
+        for line, (tokens, starts) in zip(lines, tokenizer.located([line.text for line in lines]), strict=True):
+            answers = torch.zeros_like(tokens, dtype=torch.bool)
+            for begin, end in line.answers:
+                answers |= (starts >= begin) & (starts < end)
+            stored = torch.where(answers, tokens, ~tokens)[: self.length + 2]
+            yield stored if (stored[1 : self.length + 1] >= 0).any() else stored[:0]
+
+    def _source(self, documents: Documents, tokenizer: Tokenizer) -> Conversations:
+        return Conversations(documents, self.length, packing=self._packs())
+
+    def load(self, device: torch.device) -> Splits:
+        data = super().load(device)
+        train = data.train
+        assert isinstance(train, Conversations)
+        sizes = train.documents.sizes[train.which]
+        if not len(train):
+            raise UserError(f"{self.path}: no answer begins within data.length={self.length} tokens: set it to more")
+        if cut := int((sizes > self.length + 1).sum()) + int((sizes == 0).sum()):
+            logger.info(
+                "%d of %d training conversations are longer than data.length=%d tokens, and are cut; %d of them have no answer "
+                "left, and are left out",
+                cut, len(sizes), self.length, int((sizes == 0).sum()),
+            )  # fmt: skip
+        return replace(data, files={**data.files, **self._kept_settings(data)})
+
+    def _kept_settings(self, data: Splits) -> dict[str, str]:
+        if SETTINGS not in data.files:
+            return {}
+        return {SETTINGS: json.dumps({**json.loads(data.files[SETTINGS]), "chat_template": self._chat().text})}
+
+
+def exercises() -> Iterator[Sequence[dict[str, str]]]:
+    """Yield the conversations that ship: the numbers below 1,000, asked for and written in words."""
+    for n in range(1000):
+        asked = ("Write {} in words.", "What is {} in words?", "Spell {} out, please.")[n % 3].format(n)
+        yield [{"role": "user", "content": asked}, {"role": "assistant", "content": f"{in_words(n)}."}]
+
+
+def in_words(n: int) -> str:
+    """Return the words of a number below 1,000."""
+    if n < 20:
+        return ONES[n]
+    if n < 100:
+        return TENS[n // 10 - 2] + (f"-{ONES[n % 10]}" if n % 10 else "")
+    return f"{ONES[n // 100]} hundred" + (f" and {in_words(n % 100)}" if n % 100 else "")
+
+
+@contextmanager
+def _said_of(where: str) -> Iterator[None]:
+    """Say of which row a DataError is."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None

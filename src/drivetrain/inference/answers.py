@@ -1,0 +1,119 @@
+"""Answers that a language model writes to prompts: greedy or drawn, a block of prompts at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from drivetrain.core import rng
+from drivetrain.core.errors import UserError
+from drivetrain.inference.inputs import Read
+from drivetrain.inference.loaded import LoadedRun
+from drivetrain.inference.predict import Place, Row
+
+STREAM = 15  # of the random numbers that answers are drawn by
+
+
+@dataclass
+class Answers:
+    """Writes answers. One is a function of the prompt, its place among all of them and the seed, however blocks are cut."""
+
+    loaded: LoadedRun
+    most: int = 256  # tokens of an answer
+    temperature: float = 0.0  # 0: the likeliest token each time
+    stops: Sequence[str] = ()  # texts before which an answer ends, beside what ends those of training
+    seed: int = 0
+    columns = ("answer",)
+    _first: int = 0  # the number of the next block's first prompt
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.loaded.model, "generate"):
+            raise UserError(
+                f"{type(self.loaded.model).__name__} has no method `generate`, which writes answers: only model=transformers does"
+            )
+        self._texts, ends = self.loaded.texts()
+        self._stops = [*ends, *self.stops]
+        self._positions: int | None = getattr(self.loaded.model.config, "max_position_embeddings", None)
+
+    def __call__(self, batch: Sequence[Read]) -> Iterator[tuple[Place, Row]]:
+        """Yield the answers to the prompts of a block, and why one could not be had."""
+        prompts, numbers, number = dict[Place, torch.Tensor](), list[int](), self._first
+        for read in batch:
+            for n in range(len(read.item.names)):
+                if n not in read.errors and self._fits(prompt := read.one(n).x, read, n):
+                    prompts[id(read), n] = prompt
+                    numbers.append(number)
+                number += 1
+        self._first = number
+        if prompts:
+            answers = self._written(list(prompts.values()), torch.tensor(numbers))
+            yield from ((place, {"answer": answer}) for place, answer in zip(prompts, answers, strict=True))
+
+    def _fits(self, prompt: Any, read: Read, n: int) -> bool:
+        left = None if self._positions is None else self._positions - len(prompt)
+        if left is not None and left < self.most:
+            read.errors[n] = (
+                f"the prompt has {len(prompt)} of the model's {self._positions} positions: give --max-tokens {left} or less"
+                if left > 0 else f"the prompt has {len(prompt)} tokens, and the model {self._positions} positions: shorten it"
+            )  # fmt: skip
+        return n not in read.errors
+
+    def _written(self, prompts: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[str]:
+        """The answers to prompts, padded on the left."""
+        from transformers import GenerationConfig
+
+        device, longest = self.loaded.device, max(map(len, prompts))
+        ids, mask = (torch.zeros(len(prompts), longest, dtype=torch.int64, device=device) for _ in range(2))
+        for row, real, prompt in zip(ids, mask, prompts, strict=True):
+            row[longest - len(prompt) :], real[longest - len(prompt) :] = prompt.to(device), 1
+        drawing = Drawing(self.temperature, self.seed, numbers.to(device), longest)
+        ending = Ending(self._texts, self._stops, longest, len(prompts))
+        config = GenerationConfig(max_new_tokens=self.most, do_sample=False, use_cache=True, pad_token_id=0)
+        with self.loaded.computing():
+            out: Any = self.loaded.model.generate(  # type: ignore[operator]
+                ids, attention_mask=mask, generation_config=config, logits_processor=[drawing], stopping_criteria=[ending]
+            )
+        return [self._cut(self._texts(row.tolist())) for row in out[:, longest:]]
+
+    def _cut(self, text: str) -> str:
+        return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+@dataclass
+class Drawing:
+    """Turns logits so that their maximum is a draw at a temperature, by noise that follows from (seed, prompt, token) alone."""
+
+    temperature: float
+    seed: int
+    numbers: torch.Tensor  # (n,) of the prompts
+    begin: int  # the length of the prompts
+
+    def __call__(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        if not self.temperature:
+            return logits
+        keys = rng.keys(self.seed, ids.shape[1] - self.begin, self.numbers, STREAM).unsqueeze(1)
+        each = rng.uniform(self.seed, 0, keys + torch.arange(logits.shape[1], device=logits.device), STREAM)
+        noise = -(-each.clamp(min=2.0**-25).log()).log()  # Gumbel's: the largest sum is drawn as softmax says
+        return logits.float() / self.temperature + noise
+
+
+@dataclass
+class Ending:
+    """Whether a row has written one of the texts that end an answer."""
+
+    texts: Any  # tokens → text
+    stops: Sequence[str]
+    begin: int
+    count: int
+
+    def __post_init__(self) -> None:
+        self.ended = [False] * self.count
+        self.looked_at = max((len(stop.encode()) for stop in self.stops), default=0) + 4  # tokens: each is a byte or more
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        for n, row in enumerate(ids[:, max(self.begin, ids.shape[1] - self.looked_at) :].tolist()):
+            self.ended[n] = self.ended[n] or any(stop in self.texts(row) for stop in self.stops)
+        return torch.tensor(self.ended, device=ids.device)
