@@ -253,7 +253,7 @@ def test_texts_to_continue_are_packed_too(tmp_path, make):
         trainer = make(*common, *more)
         trainer.fit()
         losses.append([record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_model_that_lets_texts_of_a_row_see_each_other_is_refused(tmp_path, make, monkeypatch):
