@@ -193,7 +193,7 @@ class Pieces(Source):
 
     def read(self, indices: torch.Tensor, pad_to: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens (n, length), what of them is padding, where the first ones stand, and the pieces' places in `which`."""
-        document = torch.searchsorted(self.ends, indices, right=True)
+        document = torch.searchsorted(self.ends, indices.contiguous(), right=True)
         which, pieces = self.which[document], self.groups[document]
         self.documents.check(which)
         chosen = indices - self.ends[document] + pieces  # its number among its document's
