@@ -83,8 +83,9 @@ class Instructions(Jsonl):
         order: Sampling = "shuffled",
     ) -> None:
         super().__init__(
-            path, test, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length, packing=packing,
-            encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last, order=order,
+            path, test, messages, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length,
+            packing=packing, encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last,
+            order=order,
         )  # fmt: skip
         self.messages, self.prompt, self.completion = messages, prompt, completion
         self._keys = {"messages": messages, "prompt": prompt, "completion": completion}
