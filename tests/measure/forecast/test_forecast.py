@@ -19,11 +19,10 @@ from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, 
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.engine.rehearsal.search import peak_bytes
 from drivetrain.measure.forecast import examine, forecast
-from drivetrain.measure.forecast import forecast as forecast_module
 from drivetrain.measure.forecast.devices import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import Plan, plan
-from tests.support import json_keys
+from tests.support import json_keys, pages
 
 built: dict[tuple[str, ...], examine.Subject] = {}
 SMALL = [
@@ -145,8 +144,7 @@ def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
     assert found.fits
     assert 1 < found.micro_batches <= 1024 / found.largest.value + 2
     assert found.micro_batch <= found.largest.value
-    (title,) = [line for line in forecast.text(Answer(found, [], [])).splitlines() if line.startswith("an update has")]
-    assert title.startswith("an update has 1,024 samples: 1,024 on each rank in")
+    assert "an update has 1,024 samples: 1,024 on each rank in" in forecast.sheet(Answer(found, [], [])).page()
 
 
 def test_batch_auto_needs_its_limit_on_this_cpu():
@@ -177,9 +175,9 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     def here(planned, settings, until):
         return answer(planned, subject_of(planned).trainer, settings)
 
-    monkeypatch.setattr(forecast_module, "_built", here)
+    monkeypatch.setattr(forecast, "_built", here)
     words = [*SMALL, "model=mlp", "stages=[{until: 0.25, batch.global_batch: 16}, {model.freeze: ['layers.*']}]", "epochs=4"]
-    found = forecast_module.forecast(words, (), Settings(device="h100", seconds=2))
+    _, found = forecast.forecast(words, (), Settings(device="h100", seconds=2))
     first, second = (stage.answer.forecast for stage in found.stages)
     assert [stage.title for stage in found.stages] == [
         "until 0.25: batch.global_batch=16",
@@ -190,7 +188,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     assert [stage.share for stage in found.stages] == pytest.approx([4 / 28, 24 / 28])
     assert found.whole.value == pytest.approx(4 / 28 * first.whole.value + 24 / 28 * second.whole.value)
     assert found.fits
-    shown, values = forecast.text(found), json.loads(json.dumps(forecast.as_dict(found)))
+    shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
     assert "stage 2 of 2, 86 % of the updates: to the end: model.freeze" in shown
     assert values["stages"][0]["memory"] == first.memory.parts
     json_keys.check(values, top="fits run_s stages", stages=f"stage share {json_keys.FORECAST}")
@@ -199,8 +197,8 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
 def test_an_answer_as_text_and_as_json():
     planned = plan([*SMALL, "model=mlp"], (), "a100")
     found = answer(planned, subject("model=mlp").trainer, Settings(device="a100", seconds=5))
-    shown, values = forecast.text(found), json.loads(json.dumps(forecast.as_dict(found)))
-    for words in ("peak memory", "largest micro-batch", "limited by launch", "what if", "parallel=fsdp", "never measured here"):
+    shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
+    for words in ("peak memory", "largest micro-batch", ">launch: ", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
     json_keys.check(values, top=json_keys.FORECAST, what_if="override speed memory step_s peak_bytes fits why_not")
     assert values["fits"]
@@ -267,6 +265,17 @@ def test_an_unknown_device_is_told():
 def test_a_device_may_be_named_by_a_number():
     with pytest.raises(UserError, match="no_such_model"):  # the device is accepted
         command(["device=4090", "model=no_such_model"])
+
+
+def test_a_forecast_leaves_its_page_and_its_figures(monkeypatch, capsys):
+    in_this_process = lambda planned, settings, until: answer(planned, subject_of(planned).trainer, settings)  # noqa: E731
+    monkeypatch.setattr(forecast, "_built", in_this_process)
+    assert verb([*SMALL, "model=mlp", "device=h100", "seconds=1"]) == 0
+    (left,) = Path("outputs/forecast").glob("*/*/forecast.html")
+    assert f"written to {left.parent}/forecast.json and forecast.html" in capsys.readouterr().out
+    read = pages.check(left.read_text())
+    assert read.texts[0][1].startswith("The run fits: its peak memory is ")
+    json_keys.check(json.loads(left.with_suffix(".json").read_text()), top=json_keys.FORECAST)
 
 
 @pytest.mark.parametrize("words", [["device=H100"], ["--device", "h100"], ["--device=RTX"]])

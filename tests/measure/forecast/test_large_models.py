@@ -115,4 +115,4 @@ def test_what_makes_a_run_fit_is_found_first_and_named(tmp_path, monkeypatch):
     assert not base.fits
     assert (rows[0].override, rows[0].fits) == (forecast.RECOMPUTED, True)
     assert all("the time was up" in row.why_not for row in rows[1:])
-    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.text(Answer(base, rows, []))
+    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet(Answer(base, rows, [])).page()

@@ -13,14 +13,16 @@ from drivetrain.core.blocks import blocks_for
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Positive
 from drivetrain.engine import child
-from drivetrain.measure import arguments
+from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.forecast.devices import FORECAST_ONLY, HERE, NAMES, Figure, known
 from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
 from drivetrain.measure.overrides import apply, groups_of
+from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
+from drivetrain.ui.sheet import Section, Sheet, Table, facts, under, words
 from drivetrain.ui.terminal import duration
 
 GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
@@ -168,28 +170,43 @@ def as_dict(answer: Any) -> dict[str, Any]:
     }
 
 
-def text(answer: Any) -> str:
-    """The forecast in words and two tables."""
+def sheet(answer: Any) -> Sheet:
+    """The forecast: whether the run fits and how long it takes, memory, time, and what one more override would change."""
+    title = "Memory and time before the start – drivetrain forecast"
     if hasattr(answer, "stages"):
-        return "\n".join(_staged(answer))
+        return Sheet(title, _conclusion(_largest(answer), answer.whole), _staged(answer))
     found = answer.forecast
-    return "\n".join(
-        [*_title(found), "", *_memory(found), "", *_time(found), "", *_what_if(answer.rows, found.fits), *_notes(answer)]
-    )
+    whole = sum(found.memory.parts.values()) or 1
+    rows = [(kind, size(nbytes), f"{100 * nbytes / whole:.0f} %") for kind, nbytes in found.memory.parts.items()]
+    parts = Table(("memory", "size", "share"), rows, "Memory", bars={"size": list(found.memory.parts.values())})
+    body: list[Section] = [words(*_title(found)), facts(list(_facts(found)), "Forecast"), *under("What takes the memory", parts)]
+    return Sheet(title, _conclusion(found, found.whole), [*body, *_what_if(answer.rows, found.fits), *_notes([answer])])
 
 
-def _staged(answer: Any) -> Iterator[str]:
-    """A run with stages: what a stage is forecast to be, the time of all, and the one that needs the most memory."""
+def _conclusion(found: Any, whole: Figure) -> str:
+    fits = "The run fits" if found.fits else "The run does NOT fit"
+    device = "this machine" if found.device == HERE else found.device
+    memory = f"{_figure(found.memory.peak, size)} of {size(found.memory_limit)} on {device}"
+    return f"{fits}: its peak memory is {memory}; it takes {_figure(whole, run_time)}"
+
+
+def _largest(answer: Any) -> Any:
+    """The forecast of the stage that needs the most memory."""
+    return max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.memory.peak.high)
+
+
+def _staged(answer: Any) -> list[Section]:
+    """A run with stages: what each stage is forecast to be."""
+    rows = []
     for number, stage in enumerate(answer.stages):
         found = stage.answer.forecast
-        yield f"stage {number + 1} of {len(answer.stages)}, {100 * stage.share:.0f} % of the updates: {stage.title}"
-        yield f"  peak memory   {_figure(found.memory.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
-        yield f"  an update     {_figure(found.step, seconds)}; {found.samples / found.step.value:,.0f} samples a second"
-        yield f"  limited by    {found.limit}"
-    found = max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.memory.peak.high)
-    yield f"whole run     {_figure(answer.whole, run_time)}"
-    yield f"peak memory   {_figure(found.memory.peak, size)} of {size(found.memory_limit)} on {found.device}"
-    yield from dict.fromkeys(note for stage in answer.stages for note in _notes(stage.answer))
+        share = f"stage {number + 1} of {len(answer.stages)}, {100 * stage.share:.0f} % of the updates: {stage.title}"
+        memory = f"{_figure(found.memory.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
+        rows.append([share, memory, _figure(found.step, seconds), f"{found.samples / found.step.value:,.0f}", found.limit])
+    return [
+        Table(("stage", "peak memory", "an update", "samples/s", "limited by"), rows, "Stages"),
+        *_notes([stage.answer for stage in answer.stages]),
+    ]
 
 
 def _title(found: Any) -> Iterator[str]:
@@ -199,56 +216,44 @@ def _title(found: Any) -> Iterator[str]:
     yield f"an update has {found.samples:,} samples: {math.ceil(found.samples / found.ranks):,} on each rank{split}"
 
 
-def _memory(found: Any) -> Iterator[str]:
-    peak, limit = found.memory.peak, found.memory_limit
-    verdict = "fits" if found.fits else "does NOT fit"
-    yield f"peak memory   {_figure(peak, size)} of {size(limit)}: {verdict}"
-    for kind, nbytes in found.memory.parts.items():
-        yield f"  {kind:<16}{size(nbytes):>10}  {100 * nbytes / (sum(found.memory.parts.values()) or 1):3.0f} %"
+def _facts(found: Any) -> Iterator[tuple[str, str]]:
+    step, pace = found.step, found.samples / found.step.value
+    yield "peak memory", f"{_figure(found.memory.peak, size)} of {size(found.memory_limit)}"
     if found.largest is not None:
-        yield f"largest micro-batch that fits: {_figure(found.largest, lambda n: f'{n:,.0f}')} samples"
-
-
-def _time(found: Any) -> Iterator[str]:
-    step = found.step
-    yield f"an update     {_figure(step, seconds)}; {found.samples / step.value:,.0f} samples a second"
-    yield (
-        f"  {found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations on each "
-        f"rank; {found.flops / step.value / 1e12:.3g} TFLOP/s"
-    )
+        yield "largest micro-batch that fits", f"{_figure(found.largest, lambda n: f'{n:,.0f}')} samples"
+    yield "an update", f"{_figure(step, seconds)}; {pace:,.0f} samples a second"
+    work = f"{found.flops / 1e9:,.4g} GFLOP, {found.moved_bytes / 1e9:,.3g} GB moved, {found.operations:,} operations"
+    yield "its work on each rank", f"{work}; {found.flops / step.value / 1e12:.3g} TFLOP/s"
     shares = sorted(found.shares.items(), key=lambda item: -item[1])
-    yield f"  limited by {found.limit}: {', '.join(f'{name} {100 * share:.0f} %' for name, share in shares if share > 0.005)}"
+    named = ", ".join(f"{name} {100 * share:.0f} %" for name, share in shares if share > 0.005)
+    yield "limited by", f"{found.limit}: {named}"
     if found.timed_share:
-        yield f"  {100 * found.timed_share:.0f} % of it was timed here, operation by operation; the rest is a roofline"
-    pace = found.samples / step.value
-    yield f"data needed   {pace:,.0f} samples a second, {size(found.sample_bytes * pace)}/s as the model gets them"
-    yield f"whole run     {_figure(found.whole, run_time)} for {found.updates:,} updates and the evaluations"
+        yield "timed here", f"{100 * found.timed_share:.0f} % of it, operation by operation; the rest is a roofline"
+    yield "data needed", f"{pace:,.0f} samples a second, {size(found.sample_bytes * pace)}/s as the model gets them"
+    yield "whole run", f"{_figure(found.whole, run_time)} for {found.updates:,} updates and the evaluations"
 
 
-def _what_if(rows: list[Any], fits: bool) -> Iterator[str]:
+def _what_if(rows: list[Any], fits: bool) -> list[Section]:
     if not rows:
-        return
-    width = max(len(row.override) for row in rows)
-    yield f"{'what if':<{width}}    speed   memory"
-    for row in rows:
-        if row.why_not:
-            yield f"{row.override:<{width}}    {row.why_not}"
-        else:
-            yield f"{row.override:<{width}}  × {row.speed:5.2f}  × {row.memory:5.2f}{'' if row.fits else '   does not fit'}"
-    if not fits and (enough := next((row for row in rows if row.fits), None)) is not None:
-        yield f"it fits with: {enough.override}"
+        return []
+    cells = [
+        [row.override, "", "", row.why_not] if row.why_not
+        else [row.override, f"× {row.speed:.2f}", f"× {row.memory:.2f}", "" if row.fits else "does not fit"]
+        for row in rows
+    ]  # fmt: skip
+    enough = None if fits else next((row for row in rows if row.fits), None)
     faster, smaller = best(rows)
-    if faster is not None:
-        yield f"most speed: {faster.override}"
-    if smaller is not None:
-        yield f"least memory: {smaller.override}"
+    said = {"it fits with": enough, "most speed": faster, "least memory": smaller}
+    table = Table(("what if", "speed", "memory", "note"), cells, "What if", ("note",)).used(3)
+    lines = [f"{name}: {row.override}" for name, row in said.items() if row is not None]
+    return [*under("One override more", table), words(*lines)]
 
 
-def _notes(answer: Any) -> Iterator[str]:
-    for note in answer.notes:
-        yield f"note: {note}"
-    if FORECAST_ONLY in answer.forecast.source:
-        yield "note: no step of this device was measured: the intervals are those of efficiencies that are usual in training"
+def _notes(answers: Sequence[Any]) -> list[Section]:
+    found = dict.fromkeys(note for answer in answers for note in answer.notes)
+    if any(FORECAST_ONLY in answer.forecast.source for answer in answers):
+        found["no step of this device was measured: the intervals are those of efficiencies that are usual in training"] = None
+    return [words(*(f"note: {note}" for note in found))] if found else []
 
 
 def _figure(figure: Figure, show: Callable[[float], str]) -> str:
@@ -333,8 +338,13 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     arms.refuse_resume("forecast", overrides)
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
-        answer = forecast(overrides, config_dirs, settings)
-    echo(json.dumps(as_dict(answer), indent=2) if as_json else text(answer))
+        planned, answer = forecast(overrides, config_dirs, settings)
+    if as_json:
+        echo(json.dumps(as_dict(answer), indent=2))
+        return DONE if answer.fits else FAILED
+    found, about = sheet(answer), environment.describe(overrides, planned.job.config_hash, {})
+    found.show()
+    leave.leave(leave.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], about, as_dict(answer))
     return DONE if answer.fits else FAILED
 
 
@@ -348,20 +358,19 @@ def _quoted(word: str) -> str:
 
 def forecast(
     overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None
-) -> Answer | StagedAnswer:
-    """Forecast a run, or each of its stages. Raises UserError."""
+) -> tuple[Plan, Answer | StagedAnswer]:
+    """Forecast a run, or each of its stages; return what was planned, and the answer. Raises UserError."""
     settings, began = settings or Settings(), time.perf_counter()
     if settings.device != "here":
         known(settings.device)
     planned = plan(overrides, config_dirs, settings.device)
     if not planned.run.stages:
-        return _built(planned, settings, began + settings.seconds)
+        return planned, _built(planned, settings, began + settings.seconds)
     alone = planned.stages()
     settings = replace(settings, seconds=settings.seconds / len(alone), what_if=False)  # what-if is of a run with one config
     ends = [began + settings.seconds * number for number in range(1, len(alone) + 1)]
-    return StagedAnswer(
-        [StageAnswer(title, share, _built(each, settings, end)) for (title, share, each), end in zip(alone, ends, strict=True)]
-    )
+    stages = zip(alone, ends, strict=True)
+    return planned, StagedAnswer([StageAnswer(name, share, _built(each, settings, end)) for (name, share, each), end in stages])
 
 
 def _built(planned: Plan, settings: Settings, until: float) -> Answer:
