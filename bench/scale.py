@@ -29,11 +29,6 @@ MLP = [
     f"model.hidden=[{WIDTH},{WIDTH},{WIDTH}]", "optimizer=sgd", "scheduler=constant", f"batch.global_batch={BATCH}",
     "saving=none", "runtime.device=cpu", "runtime.threads=1", "log_every=50", "epochs=9",
 ]  # fmt: skip
-GPT = [
-    "data=stdlib", "data.max_files=200", "data.length=64", "data.test_samples=8", "loss=next_token", "model=gpt",
-    "model.width=512", "model.depth=8", "model.heads=8", "optimizer=adamw", "scheduler=constant", "batch.global_batch=8",
-    "saving=none", "epochs=9", "runtime.device=cpu", "runtime.threads=1",
-]  # fmt: skip
 STRATEGIES = {
     "ddp": ["parallel=ddp"],
     "ddp, 4 micro-batches": ["parallel=ddp", "batch=accumulate", "batch.accumulation_steps=4"],
@@ -53,8 +48,6 @@ def trained(overrides: Sequence[str], updates: int, inside: Sequence[str] = ()) 
         if done.returncode:
             raise SystemExit(f"{' '.join(overrides)}: {done.stderr[-800:]}")
         found: dict[str, Any] = json.loads(next(Path(folder).glob("*/*/result.json")).read_text())
-        peaks = [json.loads(f.read_text())["peak_memory_bytes"] for f in Path(folder).glob("*/*/ranks/*.json")]
-        found["peak_bytes_of_ranks"] = peaks or [found["peak_memory_bytes"]]
         carried = re.search(r"lo:\s*(\d+)", done.stdout[done.stdout.rfind("Inter-") :]) if inside else None
         found["loopback_bytes"] = int(carried[1]) if carried else None
         return found
@@ -108,33 +101,6 @@ def traffic() -> dict[str, Any]:
         found[name] = {"bytes_per_update": update, "of_the_weights": update / weights}
         print(f"traffic of {name}: {update / 1e6:.2f} MB an update, {update / weights:.2f} × the weights", flush=True)
     return found
-
-
-def memory() -> dict[str, Any]:
-    """Peak memory of each rank with a model of 25 million weights under AdamW, above that of an idle rank."""
-    idle = trained([*MLP, "model.hidden=[8]", "parallel=ddp"], 2)
-    base = max(idle["peak_bytes_of_ranks"])
-    found: dict[str, Any] = {"idle_rank_bytes": base}
-    for name, overrides in {
-        "one process": ["parallel=single"], "ddp": ["parallel=ddp"], "fsdp": ["parallel=fsdp"],
-        "fsdp, bf16": ["parallel=fsdp", "precision=bf16"], "tensor": ["parallel=tensor"],
-        "pipeline": ["parallel=pipeline", "batch=accumulate", "batch.accumulation_steps=4"],
-    }.items():  # fmt: skip
-        peaks = trained([*GPT, *overrides], 4)["peak_bytes_of_ranks"]
-        found[name] = {"rank_bytes": [peak - base for peak in peaks]}
-        print(f"memory of {name}: {' and '.join(f'{(p - base) / 2**20:.0f} MiB' for p in peaks)} a rank", flush=True)
-    return found
-
-
-def start() -> dict[str, float]:
-    """Seconds from the command to the first update, the median of three."""
-    small = [*MLP, "model.hidden=[8]"]
-    arms = {"one process": [], **{f"{n} ranks": ["parallel=ddp", f"parallel.nproc={n}"] for n in (1, 2, 4)}}
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(3):
-        for name, overrides in arms.items():
-            times[name].append(trained([*small, *overrides], 2)["time_to_first_step_s"])
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def prediction(rounds: int) -> dict[str, Any]:
@@ -240,8 +206,6 @@ TASKS: dict[str, Callable[..., None]] = {"by_hand": by_hand, "collectives": coll
 PARTS: dict[str, Callable[[Any], Any]] = {
     "overhead": lambda given: overhead(given.rounds, given.updates),
     "traffic": lambda _: traffic(),
-    "memory": lambda _: memory(),
-    "start": lambda _: start(),
     "prediction": lambda given: prediction(max(1, given.rounds // 2)),
 }
 
@@ -260,7 +224,7 @@ def main() -> None:
             if isinstance(of, dict)
         ]
         table("on 2 ranks", ("strategy", "MB an update", "× the weights"), rows)
-    print(found.get("start"), *(found[name].get(key) for name, key in SHOWN if name in found))
+    print(*(found[name].get(key) for name, key in SHOWN if name in found))
 
 
 SHOWN = ("overhead", "median"), ("prediction", "predicted_over_measured")

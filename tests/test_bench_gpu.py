@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.gpu import campaign, children, clock, interleave, loops, right, smoke, speed, training
+from bench.gpu import campaign, clock, loops, right, smoke, speed, training
 from bench.gpu.campaign import Campaign, Row
-from bench.gpu.interleave import Loop
+from bench.gpu.speed import Loop
 
 from drivetrain.config.catalog import LISTS, options
 from drivetrain.core.signals import StopFlag
@@ -113,7 +113,7 @@ def test_verbs(tmp_path: Path) -> None:
 
 
 def test_smoke_has_every_option_and_every_risky_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(children, "call", lambda *_: {})  # which would write the images
+    monkeypatch.setattr(campaign, "call", lambda *_: {})  # which would write the images
     names = {row.name for row in smoke.rows("cuda", tmp_path)}
     for group, found in options().items():
         assert {f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for name in found} <= names
@@ -144,7 +144,7 @@ def fails() -> None:
 
 
 def hangs(hanging: Path) -> None:
-    children.report({"so_far": 1})
+    campaign.report({"so_far": 1})
     hanging.touch()
     with StopFlag():  # as in a run, which handles signals
         subprocess.run(["sleep", "600"], start_new_session=True, check=True)
@@ -213,12 +213,12 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
     """A row that hangs. Once it does, its time is over by the clock."""
     file = tmp_path / "hanging"
     set_forward = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * file.exists(), sleep=time.sleep)
-    monkeypatch.setattr(children, "time", set_forward)
+    monkeypatch.setattr(campaign, "time", set_forward)
     return Row("hangs", hangs, (file,), limit_s=20)
 
 
 def test_a_row_over_its_time_is_killed_with_all_that_it_started(hanging: Row, tmp_path: Path) -> None:
-    work = campaign_in(tmp_path)
+    work = campaign_in(tmp_path, minutes=120)
     assert work.run([hanging]) == []
     row = work.rows("")["hangs"]
     assert (row["status"], row["so_far"]) == ("killed", 1)
@@ -232,8 +232,8 @@ def test_a_row_over_its_time_is_killed_with_all_that_it_started(hanging: Row, tm
 
 
 def test_a_row_that_was_killed_at_its_limit_runs_again_where_that_is_asked(hanging: Row, tmp_path: Path) -> None:
-    campaign_in(tmp_path).run([hanging])
-    work = campaign_in(tmp_path)
+    campaign_in(tmp_path, minutes=120).run([hanging])
+    work = campaign_in(tmp_path, minutes=120)
     work.run([Row("hangs", fine, limit_s=20)], retry=True)
     assert work.rows("")["hangs"]["status"] == "ok"
 
@@ -241,7 +241,7 @@ def test_a_row_that_was_killed_at_its_limit_runs_again_where_that_is_asked(hangi
 def _sleeping() -> bool:
     """Whether a `sleep 600` of this test is left."""
     commands = []
-    for pid in children.descendants(os.getpid()):
+    for pid in campaign.descendants(os.getpid()):
         try:
             commands.append(Path(f"/proc/{pid}/cmdline").read_bytes())
         except OSError:
@@ -288,7 +288,7 @@ ARMS: dict[str, Loop] = {name: (arm, (n,)) for n, name in enumerate(("base", "a"
 )
 def test_live_arms_are_capped_by_memory(free: list[float], groups: list[list[str]], tmp_path: Path) -> None:
     told = iter(free)
-    found = interleave.run(ARMS, 2, 60.0, tmp_path, lambda: next(told))
+    found = speed.run(ARMS, 2, 60.0, tmp_path, lambda: next(told))
     assert found.groups == groups
     assert set(found.blocks) == set(ARMS)
     assert all(len(found.base[name]) == 2 for name in ARMS)
@@ -298,26 +298,26 @@ def test_live_arms_are_capped_by_memory(free: list[float], groups: list[list[str
 def test_no_arm_begins_when_that_has_taken_its_share_and_each_round_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interleave, "FILL", 0.0)
+    monkeypatch.setattr(speed, "FILL", 0.0)
     seen: list[dict[str, int]] = []
-    found = interleave.run(
+    found = speed.run(
         ARMS, 2, 60.0, tmp_path, lambda: 1e9, lambda found: seen.append({name: len(b) for name, b in found.blocks.items()})
     )
     assert found.groups == [["base", "a"], ["base", "b"], ["base", "c"]]
     assert seen[:3] == [{"base": 1, "a": 1}, {"base": 2, "a": 2}, {"base": 3, "a": 2, "b": 1}]
-    late = interleave.run(ARMS, 2, 0.0, tmp_path, lambda: 1e9)  # its first group has its fewest rounds, and no other begins
+    late = speed.run(ARMS, 2, 0.0, tmp_path, lambda: 1e9)  # its first group has its fewest rounds, and no other begins
     assert set(late.blocks) == {"base", "a"}
-    assert late.failed == dict.fromkeys(("b", "c"), interleave.NO_TIME)
+    assert late.failed == dict.fromkeys(("b", "c"), speed.NO_TIME)
 
 
 def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
-    found = interleave.run({**ARMS, "broken": (broken, ())}, 2, 60.0, tmp_path, lambda: 1e9)
+    found = speed.run({**ARMS, "broken": (broken, ())}, 2, 60.0, tmp_path, lambda: 1e9)
     assert set(found.blocks) == set(ARMS)
     assert "Traceback" in found.failed["broken"]
     assert "device-side assert" in found.failed["broken"]
     assert "from the arm" in found.failed["broken"]
     with pytest.raises(RuntimeError, match="device-side assert"):
-        interleave.run({"broken": (broken, ()), **ARMS}, 2, 60.0, tmp_path, lambda: 1e9)
+        speed.run({"broken": (broken, ()), **ARMS}, 2, 60.0, tmp_path, lambda: 1e9)
 
 
 def test_only_a_training_record_ends_a_block() -> None:
@@ -383,7 +383,7 @@ def test_marks_take_the_best_of_our_arms() -> None:
 def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(children, "call", lambda *_: {})  # which would write the images
+    monkeypatch.setattr(campaign, "call", lambda *_: {})  # which would write the images
     found = {stage: import_module(f"bench.gpu.{stage}").rows("cuda", tmp_path) for stage in campaign.STAGES}
     for stage, patterns in campaign.ORDER:
         assert all(campaign.chosen(found[stage], [pattern]) for pattern in patterns)

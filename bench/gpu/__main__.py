@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench import harness
-from bench.gpu import campaign, children
+from bench.gpu import campaign
 from bench.gpu.campaign import Campaign, Row
 
 PRELOADED = (
@@ -58,7 +58,7 @@ def run(given: argparse.Namespace) -> int:
     modules = {
         name: import_module(f"bench.gpu.{name}") for name in (campaign.STAGES if given.stage == "lease" else (given.stage,))
     }
-    device = children.call(campaign.device_facts)
+    device = campaign.call(campaign.device_facts)
     facts = {key: value for key, value in device.items() if key not in ("status", "seconds", "output")}
     about = {**facts, "machine": harness.machine(), "commit": campaign.commit(), "missing": campaign.missing(campaign.OF_USE)}
     name = facts["device_name"].lower().replace(" ", "-")

@@ -16,7 +16,7 @@ from typing import Any
 from tests.support import pairwise
 
 from bench import harness
-from bench.gpu import children, training
+from bench.gpu import campaign, training
 from bench.gpu.campaign import Row
 from drivetrain.config.catalog import LISTS, option_keys, options
 
@@ -40,7 +40,7 @@ CPU_ROWS = (
 
 def rows(device: str, folder: Path) -> list[Row]:
     """All rows of the stage."""
-    children.call(_prepare, folder)
+    campaign.call(_prepare, folder)
     words = {
         group: [f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for name in names]
         for group, names in options().items()

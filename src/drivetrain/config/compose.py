@@ -23,9 +23,9 @@ from drivetrain.config.catalog import (
     default_options,
     one_or_several,
     option_files,
-    option_keys,
     options,
     other_folders,
+    still_applies,
 )
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.elsewhere import USUAL, suggestion
@@ -129,7 +129,8 @@ def compose(
     given = _parse(overrides, known, problems)
     all_parsed, by_operator = not problems, frozenset(given).intersection(known)
     if changes is not None:
-        given = {**_still_apply(given, changes, known, config_dirs), **changes}
+        chosen = {key: option for key, option in changes.items() if key in known}
+        given = {**{k: v for k, v in given.items() if still_applies(k, chosen, config_dirs)}, **changes}
     name = given.pop("recipe", None)
     chosen = {key: value for key, value in given.items() if key in known}
     choices = _Choices(known, problems)
@@ -178,22 +179,6 @@ def compose(
     except OmegaConfBaseException as error:
         raise UserError([*problems, *(_unresolved(composed) or [f"a reference in the config: {_first_line(error)}"])]) from None
     return composed
-
-
-def _still_apply(
-    given: Mapping[str, Any], changes: Mapping[str, Any], known: Container[str], config_dirs: Sequence[str]
-) -> dict[str, Any]:
-    """The settings without the keys that a group's newly chosen option does not have."""
-    kept = {}
-    for key, value in given.items():
-        group, _, knob = key.partition(".")
-        if knob and group in known and group in changes:
-            option = one_or_several(group, changes[group])
-            names = {*map(str, option)} if group in LISTS else option_keys(group, option, config_dirs)
-            if knob.split(".")[0] not in names:
-                continue
-        kept[key] = value
-    return kept
 
 
 def _unresolved(composed: Composed) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from drivetrain.config.catalog import LISTS, one_or_several, option_keys
+from drivetrain.config.catalog import one_or_several, still_applies
 from drivetrain.recipe.reader import Recipe, holds_for
 from drivetrain.recipe.safe_yaml import REFERENCE
 
@@ -114,8 +114,7 @@ def drop_those_of_other_options(
         own = recipe.choices.get(group, option)
         if own == option or not mine:
             continue
-        names = {*map(str, option)} if group in LISTS else option_keys(group, option, config_dirs)
-        dropped = [key for key in mine if key.split(".")[1] not in names]
+        dropped = [key for key in mine if not still_applies(key, chosen, config_dirs)]
         kept = [f"{key}={values[key]}" for key in mine if key not in dropped]
         for key in dropped:
             del values[key]

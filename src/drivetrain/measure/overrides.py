@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from drivetrain.config.catalog import LISTS, option_keys, options
+from drivetrain.config.catalog import LISTS, options, still_applies
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job
@@ -33,14 +33,7 @@ def unchanged(overrides: Sequence[str], changes: Sequence[str], config_dirs: Seq
     groups = options(tuple(config_dirs))
     keys = {key_of(change) for change in changes}
     chosen = {key_of(c): c.partition("=")[2] for c in changes if key_of(c) in groups and key_of(c) not in LISTS}
-
-    def applies(override: str) -> bool:
-        group, _, key = key_of(override).partition(".")
-        if key_of(override) in keys:
-            return False
-        return not key or group not in chosen or key.split(".")[0] in option_keys(group, chosen[group], config_dirs)
-
-    return [override for override in overrides if applies(override)]
+    return [o for o in overrides if key_of(o) not in keys and still_applies(key_of(o), chosen, config_dirs)]
 
 
 def with_channels_last(run: RunSpec) -> list[str]:

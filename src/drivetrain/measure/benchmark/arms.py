@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from drivetrain import sweeps
-from drivetrain.config.catalog import option_keys
+from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
 from drivetrain.core import accelerators, process
 from drivetrain.core.errors import Interrupted, UserError
@@ -138,14 +138,9 @@ def _of_options(jobs: Sequence[SweepJob]) -> list[str]:
 
 def _with_key(word: str, jobs: Sequence[SweepJob], config_dirs: Sequence[str]) -> list[int]:
     """The numbers of the arms whose chosen options have the key that a word sets."""
-    group, _, key = key_of(word).partition(".")
-    found = []
-    for number, job in enumerate(jobs):
-        chosen = _choices([w for w in job.overrides if "." not in key_of(w)], config_dirs).get(group)
-        first = key.split(".")[0]
-        if first in chosen if isinstance(chosen, list) else first in option_keys(group, chosen, config_dirs):
-            found.append(number)
-    return found
+    key, group = key_of(word), key_of(word).partition(".")[0]
+    choices = [_choices([w for w in job.overrides if "." not in key_of(w)], config_dirs) for job in jobs]
+    return [n for n, chosen in enumerate(choices) if group in chosen and still_applies(key, chosen, config_dirs)]
 
 
 def _choices(overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
