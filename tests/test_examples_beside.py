@@ -43,6 +43,7 @@ EXAMPLES = {
     "multitask": Example(("loss", "loss_digit", "loss_ink"), ("right", "off"), ends=True),
     "detection": Example(figures=("found",), ends=True),
     "balanced": Example(learns=True),
+    "curriculum": Example(learns=True),
     "truncated_backpropagation": Example(learns=True),
     "stream": Example(updates=100, learns=True),
     "diffusion": Example(ends=True),
@@ -120,7 +121,7 @@ def test_it_trains_as_the_loop_beside_it(name: str, trainer_of: Callable[[str], 
 
 
 @pytest.mark.parametrize(
-    ("name", "middle"), [("balanced", 14), ("truncated_backpropagation", 40), ("diffusion", 17), ("dino", 17)]
+    ("name", "middle"), [("balanced", 14), ("curriculum", 14), ("truncated_backpropagation", 40), ("diffusion", 17), ("dino", 17)]
 )
 def test_it_resumes_exactly_in_the_middle_of_an_epoch(name, middle, words, stop_at):  # noqa: F811
     given = [*words(name), *(["epochs=1"] if name == "truncated_backpropagation" else [])]

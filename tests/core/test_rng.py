@@ -131,5 +131,5 @@ def test_an_order_that_is_none_is_refused(given, says):
 
 
 def test_an_order_of_another_length_in_another_epoch_is_refused():
-    with pytest.raises(UserError, match=r"gives 3 samples in epoch 3, and 4 in the first one: .*data\.validation"):
+    with pytest.raises(UserError, match=r"gives 3 samples in epoch 3 of seed 0, and 4 in the first one .*data\.validation"):
         Order(4, lambda seed, epoch: torch.arange(5 - epoch))(0, 2)

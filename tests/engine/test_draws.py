@@ -98,6 +98,8 @@ def test_an_order_is_for_all_data_and_draws_from_the_training_set(make, order):
 
 def test_an_order_of_its_own_may_have_another_length(train, monkeypatch):
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+    with pytest.raises(UserError, match=r"as often: set data.validation to a set of its own, or null"):  # before the first update
+        train(*WORDS, "data.target=drawing_sets.Ordered", "data.order=own", "data.validation=0.3")
     result = train(*WORDS, "data.target=drawing_sets.Ordered", "data.order=own", "data.drop_last=false")
     assert result.updates == 2 * 6  # of 64 samples in updates of 12
     assert result.epochs == 2

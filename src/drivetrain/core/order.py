@@ -38,9 +38,10 @@ class Order:
         found = self.indices(seed, epoch)
         if len(found) != self.length:
             raise UserError(
-                f"data.order gives {len(found)} samples in epoch {epoch + 1}, and {self.length} in the first one: let all epochs "
-                "have as many, since the updates are counted before the run. Samples that are held out for the validation "
-                "are not among them: data.validation may name a set of its own"
+                f"data.order gives {len(found)} samples in epoch {epoch + 1} of seed {seed}, and {self.length} in the first one "
+                "of seed 0: let all have as many, since the updates are counted before the run. Samples that are held out for "
+                "the validation are left out of them, and where samples come again as often: set data.validation to a set of "
+                "its own, or null"
             )
         return numbered(found) if self.repeats else found
 

@@ -343,7 +343,10 @@ class Data(Option):
             return orders.shuffled(n, 1 if word == "shuffled" else REPEATS if word == "repeated" else word)
         if source.order is None:
             raise self._no_order("an order", "a method `order(seed, epoch)`, of sample numbers")
-        return Order(len(source.order(0, 0)), source.order, repeats=source.own_code is not None)
+        order = Order(len(source.order(0, 0)), source.order, repeats=source.own_code is not None)
+        for seed, epoch in ((0, 1), (1, 0)):  # one that differs ends the run here, not after an epoch
+            order(seed, epoch)
+        return order
 
     def _no_order(self, wanted: str, told_by: str) -> UserError:
         return UserError(
