@@ -121,6 +121,7 @@ def test_weights_that_cannot_be_drawn_by_are_refused(weights):
     [
         (torch.rand(3), r"gives \[3\] of torch.float32"),
         (torch.zeros(3, 1, dtype=torch.int64), r"gives \[3, 1\]"),
+        ((i for i in [0, 1]), r"gives no whole numbers \(n,\): .* generator"),
         ([0, 1, 10], "gives sample 10 in epoch 2, and there are 0 to 9"),
         ([0, -1, 3], "gives sample -1 in epoch 2"),
     ],

@@ -43,6 +43,7 @@ class Boxes:
 
     corners: list[float]
     kind: int
+    note: str | None = None
 
 
 @dataclasses.dataclass
@@ -58,6 +59,9 @@ def test_samples_and_targets_may_be_dataclasses():
     assert x.tolist() == [[0, 0, 0], [1, 1, 1]]
     assert isinstance(y, Boxes)
     assert y.corners.tolist() == [[0, 0], [0, 1]]
+    assert y.note is None
+    with pytest.raises(DataError, match="y is None: give the inputs again"):
+        Stack()([(torch.zeros(3), None)])
     assert y.kind.tolist() == [0, 1]
 
 
@@ -115,7 +119,7 @@ def test_numpys_float64_becomes_the_models_type():
     ("samples", "says"),
     [
         ([({"a": "text", "b": 1}, 0)] * 2, r"x\.a is a str, which is no tensor"),
-        ([({"a": None, "b": 1}, 0)] * 2, r"x\.a is None"),
+        ([({"a": None, "b": 1}, 0), ({"a": 1, "b": 1}, 0)], r"x\.a is not of the same structure"),
         ([({"a": 1, "b": 1}, 0), ({"a": 1, "c": 1}, 0)], "x is not of the same structure"),
         ([(torch.zeros(2), 0), (torch.zeros(3), 0)], r"x has the shapes \[2\] and \[3\]: data.pad=true pads"),
         ([(torch.zeros(1, 2), 0), (torch.zeros(1, 3), 0)], r"x has the shapes \[1, 2\] and \[1, 3\]$"),

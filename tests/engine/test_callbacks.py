@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.config.callbacks import OnEvaluation
+from drivetrain.config.callbacks import Told
 from drivetrain.config.plugins import CALLBACKS
 from drivetrain.core.callback import Event
 from drivetrain.core.errors import UserError
@@ -96,6 +96,11 @@ def wants_the_average(event):
     with event.eval_model("average"):
         pass
 
+async def later(event): pass
+
+class WithoutEvent(drivetrain.Callback):
+    def update(self): pass
+
 class WantsMore(drivetrain.Callback):
     def __init__(self, path):
         pass
@@ -145,12 +150,12 @@ def test_a_class_may_ask_for_every_update_and_the_model(train, hooks):
 
 def test_a_function_gets_the_model_where_it_names_it():
     told = []
-    called = OnEvaluation("callbacks=[f]", lambda model, event: told.append((model, event)))
-    assert called.needs_model
-    event = Event(Path(), {}, 1, 1, 1, {}, {}, model=torch.nn.ReLU())
-    called.evaluation(event)
-    OnEvaluation("callbacks=[f]", lambda said: told.append(said)).evaluation(event)
-    assert told == [(event.model, event), event]
+    event, model = Event(Path(), {}, 1, 1, 1, {}, {}), torch.nn.ReLU()
+    for function in (lambda model: told.append(model), lambda said: told.append(said)):
+        called = Told.of("callbacks=[f]", {"evaluation": function}, drivetrain.Callback)
+        called.tell("update", event, model)
+        called.tell("evaluation", event, model)
+    assert told == [model, event]
 
 
 def test_a_function_is_handed_the_weights_that_are_evaluated(train, hooks):
@@ -264,6 +269,8 @@ def test_on_two_ranks_one_is_told_and_all_end_where_it_fails(tiny, hooks, tmp_pa
         (["callbacks=[watch]"], "callbacks=[watch] is no dotted name"),
         (given("Missing"), "callbacks=[hooks.Missing] cannot be imported: AttributeError"),
         (given("NoCallback"), "derive your class from drivetrain.Callback"),
+        (given("later"), "callbacks=[hooks.later] is async, and nobody waits for it"),
+        (given("WithoutEvent"), "callbacks=[hooks.WithoutEvent] cannot be called as (event): its parameters are ()"),
         (given("WantsMore"), "callbacks=[hooks.WantsMore] cannot be made: TypeError"),
         ([*given("WantsTheModel"), "parallel=fsdp", "parallel.nproc=2"], "needs the model"),
     ],

@@ -34,6 +34,11 @@ def test_the_sums_are_of_losses_hits_and_samples():
     assert (correct, count) == (1.0, 3.0)
 
 
+def test_an_evaluation_takes_probabilities_of_classes():
+    certain = torch.nn.functional.one_hot(TARGET, LOGITS.shape[1]).double()
+    torch.testing.assert_close(CrossEntropy().sums(LOGITS, certain), CrossEntropy().sums(LOGITS, TARGET))
+
+
 def test_sums_of_parts_add_up_to_the_sums_of_the_whole():
     parts = CrossEntropy().sums(LOGITS[:1], TARGET[:1]) + CrossEntropy().sums(LOGITS[1:], TARGET[1:])
     torch.testing.assert_close(parts, CrossEntropy().sums(LOGITS, TARGET), rtol=1e-6, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.config import plugins
@@ -12,6 +13,8 @@ from drivetrain.core.callback import Callback, Event
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import RunSpec
 from drivetrain.core.user_call import UserCall
+
+EVENTS = ("start", "update", "evaluation", "save", "end")
 
 
 def trust_problems(values: Mapping[str, Any]) -> Iterator[str]:
@@ -42,40 +45,53 @@ def problems(run: RunSpec) -> Iterator[str]:
             )
 
 
-class OnEvaluation(Callback):
-    """Calls a function of the user's at each evaluation: with the event or, where it names `model`, with what it names."""
+@dataclass(frozen=True)
+class Told:
+    """A callback of the user's: what is called at which event, with the event or, where it names `model`, with what it names."""
 
-    def __init__(self, setting: str, function: Callable[..., object]) -> None:
-        self._call = UserCall(setting, function, offers=("event", "model"), positions=("event",), decides=("model",))
-        self.needs_model = "model" in self._call.needs
+    calls: Mapping[str, UserCall]
+    every_update: bool = False
+    needs_model: bool = False
 
-    def evaluation(self, event: Event) -> None:
-        self._call(event=event, model=event.model)
+    @classmethod
+    def of(cls, setting: str, functions: Mapping[str, Callable[..., object]], watcher: type[Callback] | Callback) -> Told:
+        """Look up what the functions name, which are called at these events. Raises UserError."""
+        calls = {
+            event: UserCall(setting, function, offers=("event", "model"), positions=("event",), decides=("model",))
+            for event, function in functions.items()
+        }
+        needs_model = watcher.needs_model or any("model" in call.needs for call in calls.values())
+        return cls(calls, watcher.every_update, needs_model)
+
+    def tell(self, name: str, event: Event, model: Any) -> None:
+        """Tell of an event by its name."""
+        if call := self.calls.get(name):
+            call(event=replace(event, model=model) if self.needs_model else event, model=model)
 
 
-def load(name: str) -> Callback:
+def load(name: str) -> Told:
     """Make a callback. Raises UserError."""
     try:
         target = _registered()[name] if "." not in name else name.replace(":", ".")
         found = user_code.import_name(target)
     except Exception as error:  # whatever the module raises
         raise UserError(f"callbacks=[{name}] cannot be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
+    if not callable(found) and not isinstance(found, Callback):
         raise UserError(
             f"callbacks=[{name}] is {type(found).__name__}: name a function of an event, or a class derived from "
             "drivetrain.Callback"
         )
-    if not isinstance(found, type) and inspect.signature(found).parameters:
-        return OnEvaluation(f"callbacks=[{name}]", found)
+    if inspect.isfunction(found) and inspect.signature(found).parameters:
+        return Told.of(f"callbacks=[{name}]", {"evaluation": found}, Callback)
     try:
-        made = found()
+        made = found if isinstance(found, Callback) else found()
     except Exception as error:
         raise UserError(
             f"callbacks=[{name}] cannot be made: {type(error).__name__}: {error} (it is called without arguments)"
         ) from None
     if not isinstance(made, Callback):
         raise UserError(f"callbacks=[{name}] makes {type(made).__name__}: derive your class from drivetrain.Callback")
-    return made
+    return Told.of(f"callbacks=[{name}]", {event: getattr(made, event) for event in EVENTS}, made)
 
 
 def _registered() -> dict[str, str]:

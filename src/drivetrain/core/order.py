@@ -48,7 +48,10 @@ class Order:
 
 def checked(order: Callable[[int, int], object], samples: int, setting: str, seed: int, epoch: int) -> torch.Tensor:
     """Return the indices that the order of a user's code gives. Raises UserError where they are none."""
-    found = torch.as_tensor(order(seed, epoch))
+    try:
+        found = torch.as_tensor(order(seed, epoch))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{setting} gives no whole numbers (n,): {type(error).__name__}: {error}") from error
     if found.ndim != 1 or found.is_floating_point() or found.dtype == torch.bool:
         raise UserError(f"{setting} gives {list(found.shape)} of {found.dtype}: let it return whole numbers (n,)")
     if (wrong := found[(found < 0) | (found >= samples)]).numel():

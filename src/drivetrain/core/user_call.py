@@ -127,6 +127,8 @@ class UserCall:
 
 def _parameters(setting: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters; a module's are those of its forward. Raises UserError."""
+    if inspect.iscoroutinefunction(function):
+        raise UserError(f"{setting} is async, and nobody waits for it: write a plain def")
     try:
         return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function).parameters
     except (TypeError, ValueError):

@@ -260,7 +260,10 @@ class OwnSource(Source):
             return None
         if len(weights) != len(self):
             raise UserError(f"{self.setting} has {len(weights)} `weights` for {len(self)} samples: give one for each")
-        return torch.as_tensor(weights)
+        try:
+            return torch.as_tensor(weights, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"the `weights` of {self.setting} are no numbers (n,): {error}") from None
 
     def labels(self) -> torch.Tensor | None:
         """Return the classes (n,) where the Dataset has them as `targets`, as torchvision's have."""

@@ -151,7 +151,8 @@ def split_sample(sample: Any, target_key: TargetKey, keep_dict: bool = False) ->
         raise UserError(f"data.target_key={target_key} names a key, and a sample is a {type(sample).__name__}: let it be a dict")
     if not isinstance(sample, tuple | list) or len(sample) < 2:
         raise UserError(
-            f"data=own: a sample is a {type(sample).__name__}, which does not say what its target is: let it be (x, y), or a dict"
+            f"data=own: a sample is a {type(sample).__name__}, which does not say what its target is: let it be (x, y), "
+            "(x, x) where the loss takes none, or a dict"
         )
     *inputs, y = sample
     return (inputs[0] if len(inputs) == 1 else tuple(inputs)), y
@@ -179,10 +180,12 @@ def _is_node(value: Any) -> bool:
 
 
 def as_tensors(value: Any, name: str) -> Tree:
-    """Return a sample as a tree of tensors; `name` is what messages call it. Raises DataError.
+    """Return a sample as a tree of tensors and Nones; `name` is what messages call it. Raises DataError.
 
     Numbers with fractions, such as NumPy's float64, become torch's default type, as the model's weights have it.
     """
+    if value is None and "." in name:  # a field that no sample has to fill
+        return None
     if isinstance(value, Mapping):
         return {key: as_tensors(item, f"{name}.{key}") for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
@@ -193,9 +196,11 @@ def as_tensors(value: Any, name: str) -> Tree:
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        kind = "None" if value is None else f"a {type(value).__name__}"
+        if value is None:
+            raise DataError(f"{name} is None: give the inputs again, (x, x), where the loss takes no target") from None
         raise DataError(
-            f"{name} is {kind}, which is no tensor, array or number ({error}): leave it out, or turn it into numbers"
+            f"{name} is a {type(value).__name__}, which is no tensor, array or number ({error}): leave it out, or turn it "
+            "into numbers"
         ) from None
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
@@ -227,6 +232,8 @@ class Stack:
 def stacked(values: list[Tree], name: str, together: Callable[[list[torch.Tensor], str], torch.Tensor]) -> Tree:
     """Return samples of one structure as a batch, each leaf put together by `together`. Raises DataError."""
     first = values[0]
+    if all(value is None for value in values):
+        return None
     if isinstance(first, torch.Tensor) and all(isinstance(value, torch.Tensor) for value in values):
         return together(values, name)
     if isinstance(first, dict) and all(isinstance(value, dict) and value.keys() == first.keys() for value in values):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config.callbacks import load
-from drivetrain.core.callback import AVERAGE, PLAIN, Callback, Event
+from drivetrain.config.callbacks import Told, load
+from drivetrain.core.callback import AVERAGE, PLAIN, Event
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import PEER_GONE, CallbackError
 from drivetrain.core.step import Step, WrappingStep
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Callbacks:
     """Tells each callback of a run, on rank 0, until one of them fails. As a log writer it gets the run's records."""
 
-    named: dict[str, Callback]  # empty on all ranks but 0
+    named: dict[str, Told]  # empty on all ranks but 0
     context: BuildContext
     records: TrainingLog
     error: CallbackError | None = None  # ends the run, once it is saved
@@ -104,7 +104,7 @@ class Callbacks:
             if every_update not in (None, callback.every_update):
                 continue
             try:
-                getattr(callback, name)(replace(event, model=self.context.model) if callback.needs_model else event)
+                callback.tell(name, event, self.context.model)
             except (Exception, SystemExit) as error:
                 said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
                 self.error = CallbackError(f"callbacks=[{given}] failed in {name}, after update {progress.updates}: {said}")

@@ -26,6 +26,7 @@ from drivetrain.core.errors import (
     wants_traceback,
 )
 from drivetrain.core.figure import Figure
+from drivetrain.core.option import RunSpec
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
@@ -52,6 +53,10 @@ AVERAGED = "averaged.safetensors"
 JUMP = 2  # times the rate before
 Found = tuple[Mapping[str, Any], Mapping[str, Any]]  # the metrics of an evaluation, and its tables
 
+NO_GRADIENT = (
+    "the loss does not depend on the weights that train: compute it from what the model returns, without no_grad, detach, item, "
+    "argmax or comparisons"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -358,10 +363,8 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
             job.run.loader.raise_if_worker_died(error)
         except Interrupted as interrupted:
             error = interrupted
-    if cannot := job.run.compile.cannot(error):
-        error = UserError(f"{job.run.named('compile')} {cannot}")
-    if isinstance(error, UserError):
-        result.error = str(error)
+    if refusal := _refusal(error, job.run):
+        result.error = refusal
         return BAD_CONFIG
     if isinstance(error, Diverged):
         result.status, result.error = "diverged", str(error)
@@ -391,6 +394,15 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
     elif not wants_traceback():
         echo_traceback(error)
     return FAILED
+
+
+def _refusal(error: BaseException, run: RunSpec) -> str:
+    """What the run cannot do and what to set, where the error says no more than that; else ""."""
+    if cannot := run.compile.cannot(error):
+        return f"{run.named('compile')} {cannot}"
+    if "does not require grad and does not have a grad_fn" in str(error):
+        return NO_GRADIENT
+    return str(error) if isinstance(error, UserError) else ""
 
 
 def first_lines(error: BaseException) -> str:

@@ -75,9 +75,13 @@ class OverClasses(Loss):
     def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
         """Sums of the loss, without smoothing and class weights, and of what is right; the number of samples or pixels (3,)."""
         dtype = sum_dtype(output.device)
-        loss = self.plain_sum(wide(output), target)
-        counts = target != self.ignore_index
-        correct = ((output.argmax(1) == target) & counts).sum()
+        output, classes = wide(output), target
+        if target.is_floating_point():  # probabilities of classes
+            output, target = _one_dtype(output, target)
+            classes = target.argmax(1)
+        loss = self.plain_sum(output, target)
+        counts = classes != self.ignore_index
+        correct = ((output.argmax(1) == classes) & counts).sum()
         return torch.stack([loss.to(dtype), correct.to(dtype), counts.sum().to(dtype)])
 
     def plain_sum(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
