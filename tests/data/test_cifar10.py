@@ -225,7 +225,7 @@ def test_download_fetches_once_and_checks_what_came(tmp_path, server, monkeypatc
     assert not list((tmp_path / "new/set").glob("*.gz"))
     monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
     assert len(data.load(CPU).train) == 5 * EACH
-    assert [p.name for p in (tmp_path / "new/set").glob("*")] == [archive.name]
+    assert [p.name for p in (tmp_path / "new/set").glob("[!.]*")] == [archive.name]
     archive.unlink()
     assert len(data.load(CPU).train) == 5 * EACH  # not fetched again
     with pytest.raises(UserError, match=r"could not be fetched .*404.*by hand"):

@@ -108,8 +108,16 @@ class Cifar10(Data):
             found = VERSIONS[0], root / VERSIONS[0].archive
         version, path = found
         files = _read_files(version, path)
-        _warn_of_others(version, path, files)
-        train, test = (_decode_files(version, files, names) for names in (TRAIN, ["test_batch"]))
+        if others := [name for name, content in files.items() if hashlib.sha256(content).hexdigest() != FILES[name]]:
+            logger.warning(
+                "%s: not as CIFAR-10 was published (another SHA-256): %s. They are read as they are; where they should be the "
+                "originals, fetch %s again",
+                path, ", ".join(others), version.archive,
+            )  # fmt: skip
+        batches = [version.read(name, files.pop(name)) for name in list(files)]  # which frees their memory
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        count = len(y) - len(batches[-1][1])  # the test's are the last
+        train, test = Tensors(x[:count], y[:count]), Tensors(x[count:], y[count:])
         normalize = measure_normalization(train.x) if self.normalize else Normalize([0.0] * 3, [1.0] * 3)
         return Splits(train, test, self.shape(), len(NAMES), normalize, NAMES)
 
@@ -128,32 +136,15 @@ def _find(root: Path) -> tuple[Version, Path] | None:
 
 
 def _read_files(version: Version, path: Path) -> dict[str, bytes]:
-    """Read the six files; return their contents by name, without the ending. Raises DataError naming what is missing."""
-    names = {name + version.ending: name for name in [*TRAIN, "test_batch"]}
+    """Read the six files; return their contents by name, the test's last. Raises DataError naming what is missing."""
+    names = [name + version.ending for name in [*TRAIN, "test_batch"]]
     if path.is_dir():
         files = {file: read_whole(path / file, MAX_BYTES) for file in names if (path / file).is_file()}
     else:
         files = read_members(path, set(names), MAX_BYTES)
     if missing := sorted(set(names) - set(files)):
         raise DataError(f"{path} lacks {', '.join(missing)}: fetch {version.archive} again")
-    return {names[file]: content for file, content in files.items()}
-
-
-def _warn_of_others(version: Version, path: Path, files: dict[str, bytes]) -> None:
-    """Warn where files are not those that were published. They are read all the same: they may be one's own in this form."""
-    digests = {name + version.ending: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    if others := [name for name, digest in digests.items() if digest != FILES[name]]:
-        logger.warning(
-            "%s: not as CIFAR-10 was published (another SHA-256): %s. They are read as they are; where they should be the "
-            "originals, fetch %s again",
-            path, ", ".join(others), version.archive,
-        )  # fmt: skip
-
-
-def _decode_files(version: Version, files: dict[str, bytes], names: list[str]) -> Tensors:
-    """Decode the files `names` and remove them from `files`, which frees their memory."""
-    batches = [version.read(name + version.ending, files.pop(name)) for name in names]
-    return Tensors(torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))
+    return {name: files[name] for name in names}
 
 
 def _to_tensors(name: str, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -83,18 +83,15 @@ class Range:
         if math.isnan(lowest):
             raise DataError(f"{name} has pixels that are no numbers (NaN): mend or remove it")
         if lowest < -0.5 or highest > 255.5:
-            self._count(values, name)
+            self.beyond.add_(1)
+            count = int(self.beyond)
+            if count == 10 ** (len(str(count)) - 1):  # each tenfold number is told
+                logger.warning(
+                    "%d image%s had values beyond %g … %g, which are clipped, the last is %s with %g … %g: set "
+                    "data.range=[low,high]",
+                    count, "" if count == 1 else "s", self.low, self.high, name, values.min(), values.max(),
+                )  # fmt: skip
         return np.rint(scaled.clip(0, 255)).astype(np.uint8)
-
-    def _count(self, values: Any, name: str) -> None:
-        """Count a file with values beyond the range; each tenfold number is told."""
-        self.beyond.add_(1)
-        count = int(self.beyond)
-        if count == 10 ** (len(str(count)) - 1):
-            logger.warning(
-                "%d image%s had values beyond %g … %g, which are clipped, the last is %s with %g … %g: set data.range=[low,high]",
-                count, "" if count == 1 else "s", self.low, self.high, name, values.min(), values.max(),
-            )  # fmt: skip
 
 
 def of_values(low: float, high: float, whole: bool, where: str) -> Range:

@@ -26,7 +26,6 @@ from drivetrain.data.base import (
     Fraction,
     Normalize,
     Sets,
-    Source,
     Splits,
     Validation,
     beside,
@@ -58,11 +57,6 @@ Normalization = Literal["imagenet", "measured"]
 ENLARGED, STEP = 1.5, 16  # times the shorter side; sizes that are advised are multiples of it
 
 logger = logging.getLogger(__name__)
-
-
-def image_normalization(kind: Normalization, source: Source) -> Normalize:
-    """Return ImageNet's normalisation, or the one measured on 500 of a source's images."""
-    return measure_on_some(source) if kind == "measured" else Normalize(*IMAGENET)
 
 
 class ImageData(Data):
@@ -105,9 +99,11 @@ class ImageData(Data):
             found = own.pixels if own is not None else seen.range()
         for source in sources:
             source.range = found
-        given = own.normalize if own is not None else None
+        normalize = own.normalize if own is not None else None
+        if normalize is None:
+            normalize = measure_on_some(sources[0]) if self.normalize == "measured" else Normalize(*IMAGENET)
         return {
-            "normalize": given or image_normalization(self.normalize, sources[0]),
+            "normalize": normalize,
             "pixels": found,
             "inputs": "; ".join(filter(None, [f"inputs: {seen.described()}, as {self.size}×{self.size}", *more])),
             "doubts": [*doubts, *seen.enlarged(self.size)],

@@ -180,7 +180,8 @@ def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes
     some = ", ".join(_named(value) for value in found[:10]) + (", …" if len(found) > 10 else "")
     given = "" if classes is None else f", and data.classes={classes}"
     if found[-1] >= COLOUR:
-        colours = sorted({_colour(value) for value in found})
+        plain = [value - COLOUR if value >= COLOUR else 0x10101 * value for value in found]  # greys among colours are colours
+        colours = sorted({(value >> 16, value >> 8 & 255, value & 255) for value in plain})
         listed = str(list(map(list, colours))).replace(" ", "") if len(colours) <= 20 else "[[R,G,B],…]"
         what = (
             f"set data.values={listed}, in the order of the classes" if len(colours) <= MOST_COLOURS else "which are no classes"
@@ -396,7 +397,3 @@ def _number(value: Any) -> int:
 def _named(value: int) -> str:
     """Return a mask's value as text: a number, or a colour as #rrggbb."""
     return f"#{value - COLOUR:06x}" if value >= COLOUR else str(value)
-
-
-def _colour(value: int) -> tuple[int, int, int]:
-    return ((value >> 16) & 255, (value >> 8) & 255, value & 255) if value >= COLOUR else (value, value, value)

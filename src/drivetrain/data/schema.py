@@ -20,7 +20,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.typed import fits
 from drivetrain.data.base import Splits, Units
-from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, numbers_of, with_nan
+from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, is_number, numbers_of, with_nan
 
 PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
 FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
@@ -98,11 +98,6 @@ def as_words(values: np.ndarray, known: Sequence[str] = ()) -> Words:
 def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
     """Return a column's values as words."""
     return values if isinstance(values, Words) else as_words(values, known)
-
-
-def lowered(words: Words) -> Words:
-    lower = pc.utf8_lower(words.words).dictionary_encode()
-    return Words(np.append(numbers_of(lower.indices), -1)[words.codes], lower.dictionary)
 
 
 def spread(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
@@ -193,8 +188,11 @@ class Column:
         """Return a column's values: numbers (n,), the parts of dates (n, k), or words. Raises DataError, with its line."""
         values = cells.columns[self.name]
         if self.type == "category":
-            words = values if isinstance(values, Words) else as_words(values, self.categories or ())
-            return lowered(words) if self.style == BOOLEAN else words
+            words = words_of(values, self.categories or ())
+            if self.style != BOOLEAN:
+                return words
+            lower = pc.utf8_lower(words.words).dictionary_encode()
+            return Words(np.append(numbers_of(lower.indices), -1)[words.codes], lower.dictionary)
         if not isinstance(values, Words):
             if self.type == "date":
                 raise DataError(f"{cells.source}: the column {self.name} holds numbers, and the training rows have dates there")
@@ -403,7 +401,7 @@ class Schema:
     def from_json(cls, text: str) -> Schema:
         """Return the schema that `to_json` wrote. Raises ValueError where no run wrote it: its folder may be a stranger's."""
         content = parse_json(text)
-        if not (isinstance(content, dict) and content.keys() == {"missing", "inputs", "columns"} and _are_names(content)):
+        if not (isinstance(content, dict) and content.keys() == KEYS.keys() and all(fits(content[k], KEYS[k]) for k in KEYS)):
             raise ValueError("it is no schema of a table")
         columns = {}
         for entry in content["columns"]:
@@ -458,10 +456,7 @@ def _span(values: np.ndarray | Words) -> str:
     return ", ".join(shares) + (", …" if len(values.texts) > SHOWN else "")
 
 
-def _are_names(content: Mapping[str, Any]) -> bool:
-    return fits(content["missing"], list[str]) and fits(content["inputs"], list[str]) and isinstance(content["columns"], list)
-
-
+KEYS = {"missing": list[str], "inputs": list[str], "columns": list[Any]}
 ENTRY = {"name": str, "type": str, "style": Any, "categories": list[str] | None, "mean": list[float], "std": list[float]}
 
 
@@ -515,8 +510,10 @@ class TargetReader:
             values = self._known(rows, self._only_name())
             found = sorted(values.texts) if isinstance(values, Words) else [as_text(n) for n in sorted(set(values.tolist()))]
             self.classes = found
+        elif self.kind == "labels" and self.separator is None:
+            self.classes = list(self.names)
         elif self.kind == "labels":
-            self.classes = list(self.names) if self.separator is None else self._labels_found(rows)
+            self.classes = sorted({label for labels in self._split(rows)[0] for label in labels})
         else:
             self._numbers(rows)
             scales = [mean_and_std(values) for values in self._numbers(train).T]
@@ -537,10 +534,14 @@ class TargetReader:
         """Return the targets of rows: class numbers (n,) int64, labels (n, k) of 0 and 1, or standardised values (n, k)."""
         if self.kind == "class":
             return self._class_numbers(rows)
-        if self.kind == "labels":
-            return self._marked(rows) if self.separator is None else self._split_labels(rows)
-        assert self.units is not None
-        return (torch.from_numpy(self._numbers(rows)).float() - self.units.mean) / self.units.std
+        if self.kind == "labels" and self.separator is not None:
+            return self._split_labels(rows)
+        values = self._numbers(rows)
+        if self.units is not None:
+            return (torch.from_numpy(values).float() - self.units.mean) / self.units.std
+        if ((values != 0) & (values != 1)).any():
+            raise DataError(f"{rows.source}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
+        return torch.from_numpy(values).float()
 
     @property
     def outputs(self) -> int:
@@ -568,7 +569,7 @@ class TargetReader:
         numbers = {name: number for number, name in enumerate(self.classes)}
         words = words_of(self._known(rows, self._only_name()), self.classes)
         if unknown := [text for n, text in enumerate(words.texts) if text not in numbers and (words.codes == n).any()]:
-            hint = ": if it is a number to predict, set task=regression" if all(map(_is_number, unknown)) else ""
+            hint = ": if it is a number to predict, set task=regression" if all(map(is_number, unknown)) else ""
             row = rows.place(int((words.codes == words.texts.index(unknown[0])).argmax()))
             raise DataError(f"{row}: no training row has the class {named(unknown, 5)} of {self.names[0]}{hint}")
         return torch.from_numpy(np.array([numbers.get(text, 0) for text in words.texts])[words.codes])
@@ -588,15 +589,6 @@ class TargetReader:
             found.append(values)
         return np.stack(found, 1)
 
-    def _marked(self, rows: Cells) -> torch.Tensor:
-        values = self._numbers(rows)
-        if ((values != 0) & (values != 1)).any():
-            raise DataError(f"{rows.source}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
-        return torch.from_numpy(values).float()
-
-    def _labels_found(self, rows: Cells) -> list[str]:
-        return sorted({label for labels in self._split(rows)[0] for label in labels})
-
     def _split(self, rows: Cells) -> tuple[list[list[str]], np.ndarray]:
         """Return the labels in each word, and each row's word; a row without any is one that has none: its number is -1."""
         words = words_of(rows.columns[self._only_name()])
@@ -612,11 +604,3 @@ class TargetReader:
         for n, of_word in enumerate(labels):
             target[n, [numbers[label] for label in of_word]] = 1.0
         return target[torch.from_numpy(codes).long()]
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

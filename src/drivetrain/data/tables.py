@@ -154,6 +154,7 @@ FIRST = 1 << 17  # bytes that show which columns hold fractions
 BLOCK = 1 << 21  # bytes that pyarrow reads at a time: the longest row
 MOST_LINES = 1000  # of one row, which quotes hold together
 _LINE_END = re.compile(rb"\r\n?|\n")
+FRACTION = r"[-+]?\d+[.]\d+([eE][-+]?\d+)?"
 _QUOTE = re.compile(rb'"')
 
 
@@ -185,9 +186,11 @@ class Layout:
         cells = [cell.strip() for cell in _split(line, separator)]
         if len(cells) == 1 and form.separator is None and len(line.split()) > 1 and re.fullmatch(r"[\s\d.+-]+", line):
             raise UserError(f"{source}: line 1 holds numbers between spaces: set data.delimiter=' '")
-        if form.header is None and (any(map(_is_fraction, cells)) or (cells and all(map(_is_number, cells)))):
+        if form.header is None and (
+            any(re.fullmatch(FRACTION, cell) for cell in cells) or (cells and all(map(is_number, cells)))
+        ):
             raise UserError(
-                f"{source}: line 1 holds the number {next(filter(_is_number, cells))} where names of columns are expected: set "
+                f"{source}: line 1 holds the number {next(filter(is_number, cells))} where names of columns are expected: set "
                 "data.header=false, where it is a row (its columns are then 0, 1, …), or data.header=true"
             )
         if form.header is False:
@@ -233,21 +236,17 @@ class Layout:
                 ) from None
             if plain:
                 return self.parse(content, (), wanted, line)
-            self._refuse_rows(content, first if line is None else line(0))
+            for number, cells in self._records(content, first if line is None else line(0)):
+                if len(cells) != len(self.names):
+                    raise DataError(
+                        f"{self.source}:{number} has {len(cells)} cells, and "
+                        f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
+                    ) from None
             raise DataError(f"{self.source} cannot be read as a table: {error}") from None
         return Cells(
             {name: _column(table.column(name), self.form.missing) for name in table.column_names}, self.source,
             line or (lambda row: next(islice(self._records(content, first), row, None))[0]),
         )  # fmt: skip
-
-    def _refuse_rows(self, content: Any, first: int) -> None:
-        """Raise DataError for the first row that is no row, with its line; `first` is that of the first row."""
-        for number, cells in self._records(content, first):
-            if len(cells) != len(self.names):
-                raise DataError(
-                    f"{self.source}:{number} has {len(cells)} cells, and "
-                    f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
-                )
 
     def _records(self, content: Any, first: int) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of each row's first line, and its cells. Raises DataError for what is no text, and an open quote."""
@@ -371,12 +370,8 @@ def _split(line: str, separator: str) -> list[str]:
     return next(csv.reader(io.StringIO(line, newline=""), delimiter=separator), [])
 
 
-def _is_number(cell: str) -> bool:
+def is_number(cell: str) -> bool:
     return re.fullmatch(r"[-+]?(\d+([.,]\d*)?|[.,]\d+)([eE][-+]?\d+)?", cell) is not None
-
-
-def _is_fraction(cell: str) -> bool:
-    return re.fullmatch(r"[-+]?\d+[.]\d+([eE][-+]?\d+)?", cell) is not None
 
 
 def _has_fractions(words: Words) -> bool:
@@ -456,15 +451,8 @@ def _parquet(content: Any, source: str) -> dict[str, Callable[[tuple[str, ...]],
     from pyarrow import parquet
 
     file = parquet.ParquetFile(pa.BufferReader(pa.py_buffer(content)))
-    return {
-        _index_name(field.name): partial(_typed, partial(file.read, [field.name]), field.name, source)
-        for field in file.schema_arrow
-    }
-
-
-def _index_name(name: str) -> str:
-    """The name of a column; that of the rows' numbers which pandas leaves is as a CSV has it."""
-    return NO_NAME if name.startswith("__index_level_") else name
+    names = {name: NO_NAME if name.startswith("__index_level_") else name for name in file.schema_arrow.names}  # as a CSV has it
+    return {named: partial(_typed, partial(file.read, [name]), name, source) for name, named in names.items()}
 
 
 def _typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[str, ...]) -> np.ndarray | Words:
