@@ -161,3 +161,26 @@ def test_without_the_library_it_is_said(problems, tmp_path, monkeypatch):
 def test_it_trains(train, saved, loader):
     result = train("data=huggingface", f"data.root={saved()}", "data.size=8", f"loader={loader}")
     assert (result.status, result.updates) == ("completed", 2), result.error
+
+
+def test_texts_are_tokenized_by_the_models_own_tokenizer(saved, tmp_path, make):
+    """As transformers does it, with its padding, and [CLS] and [SEP]."""
+    transformers = pytest.importorskip("transformers")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "caption", *map(str, range(40)), "##a"]
+    folder, sizes = (
+        tmp_path / "bert",
+        {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8},
+    )
+    transformers.BertTokenizer(vocab={piece: n for n, piece in enumerate(pieces)}).save_pretrained(folder)
+    transformers.BertModel(transformers.BertConfig(vocab_size=len(pieces), **sizes)).save_pretrained(folder)
+    (tmp_path / "run").mkdir()
+    root = saved(test=range(3))
+    words = ["data=huggingface", f"data.root={root}", "data.image=null", "data.text=caption", "data.length=6"]
+    trainer = make(*words, "data.validation=null", "model=transformers", f"model.name={folder}", "model.pretrained=true")
+    assert type(trainer.model).__name__ == "BertForSequenceClassification"
+    source = trainer.train_data.source
+    x, _ = source.fetch(torch.arange(3))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    found = theirs(source.rows[[0, 1, 2]]["caption"], padding="max_length", truncation=True, max_length=6)
+    assert x.tolist() == found["input_ids"]
+    assert set(trainer.run_dir.iterdir()) >= {trainer.run_dir / "tokenizer.json", trainer.run_dir / "tokenizer_config.json"}

@@ -17,6 +17,7 @@ from drivetrain.core.source import Source
 from drivetrain.data.base import FileSets, Fraction, Splits, Validation
 from drivetrain.data.decoding import CropShare, ImageFileSource, MaxSkipped, OnError
 from drivetrain.data.images import ImageData, Normalization
+from drivetrain.data.tokenizer import Bytes, OfModel, Tokenizer
 from drivetrain.data.untrusted import read_image_file
 
 VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
@@ -25,10 +26,11 @@ VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for
 class HuggingFace(ImageData):
     """A data set that Hugging Face's `datasets` saved to disk: images or texts, each with a label.
 
-    A text becomes int64 (length,): its bytes plus one, and zeros after its end.
+    A text becomes int64 (length,): its tokens by the tokenizer of model=transformers, else its bytes plus one, and padding.
     """
 
     machine_local_keys = ("root",)
+    _model: Any = None  # the model option whose own tokenizer is the data's
 
     def __init__(
         self,
@@ -58,6 +60,12 @@ class HuggingFace(ImageData):
         self.max_pixels, self.range, self.drop_last = max_pixels, range, drop_last
         self.on_error, self.max_skipped = on_error, max_skipped
         self.order = order
+        self.tokens = text is not None
+
+    def see(self, run: RunSpec) -> None:
+        super().see(run)
+        if self.tokens and run.model.has_tokenizer:
+            self._model = run.model
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -84,9 +92,14 @@ class HuggingFace(ImageData):
         names = getattr(splits[0].features[self.label], "names", None)
         labels = [self._labels(rows, names) for rows in splits]
         classes = len(names) if names else 1 + max(int(each.max()) for each in labels)
-        sources = [self._source(rows, each) for rows, each in zip(splits, labels, strict=True)]
+        tokenizer = Bytes() if self._model is None else OfModel.read(*self._model.tokenizer_files())
+        sources = [self._source(rows, each, tokenizer) for rows, each in zip(splits, labels, strict=True)]
         images = [source for source in sources if isinstance(source, Images)]
-        looked = self.looked_at(images) if images else {"normalize": None}
+        as_texts = {
+            "normalize": None, "dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding,
+            "files": tokenizer.files(),
+        }  # fmt: skip
+        looked = self.looked_at(images) if images else as_texts
         validation = sources[2] if len(sources) > 2 else None
         return Splits(sources[0], sources[1], self.shape(), classes, names=names, validation=validation, **looked)
 
@@ -159,38 +172,37 @@ class HuggingFace(ImageData):
         if self.image and not isinstance(rows.features[column], datasets.Image):
             raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
 
-    def _source(self, rows: Any, labels: torch.Tensor) -> Images | Texts:
+    def _source(self, rows: Any, labels: torch.Tensor, tokenizer: Tokenizer) -> Images | Texts:
         """Return the rows of a split as a source."""
         import datasets
 
         column = str(self.image or self.text)
         rows = rows.with_format(None).select_columns([column])
         if self.text is not None:
-            return Texts(rows, column, labels, self.length)
+            return Texts(rows, column, labels, self.length, tokenizer)
         return Images(self, rows.cast_column(column, datasets.Image(decode=False)), column, labels)
 
 
 class Texts(Source):
-    """Texts as a source: int64 (n, length), each byte plus one, zeros after the end."""
+    """Texts as a source: the tokens int64 (n, length), padded after the end."""
 
-    def __init__(self, rows: Any, column: str, labels: torch.Tensor, length: int) -> None:
-        self.rows, self.column, self.targets, self.length = rows, column, labels, length
+    def __init__(self, rows: Any, column: str, labels: torch.Tensor, length: int, tokenizer: Tokenizer) -> None:
+        self.rows, self.column, self.targets, self.length, self.tokenizer = rows, column, labels, length, tokenizer
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def subset(self, indices: torch.Tensor) -> Texts:
-        return Texts(self.rows.select(indices.tolist()), self.column, self.targets[indices], self.length)
+        return Texts(self.rows.select(indices.tolist()), self.column, self.targets[indices], self.length, self.tokenizer)
 
     def labels(self) -> torch.Tensor:
         return self.targets
 
     def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.zeros(len(indices), self.length, dtype=torch.int64)
-        for row, text in zip(x, self.rows[indices.tolist()][self.column], strict=True):
-            content = (text or "").encode()[: self.length]
-            if content:
-                row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8).long() + 1
+        x = torch.full((len(indices), self.length), self.tokenizer.padding or 0)
+        texts = [text or "" for text in self.rows[indices.tolist()][self.column]]
+        for row, tokens in zip(x, self.tokenizer.whole(texts, self.length), strict=True):
+            row[: len(tokens)] = tokens[: self.length].long() + self.tokenizer.shift
         return x, self.targets[indices]
 
 

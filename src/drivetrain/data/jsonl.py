@@ -22,11 +22,10 @@ from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, be
 from drivetrain.data.listing import walk
 from drivetrain.data.text import LabelledTexts, Texts
 from drivetrain.data.tokenized import Document, Documents, Work, key_of, tokenized
-from drivetrain.data.tokenizer import SETTINGS, BytePairs, Bytes, OfModel, Tokenizer, from_json
+from drivetrain.data.tokenizer import KEPT, BytePairs, Bytes, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import MAPPED, Encoding, as_kept, as_utf8, decode, let_go, lines_of, mapped
 
 logger = logging.getLogger(__name__)
-KEPT = "tokenizer.json"  # in the run's directory
 TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a tokenizer
 TRAINED_ON = 64 << 20  # bytes of texts, about, that byte pairs are trained on at most
 
@@ -173,9 +172,7 @@ class Jsonl(Data):
         self, sets: Sequence[tuple[Documents, torch.Tensor]], tokenizer: Tokenizer, names: list[str], foreign: str
     ) -> Splits:
         """Return some documents of each set, and with `label` the numbers of their classes. Raises UserError: `foreign` ones."""
-        files = {KEPT: tokenizer.to_json()}
-        if isinstance(tokenizer, OfModel):
-            files[SETTINGS] = json.dumps(tokenizer.settings)
+        files = tokenizer.files()
         shape, vocabulary = self.shape(), tokenizer.vocabulary
         if self.label is None:
             pieces = [self._source(documents, tokenizer).of(which) for documents, which in sets]

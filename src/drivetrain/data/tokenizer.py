@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from drivetrain.core.files import parse_json
 from drivetrain.core.lazy import torch
 from drivetrain.core.typed import fits
 
+KEPT = "tokenizer.json"  # in the run's directory
 SETTINGS = "tokenizer_config.json"  # beside the file of a model's own tokenizer
 LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
@@ -74,6 +76,10 @@ class Tokenizer:
     def to_json(self) -> str:
         """Return the tokenizer as text, to be kept with the run."""
         raise NotImplementedError
+
+    def files(self) -> dict[str, str]:
+        """Return what is kept of it with the run: name → text."""
+        return {KEPT: self.to_json()}
 
 
 class Bytes(Tokenizer):
@@ -219,6 +225,9 @@ class OfModel(BytePairs):
     @property
     def vocabulary(self) -> int:
         return self.size
+
+    def files(self) -> dict[str, str]:
+        return {**super().files(), SETTINGS: json.dumps(self.settings)}
 
     def whole(self, texts: Sequence[str], length: int) -> list[torch.Tensor]:
         with self._cut(length):

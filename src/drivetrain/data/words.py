@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,8 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.data.base import IGNORE_INDEX, WHOLE, Fraction, Sets, Splits, beside, hash_fraction
-from drivetrain.data.jsonl import KEPT, Jsonl
-from drivetrain.data.tokenizer import SETTINGS, OfModel, Tokenizer
+from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import Encoding, lines_of
 
 Tagged = tuple[list[str], list[str]]  # words, and the class of each
@@ -86,12 +85,9 @@ class Words(Jsonl):
         assert tokenizer is not None  # only byte pairs are trained
         numbers = {name: number for number, name in enumerate(names)}
         sources = [TaggedTexts(lines, numbers, tokenizer, self.length) for lines in sets]
-        files = {KEPT: tokenizer.to_json()} | (
-            {SETTINGS: json.dumps(tokenizer.settings)} if isinstance(tokenizer, OfModel) else {}
-        )
         return Splits(
             sources[0], sources[1], self.shape(), len(names), None, names, torch.int64, vocabulary=tokenizer.vocabulary,
-            files=files, pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
+            files=tokenizer.files(), pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
         )  # fmt: skip
 
     def _tagged(self, path: Path) -> Iterator[Tagged]:
