@@ -32,9 +32,9 @@ TINY = [
 ]  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the campaigns an hour each."""
-    for item in items:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the campaigns an hour each. A lent machine may have pytest without its plugin for limits of time."""
+    for item in items if config.pluginmanager.hasplugin("timeout") else ():
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
 

@@ -1,4 +1,4 @@
-"""The base of every metric: an option that measures by a torchmetrics.Metric, which it makes when it is built."""
+"""The base of every metric: an option that keeps what it needs of each batch, and gives figures of the whole set."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from drivetrain.core.targets import TargetKind, describe, kind_of
 from drivetrain.core.trees import Tree
 
 if TYPE_CHECKING:
-    import torchmetrics
-
     from drivetrain.core.context import BuildContext
 
 DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
@@ -37,6 +35,7 @@ class Metric(Option):
 
     stays: ClassVar[str] = "the evaluations of a run have the same metrics"
     name: str  # of its option, and of its figure
+    by_torchmetrics: ClassVar[bool] = False
     counts: ClassVar[bool] = False  # whether its figures count answers that are right or wrong
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
@@ -56,7 +55,8 @@ class Metric(Option):
         self.kind = kind_of(run) or (both[0] if len(both) == 1 else None)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from needs_extra("torchmetrics", EXTRA, run.named("metrics"))  # the same line of each: it is said once
+        if self.by_torchmetrics:
+            yield from needs_extra("torchmetrics", EXTRA, f"metrics=[{self.name}]")
         if self.kind is None:
             yield (
                 f"metrics=[{self.name}] has to know what the targets of {run.named('data')} are, and neither the data nor "
@@ -76,8 +76,8 @@ class Metric(Option):
         self.classes, self.names = context.data.classes, context.data.names
         self.state = place(self.create(context), context.device, context.parallel)
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
-        """Make the torchmetrics.Metric that keeps what `prepare` returns."""
+    def create(self, context: BuildContext) -> Any:
+        """Make the State or the torchmetrics.Metric that keeps what `prepare` returns."""
         raise NotImplementedError
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -12,9 +12,8 @@ from drivetrain.metrics.base import Metric, Table
 from drivetrain.metrics.outputs import count, rows
 
 if TYPE_CHECKING:
-    import torchmetrics
-
     from drivetrain.core.context import BuildContext
+    from drivetrain.metrics.states import State
 
 Average = Literal["macro", "micro", "weighted"]
 
@@ -24,7 +23,7 @@ class _Counted(Metric):
 
     counts = True
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
+    def create(self, context: BuildContext) -> State:
         from drivetrain.metrics.states import Sums
 
         # A mask that the model gives as one channel has the classes 0 and 1.

@@ -25,6 +25,7 @@ class _Curve(Metric):
     Without `thresholds` it is exact, and all probabilities of the set are kept on the device.
     """
 
+    by_torchmetrics = True
     takes = ("class", "labels")
     needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
 
@@ -87,6 +88,7 @@ class CalibrationError(Metric):
     It is the expected calibration error (Naeini et al. 2015). Of several labels, that of each label's probability.
     """
 
+    by_torchmetrics = True
     name = "calibration_error"
     takes = ("class", "labels")
     better = "min"

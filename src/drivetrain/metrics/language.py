@@ -11,9 +11,8 @@ from drivetrain.metrics.base import Metric
 from drivetrain.metrics.outputs import rows
 
 if TYPE_CHECKING:
-    import torchmetrics
-
     from drivetrain.core.context import BuildContext
+    from drivetrain.metrics.states import State
 
 
 class Perplexity(Metric):
@@ -23,7 +22,7 @@ class Perplexity(Metric):
     takes = ("tokens",)
     better = "min"
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
+    def create(self, context: BuildContext) -> State:
         from drivetrain.metrics.states import Sums
 
         self._dtype = sum_dtype(context.device)
@@ -51,7 +50,7 @@ class BitsPerByte(Perplexity):
 
     name = "bits_per_byte"
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
+    def create(self, context: BuildContext) -> State:
         given = context.data.token_bytes
         self._bytes = None if given is None else given.to(context.device)
         return super().create(context)

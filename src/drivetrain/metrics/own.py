@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,16 +12,14 @@ from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.option import RunSpec
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import DESCRIPTIONS
 from drivetrain.core.trees import Tree
 from drivetrain.core.user_call import Progress, UserCall
-from drivetrain.metrics.base import DIRECTIONS, EXTRA, Metric
+from drivetrain.metrics.base import DIRECTIONS, Metric
 
 if TYPE_CHECKING:
-    import torchmetrics
-
     from drivetrain.core.context import BuildContext
 
 
@@ -69,7 +68,6 @@ class Own(Metric):
         return {self.figure: None if given is None else DIRECTIONS[given]}
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        yield from needs_extra("torchmetrics", EXTRA, run.named("metrics"))
         if not self.target:
             yield OperatorGives(
                 "metrics=[own] needs metrics.own.target, the dotted name of your class or function, such as my_pkg.MyMetric"
@@ -77,10 +75,8 @@ class Own(Metric):
         else:
             yield from user_code.trust_problems(f"metrics.own.target={self.target}", self.target, run.values["trust"])
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
-        import torchmetrics
-
-        from drivetrain.metrics.states import Collected, Rows, unlike_shapes
+    def create(self, context: BuildContext) -> Any:
+        from drivetrain.metrics.states import Collected, Sums, unlike_shapes
 
         setting = f"metrics.own.target={self.target}"
         target = user_code.load(setting, str(self.target))
@@ -99,11 +95,13 @@ class Own(Metric):
             self._context, self._names = context, list[str]()
             length = (context.horizon.updates, context.run.values["epochs"])
             self._progress = Progress(context.progress, *length, training=False)
-            return Rows() if self.mean else Collected()
-        if not issubclass(target, torchmetrics.Metric):
+            return Sums() if self.mean else Collected()
+        # What derives from it has imported it: nobody else waits for that.
+        torchmetrics = sys.modules.get("torchmetrics")
+        if torchmetrics is None or not issubclass(target, torchmetrics.Metric):
             raise UserError(f"{setting} is no torchmetrics.Metric: derive from it, or name a function")
         offered = {"classes": context.data.classes, "num_classes": context.data.classes}
-        made: torchmetrics.Metric = user_code.make(setting, target, self.kwargs, offered)
+        made = user_code.make(setting, target, self.kwargs, offered)
         self._call = UserCall(f"the method update of {setting}", made.update, offers=("output", "target", "input", "batch"))
         return made
 
@@ -120,7 +118,7 @@ class Own(Metric):
             )
             self._names = list(found)
             samples, device = trees.length(target), self._context.device
-            row = [[*(samples * value for value in found.values()), samples]]
+            row = [*(samples * value for value in found.values()), samples]
             self.state.update(torch.tensor(row, dtype=sum_dtype(device), device=device))
 
     def check(self, output: Tree, target: Tree, batch: MicroBatch) -> None:
@@ -147,7 +145,7 @@ class Own(Metric):
         if not self.mean:
             output, target = computed
             return self._named(self._call(output=output, target=target))
-        *totals, samples = computed.sum(0).tolist()
+        *totals, samples = computed.tolist()
         names = self._context.parallel.broadcast_object(self._names)  # a rank without a batch knows none
         return {name: total / samples for name, total in zip(names, totals, strict=True)}
 

@@ -1,20 +1,19 @@
-"""Metrics of numbers, by torchmetrics. They are summed in double precision."""
+"""Metrics of numbers. They are summed in double precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
-from drivetrain.metrics.base import Metric, Table
+from drivetrain.metrics.base import Metric
 
 if TYPE_CHECKING:
-    import torchmetrics
-
     from drivetrain.core.context import BuildContext
+    from drivetrain.metrics.states import State
 
 
 class _OfValues(Metric):
@@ -30,17 +29,17 @@ class _OfValues(Metric):
                 "set metrics=[] select=loss (the loss reports its own figures)"
             )
 
-    def create(self, context: BuildContext) -> torchmetrics.Metric:
-        self._dtype = sum_dtype(context.device)
-        return self.of_torchmetrics().set_dtype(self._dtype)
+    def create(self, context: BuildContext) -> State:
+        from drivetrain.metrics.states import Sums
 
-    def of_torchmetrics(self) -> Any:
-        """Make the torchmetrics.Metric."""
-        raise NotImplementedError
+        self._dtype = sum_dtype(context.device)
+        return Sums()
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the sums over the samples, (5, numbers): of targets, their squares, errors' sizes and squares, and samples."""
         output, target = (t.reshape(len(t), -1).to(self._dtype) for t in (output, target))
-        return (output[:, 0], target[:, 0]) if output.shape[1] == target.shape[1] == 1 else (output, target)
+        error = output - target
+        return (torch.stack([part.sum(0) for part in (target, target**2, error.abs(), error**2, torch.ones_like(error))]),)
 
 
 class MAE(_OfValues):
@@ -49,10 +48,8 @@ class MAE(_OfValues):
     name = "mae"
     better = "min"
 
-    def of_torchmetrics(self) -> Any:
-        from torchmetrics import MeanAbsoluteError
-
-        return MeanAbsoluteError()
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        return {self.name: float(computed[2].sum() / computed[4].sum())}
 
 
 class RMSE(_OfValues):
@@ -61,10 +58,8 @@ class RMSE(_OfValues):
     name = "rmse"
     better = "min"
 
-    def of_torchmetrics(self) -> Any:
-        from torchmetrics import MeanSquaredError
-
-        return MeanSquaredError(squared=False)
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        return {self.name: float((computed[3].sum() / computed[4].sum()).sqrt())}
 
 
 class R2(_OfValues):
@@ -72,13 +67,11 @@ class R2(_OfValues):
 
     name = "r2"
 
-    def of_torchmetrics(self) -> Any:
-        from torchmetrics import R2Score
-
-        return R2Score()
-
-    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
-        try:
-            return super().result()
-        except ValueError as error:
-            raise UserError(f"metrics=[r2] cannot be computed ({error}): evaluate on more samples, or take it out") from None
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        total, squares, _, wrong, samples = computed
+        if samples[0] < 2:
+            raise UserError("metrics=[r2] cannot be computed of one sample: evaluate on more samples, or take it out")
+        spread = squares - total**2 / samples
+        # Of targets that are all equal: 1 where they are met, else 0, as in torchmetrics and scikit-learn.
+        share = torch.where(spread > 0, 1 - wrong / spread, (wrong == 0).double())
+        return {self.name: float(share.mean())}

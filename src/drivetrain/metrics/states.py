@@ -1,13 +1,12 @@
-"""The states of metrics as torchmetrics knows them, on the run's device and over its ranks. It imports torchmetrics."""
+"""What metrics keep of the batches, on the run's device, and how it is joined over the ranks. It does not import torchmetrics."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchmetrics
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from drivetrain.core import trees
 from drivetrain.core.errors import UserError
@@ -15,8 +14,8 @@ from drivetrain.core.protocols import Strategy
 from drivetrain.core.trees import Tree
 
 
-def place(state: torchmetrics.Metric, device: torch.device, parallel: Strategy) -> torchmetrics.Metric:
-    """Put a metric on a device, and let its `compute` be over the data-parallel ranks."""
+def place(state: Any, device: torch.device, parallel: Strategy) -> Any:
+    """Put a State or a torchmetrics.Metric on a device, and let its `compute` be over the data-parallel ranks."""
     several = parallel.data_world.size > 1
     state.distributed_available_fn = lambda: several
     state.dist_sync_fn = gather
@@ -27,18 +26,22 @@ def place(state: torchmetrics.Metric, device: torch.device, parallel: Strategy) 
 def gather(rows: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     """Return every rank's tensor. They may have different lengths. Raises UserError where they differ otherwise.
 
-    torchmetrics gives an empty float32 vector for a rank without a batch, which torch cannot gather with the others' tensors.
+    A rank without a batch has none of the others' shape: of torchmetrics' lists an empty float32 vector.
     """
     layouts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(layouts, (tuple(rows.shape), rows.dtype), group=group)
-    filled = [(shape, dtype) for shape, dtype in layouts if 0 not in shape]
+    filled = [(shape, dtype) for shape, dtype in layouts if 0 not in shape] or layouts
     if len({shape[1:] for shape, _ in filled}) > 1:
         raise UserError(unlike_shapes("they differ in shape between ranks"))
-    if filled and not rows.numel():
-        shape, dtype = filled[0]
-        rows = torch.empty((0, *shape[1:]), dtype=dtype, device=rows.device)
-    gathered: list[torch.Tensor] = gather_all_tensors(rows, group)
-    return gathered
+    shape, dtype = max(filled, key=lambda layout: layout[0][:1])
+    sent = rows
+    if tuple(rows.shape) != shape or rows.dtype != dtype:
+        sent = torch.zeros(shape, dtype=dtype, device=rows.device)
+        if rows.numel():
+            sent[: len(rows)] = rows
+    gathered = [torch.empty_like(sent) for _ in layouts]
+    dist.all_gather(gathered, sent.contiguous(), group=group)
+    return [each[: of[0]] if of else each for each, (of, _) in zip(gathered, layouts, strict=True)]
 
 
 def unlike_shapes(why: str) -> str:
@@ -49,68 +52,75 @@ def unlike_shapes(why: str) -> str:
     )
 
 
-class Sums(torchmetrics.Metric):
-    """Adds up tensors of one shape."""
+class State:
+    """What a metric keeps of the batches of one evaluation. It has the methods of a torchmetrics.Metric that metrics call."""
 
-    full_state_update = False
+    process_group: Any = None  # of the ranks whose states are joined; None: of all
+    distributed_available_fn: Callable[[], bool] = staticmethod(lambda: False)  # whether there are several
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> None:
-        super().__init__()
-        self.sums: torch.Tensor
-        self.add_state("sums", torch.zeros(shape, dtype=dtype), dist_reduce_fx="sum")
+    def to(self, device: torch.device) -> State:
+        """Keep it on this device."""
+        self.device = device
+        self.reset()
+        return self
+
+    def reset(self) -> None:
+        """Forget the batches so far."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: an evaluation is over before the run is saved."""
+        return {}
+
+
+class Sums(State):
+    """Adds up tensors of one shape, which the first of them has where it is not given."""
+
+    def __init__(self, shape: tuple[int, ...] | None = None, dtype: torch.dtype = torch.int64) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    def reset(self) -> None:
+        self.sums: torch.Tensor | None = None if self.shape is None else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def update(self, sums: torch.Tensor) -> None:
         """Add a batch's sums."""
+        if self.sums is None:  # each rank has seen the run's example, also one without a batch
+            self.shape, self.dtype = tuple(sums.shape), sums.dtype
+            self.reset()
+        assert self.sums is not None
         self.sums += sums
 
     def compute(self) -> torch.Tensor:
         """Return the sums in double precision, on the CPU: whatever is computed from them are a few numbers."""
-        return self.sums.cpu().double()
+        assert self.sums is not None
+        sums = self.sums.clone()
+        if self.distributed_available_fn():
+            dist.all_reduce(sums, group=self.process_group)
+        return sums.cpu().double()
 
 
-class Rows(torchmetrics.Metric):
-    """Keeps rows of numbers (n, numbers)."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[torch.Tensor]
-        self.add_state("rows", [], dist_reduce_fx="cat")
-
-    def update(self, rows: torch.Tensor) -> None:
-        """Keep some."""
-        self.rows.append(rows)
-
-    def compute(self) -> torch.Tensor:
-        """Return all of them."""
-        return torchmetrics.utilities.dim_zero_cat(self.rows)
-
-
-class Collected(torchmetrics.Metric):
+class Collected(State):
     """Keeps the outputs and targets of all samples, which may be trees."""
 
-    full_state_update = False
+    like: Tree = None  # empty tensors in the structure of a batch; None before the first one
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.like: Tree = None  # empty tensors in the structure of a batch; None before the first one
+    def reset(self) -> None:
+        self._parts: list[list[torch.Tensor]] = [[] for _ in trees.leaves(self.like)]
 
     def update(self, output: Tree, target: Tree) -> None:
         """Keep a batch. Raises UserError where it cannot be joined with the others."""
         given = trees.leaves((output, target))
         if self.like is None:  # each rank has seen the run's example, also one without a batch
-            self.like = trees.map_tensors(lambda t: torch.empty((0, *t.shape[1:]), dtype=t.dtype), (output, target))
-            for number in range(len(given)):
-                self.add_state(f"part_{number}", [], dist_reduce_fx="cat")
+            self.like = trees.map_tensors(lambda t: t[:0].clone(), (output, target))
+            self.reset()
         if [t.shape[1:] for t in given] != [t.shape[1:] for t in trees.leaves(self.like)]:
             raise UserError(unlike_shapes("they differ in shape from batch to batch"))
-        for kept, tensor in zip(self._parts(), given, strict=True):
+        for kept, tensor in zip(self._parts, given, strict=True):
             kept.append(tensor)
 
     def compute(self) -> Tree:
         """Return the outputs and the targets of all samples."""
-        return trees.unflatten([torchmetrics.utilities.dim_zero_cat(kept) for kept in self._parts()], self.like)
-
-    def _parts(self) -> list[Any]:
-        return [getattr(self, f"part_{number}") for number in range(len(trees.leaves(self.like)))]
+        own = [torch.cat([none, *kept]) for none, kept in zip(trees.leaves(self.like), self._parts, strict=True)]
+        if self.distributed_available_fn():
+            own = [torch.cat(gather(rows, self.process_group)) for rows in own]
+        return trees.unflatten(own, self.like)
