@@ -226,6 +226,7 @@ BATCHES = {
     "mask": lambda: (torch.randn(6, 5, 4, 4), torch.ones(6, 4, 4, dtype=torch.int64)),
     "tokens": lambda: (torch.randn(6, 7, 5), torch.ones(6, 7, dtype=torch.int64)),
     "values": lambda: (torch.randn(6, 2), torch.randn(6, 2)),
+    "words": lambda: (torch.randn(6, 7, 5), torch.ones(6, 7, dtype=torch.int64)),
 }
 CASES = [
     (name, kind) for (group, name), cls in CLASSES.items() if group == "metrics" and cls is not metrics.Own for kind in cls.takes

@@ -80,7 +80,8 @@ class Sums(State):
         self.shape, self.dtype = shape, dtype
 
     def reset(self) -> None:
-        self.sums: torch.Tensor | None = None if self.shape is None else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        made = None if self.shape is None else torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        self.sums: torch.Tensor | None = made
 
     def update(self, sums: torch.Tensor) -> None:
         """Add a batch's sums."""
