@@ -269,7 +269,7 @@ def test_damaged_folders_are_refused(images, tmp_path, problems):
     (out / "index.json").write_text(index.replace('"version": 4', '"version": 2'))
     assert any("version 2, and this drivetrain reads 4" in p for p in problems(*words))
     (out / "index.json").write_text("[1]")
-    assert any("is no index that drivetrain pack wrote" in p for p in problems(*words))
+    assert any("is no index that drivetrain wrote" in p for p in problems(*words))
     (out / "index.json").unlink()
     assert any("is no packed folder" in p for p in problems(*words))
     assert any("needs data.root" in p for p in problems("data=packed"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.core.errors import UserError
+from drivetrain.cli import main
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import Jsonl, TextFiles, stored, tokenized
 from drivetrain.data.base import Splits, fingerprint
 from drivetrain.loader import Loader, Pipeline, Threads, Workers
@@ -135,6 +137,72 @@ def test_every_loader_reads_the_same(texts, large):
     ]
     for other in streams[1:]:
         assert all(torch.equal(a, b) for one, two in zip(streams[0], other, strict=True) for a, b in zip(one, two, strict=True))
+
+
+# --- what can go wrong ---
+
+
+def test_a_file_that_has_changed_is_tokenized_again_which_is_said(texts, large, caplog):
+    made = option(texts, "rows")
+    with caplog.at_level(logging.INFO, "drivetrain"):
+        before = made.load(CPU)
+        assert "rows.jsonl: its 0 MiB are tokenized once, into" in caplog.text
+        assert "rows.jsonl: 100 % are tokenized" in caplog.text
+        assert "has changed" not in caplog.text
+        (texts / "rows.jsonl").write_text((texts / "rows.jsonl").read_text().replace("12 ", "twelve "))
+        after = made.load(CPU)
+    assert "rows.jsonl has changed since it was tokenized: " in caplog.text
+    assert not torch.equal(before.train.documents.tokens, after.train.documents.tokens)
+    assert len(list((texts.parent / "cache").iterdir())) == 2
+    for settings in ({"length": 24}, {"text": "kind"}, {"holdout": 0.4}):
+        option(texts, "rows", **settings).load(CPU)
+    assert len(list((texts.parent / "cache").iterdir())) == 4  # the hold-out does not change the tokens of bytes
+
+
+def test_damaged_files_are_named(texts, large):
+    made = option(texts, "rows")
+    made.load(CPU)
+    (folder,) = (texts.parent / "cache").iterdir()
+    content = bytearray((folder / "texts.data").read_bytes())
+    content[3] ^= 4
+    (folder / "texts.data").write_bytes(content)
+    source = made.load(CPU).train
+    with pytest.raises(DataError, match=r"texts\.data has a sample, number 0, that is not .*: remove .* and make it anew"):
+        source.fetch(torch.arange(len(source)))
+    assert main.main(["pack", "--verify", str(folder)]) == 2
+    for name, more in (("texts.data", b"12345678"), ("texts.table", b"")):
+        (folder / name).write_bytes(more + (folder / name).read_bytes()[::-1])
+        with pytest.raises(DataError, match=rf"{name} .*: remove .* and make it anew"):
+            made.load(CPU)
+    (folder / "texts.table").unlink()
+    with pytest.raises(DataError, match=r"texts\.table cannot be read \(No such file or directory\): remove .* and make it anew"):
+        made.load(CPU)
+    (folder / "index.json").write_text("{}")
+    with pytest.raises(UserError, match=r"index\.json is no index that drivetrain wrote: remove"):
+        made.load(CPU)
+
+
+def test_a_cache_that_cannot_be_written(texts, large, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/.* cannot be written \(Not a directory\): set data\.cache to a folder for tokens"):
+        option(texts, "rows", cache=str(tmp_path / "file")).load(CPU)
+    monkeypatch.setenv("XDG_CACHE_HOME", "no/absolute/path")
+    with pytest.raises(UserError, match=r"there is no folder to keep the tokens of large texts in: set data\.cache to one"):
+        option(texts, "rows", cache=None).load(CPU)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stored.os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot be written \(No space left on device\): make room, or .*data\.cache"):
+        option(texts, "rows").load(CPU)
+    monkeypatch.undo()
+    assert_same(option(texts, "rows").load(CPU), option(texts, "rows", cache=str(tmp_path / "other")).load(CPU))
+
+
+def test_texts_need_no_packing(texts, capsys):
+    assert main.main(["pack", str(texts / "rows.jsonl"), str(texts / "out"), "data=jsonl"]) == 2
+    assert "large texts are tokenized once by themselves" in capsys.readouterr().err
 
 
 # --- trained ---

@@ -189,10 +189,10 @@ def test_an_index_of_wrong_types_is_refused_in_our_words(name):
     assert stored.read_index(Path()) == good
     for value in WRONG[name]:
         Path("index.json").write_text(json.dumps({**good, name: value}))
-        with pytest.raises(UserError, match=f"no index that drivetrain pack wrote .its.*{name}"):
+        with pytest.raises(UserError, match=f"no index that drivetrain wrote .its.*{name}"):
             stored.read_index(Path())
     Path("index.json").write_text(json.dumps({key: value for key, value in good.items() if key != name}))
-    with pytest.raises(UserError, match=f"no index that drivetrain pack wrote .its.*{name}"):
+    with pytest.raises(UserError, match=f"no index that drivetrain wrote .its.*{name}"):
         stored.read_index(Path())
 
 

@@ -118,7 +118,10 @@ def _job(source: str, overrides: list[str], given: argparse.Namespace) -> Job:
     knobs = compose(chosen, given.config_dir).plain["data"]
     knob = "train" if "root" not in knobs else "root"
     if knob not in knobs:
-        raise UserError(f"drivetrain pack cannot give SOURCE to {chosen[0]}, which has neither data.root nor data.train")
+        raise UserError(
+            f"drivetrain pack packs images, and cannot give SOURCE to {chosen[0]}, which has neither data.root nor data.train "
+            "(large texts are tokenized once by themselves)"
+        )
     more = [f"data.{knob}={json.dumps(os.path.expanduser(source))}"]
     if "size" in knobs and not any(w.startswith("data.size=") for w in overrides):
         more.append(f"data.size={given.size or SIZE}")

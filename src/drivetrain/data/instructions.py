@@ -184,8 +184,8 @@ class Instructions(Jsonl):
             stored = torch.where(answers, tokens, ~tokens)[: self.length + 2]
             yield stored if (stored[1 : self.length + 1] >= 0).any() else stored[:0]
 
-    def _source(self, documents: Documents, tokenizer: Tokenizer) -> Conversations:
-        return Conversations(documents, self.length, packing=self._packs())
+    def _source(self, documents: Documents, tokenizer: Tokenizer, which: torch.Tensor) -> Conversations:
+        return Conversations(documents, self.length, packing=self._packs(), which=which)
 
     def load(self, device: torch.device) -> Splits:
         data = super().load(device)

@@ -84,6 +84,8 @@ class Jsonl(Data):
     def see(self, run: RunSpec) -> None:
         super().see(run)
         self._one_row = run.model.packs_in_one_row
+        # What the task wants: where data.label says another thing, one message says so, and not one of each option.
+        self.targets = next((kind for kind in ("tokens", "class") if kind in run.task.targets), self.targets)
         if self.tokenizer == "auto" and run.model.has_tokenizer:
             self._model, self.byte_tokens = run.model, False
 
@@ -108,8 +110,10 @@ class Jsonl(Data):
             yield "data.packing=true is for targets at each token, and data.label gives each text a class: leave one out"
         elif self.packing and not run.model.packs:
             yield "data.packing=true wants a model that keeps the texts of a row apart: set model=transformers"
-        if self.label is None and "class" in run.task.targets:
+        if self.label is None and self.targets == "class":
             yield f"{run.named('task')} wants a class for each text: {self.instead}"
+        if self.label is not None and self.targets == "tokens":
+            yield f"{run.named('task')} predicts the next token, and data.label={self.label} is a class: leave it out"
         if run.augment:
             yield f"{run.named('augment')} changes images, but {run.named('data')} is text: set augment=[]"
 
@@ -175,7 +179,7 @@ class Jsonl(Data):
         files = tokenizer.files()
         shape, vocabulary = self.shape(), tokenizer.vocabulary
         if self.label is None:
-            pieces = [self._source(documents, tokenizer).of(which) for documents, which in sets]
+            pieces = [self._source(documents, tokenizer, which) for documents, which in sets]
             lengths = tokenizer.token_bytes()
             if lengths is not None and vocabulary > len(lengths):
                 lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
@@ -189,8 +193,8 @@ class Jsonl(Data):
             classes = torch.tensor([numbers.get(name, -1) for name in documents.names])[documents.numbers]
             if unknown := sorted({documents.names[n] for n in documents.numbers[which[classes[which] < 0]].unique().tolist()}):
                 raise UserError(f"{foreign} {', '.join(unknown[:5])}")
-            source = LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, tokenizer.padding or 0)
-            sources.append(source.of(which))
+            padding = tokenizer.padding or 0
+            sources.append(LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, padding, which))
         if cut := int((sources[0].lengths == self.length).sum()):
             logger.info(
                 "%d of %d training texts have data.length=%d tokens or more: a longer text is read to there",
@@ -209,9 +213,9 @@ class Jsonl(Data):
     def _packs(self) -> Literal["rows", "one row"] | None:
         return None if not self.packing else "one row" if self._one_row else "rows"
 
-    def _source(self, documents: Documents, tokenizer: Tokenizer) -> Texts:
+    def _source(self, documents: Documents, tokenizer: Tokenizer, which: torch.Tensor) -> Texts:
         """Return the texts to continue as a source."""
-        return Texts(documents, self.length, tokenizer.begin, self._packs())
+        return Texts(documents, self.length, tokenizer.begin, self._packs(), which)
 
     def _tokens(self, tokenizer: Tokenizer, lines: Sequence[Line]) -> Iterable[torch.Tensor]:
         """Return the tokens of each text."""

@@ -158,13 +158,13 @@ def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         known, version = False, None
     if not known:
-        raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote: pack again")
+        raise damaged(root / "index.json", "is no index that drivetrain wrote")
     if version != VERSION:
-        raise UserError(f"{root} is packed in version {version}, and this drivetrain reads {VERSION}: pack again")
+        raise damaged(root / "index.json", f"is of version {version}, and this drivetrain reads {VERSION}")
     wanted = INDEX | KINDS.get(kinds, {})
     wrong = [name for name, kind in wanted.items() if name not in index or not fits(index[name], kind)]
     if wrong := wrong or _senseless(index, kinds):
-        raise UserError(f"{root / 'index.json'} is no index that drivetrain pack wrote (its {', '.join(wrong)}): pack again")
+        raise damaged(root / "index.json", f"is no index that drivetrain wrote (its {', '.join(wrong)})")
     return index
 
 
@@ -189,6 +189,13 @@ def _is_entry(entry: dict[str, Any]) -> bool:
     return all(fits(entry.get(name), kind) for name, kind in ENTRY.items()) and bool(entry["samples"] > 0)
 
 
+def _as_tensor(content: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes, which are only read, as a tensor of the same memory."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(content, dtype=dtype)
+
+
 class Stored:
     """The samples of a set, each of which is some bytes of a mapped file.
 
@@ -207,18 +214,17 @@ class Stored:
         """Return the table (n, columns) of a set. Raises DataError where its files are not what the index describes."""
         entry, path = index["splits"][name], root / f"{name}.table"
         try:
-            content = read_whole(path, 8 * (KEY + 1) * entry["samples"])
-            size = (root / f"{name}.data").stat().st_size
+            size, of_table = (each.stat().st_size for each in (root / f"{name}.data", path))
         except OSError as error:
             raise damaged(Path(error.filename), f"cannot be read ({error.strerror})") from None
-        if _digest(content) != entry["table"]:
+        columns, odd = divmod(of_table, 8 * entry["samples"])
+        if odd or columns not in (LABEL + 1, KEY + 1):
+            raise damaged(path, f"is no table of {entry['samples']:,} samples")
+        if _digest(content := read_whole(path, of_table)) != entry["table"]:
             raise damaged(path, "is not what was packed (its checksum differs)")
         if size != entry["bytes"]:
             raise damaged(root / f"{name}.data", f"has {size:,} bytes, not {entry['bytes']:,}: it was cut or copied in part")
-        columns, odd = divmod(len(content), 8 * entry["samples"])
-        if odd or columns not in (LABEL + 1, KEY + 1):
-            raise damaged(path, f"is no table of {entry['samples']:,} samples")
-        table = torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, columns)
+        table = _as_tensor(content, torch.int64).view(-1, columns)
         if int(table[-1, END]) > size or bool((table[:, END].diff(prepend=table.new_zeros(1)) < 0).any()):
             raise damaged(path, "is no table of these samples")
         return table
@@ -238,9 +244,7 @@ class Stored:
             # Read-only and shared: the system refuses a private mapping that is larger than the memory.
             with open(self.path, "rb", opener=ordinary) as file:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                self._open = memory, torch.frombuffer(memory, dtype=torch.uint8)
+            self._open = memory, _as_tensor(memory, torch.uint8)
         return self._open
 
     def check(self, indices: torch.Tensor) -> None:
@@ -250,15 +254,11 @@ class Stored:
             let_go(self.mapped[0])
             self._touched = 0
         if self.unverified is not None:
-            for index in indices[self.unverified[indices]].unique().tolist():
-                self.verify(index, self.stored(index))
-
-    def verify(self, index: int, content: Any) -> None:
-        """Raise DataError if a sample's bytes are not those that were written."""
-        if zlib.crc32(content) != self.table[index, CRC]:
-            raise damaged(self.path, f"has a sample, number {index}, that is not what was packed (its checksum differs)")
-        if self.unverified is not None:
-            self.unverified[index] = False
+            fresh = indices[self.unverified[indices]]
+            for index, begin, row in zip(*(t.tolist() for t in (fresh, self.begins[fresh], self.table[fresh])), strict=True):
+                if zlib.crc32(memoryview(self.mapped[0])[begin : row[END]]) != row[CRC]:
+                    raise damaged(self.path, f"has a sample, number {index}, that is not what was packed (its checksum differs)")
+            self.unverified[fresh] = False
 
     def stored(self, index: int) -> memoryview:
         """Return the bytes of a sample as they are stored."""

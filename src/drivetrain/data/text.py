@@ -159,23 +159,26 @@ class Pieces(Source):
 
     lengths: torch.Tensor  # (n,)
     groups: torch.Tensor  # (m,)
-    most = 1 << 32  # pieces of a document, spread evenly
+    most: int | None = None  # pieces of a document, spread evenly
     least = 0
     unread = 0  # tokens at a document's beginning that are in no piece
 
-    def __init__(self, documents: Documents | Sequence[bytes | torch.Tensor], length: int) -> None:
+    def __init__(
+        self, documents: Documents | Sequence[bytes | torch.Tensor], length: int, which: torch.Tensor | None = None
+    ) -> None:
         self.documents = documents if isinstance(documents, Documents) else Documents.of(documents)
         self.length = length
-        self._keep(torch.arange(len(self.documents)))
+        self._keep(torch.arange(len(self.documents)) if which is None else which)
 
     def _keep(self, which: torch.Tensor) -> None:
         sizes = (self.documents.sizes[which] - self.unread).clamp(min=0)
         whole = (-(-sizes // self.length)).clamp_(min=self.least)  # pieces of each document
-        self.which, self.groups = which, whole.clamp(max=self.most)
-        self.ends = self.groups.cumsum(0)  # (m,) where a document's pieces end
-        self.lengths = torch.full((int(self.ends[-1]) if len(which) else 0,), self.length, dtype=torch.int32)
+        self.which, self.begins = which, self.documents.begins[which]
+        self.groups = whole if self.most is None else whole.clamp(max=self.most)
+        self.edges = torch.nn.functional.pad(self.groups.cumsum(0), (1, 0))  # (m + 1,) between the pieces of two documents
+        self.lengths = torch.full((int(self.edges[-1]),), self.length, dtype=torch.int32)
         last = (whole > 0) & (whole == self.groups)  # documents whose last piece is one of theirs
-        self.lengths[self.ends[last] - 1] = (sizes - (whole - 1) * self.length)[last].int()
+        self.lengths[self.edges[1:][last] - 1] = (sizes - (whole - 1) * self.length)[last].int()
         self.longest = int(self.lengths.max()) if len(self.lengths) else 0
 
     def of(self, which: torch.Tensor) -> Self:
@@ -192,17 +195,19 @@ class Pieces(Source):
         raise NotImplementedError
 
     def read(self, indices: torch.Tensor, pad_to: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens (n, length), what of them is padding, where the first ones stand, and the pieces' places in `which`."""
-        document = torch.searchsorted(self.ends, indices.contiguous(), right=True)
-        which, pieces = self.which[document], self.groups[document]
-        self.documents.check(which)
-        chosen = indices - self.ends[document] + pieces  # its number among its document's
-        whole = (-(-(self.documents.sizes[which] - self.unread) // self.length)).clamp_(min=self.least)
-        start, lengths = self.unread + chosen * whole // pieces * self.length, self.lengths[indices].unsqueeze(1)
+        """Return tokens (n, length), what of them is padding, the places of the first ones in their documents, and these."""
+        document = torch.searchsorted(self.edges, indices.contiguous(), right=True).sub_(1)  # its place in `which`
+        self.documents.check(self.which[document])
+        number = indices - self.edges[document]  # of the piece among its document's
+        if self.most is not None:
+            sizes = self.documents.sizes[self.which[document]] - self.unread
+            whole = (-(-sizes // self.length)).clamp_(min=self.least)
+            number = number * whole // self.groups[document]
+        start, lengths = self.unread + number * self.length, self.lengths[indices].unsqueeze(1)
         longest = max(-(-int(lengths.max()) // pad_to) * pad_to, self.least)
         position = torch.arange(min(longest, self.longest))
         padding = position >= lengths
-        at = (self.documents.begins[which] + start).unsqueeze(1) + position
+        at = (self.begins[document] + start).unsqueeze(1) + position
         return self.documents.tokens[at.masked_fill_(padding, 0)].long(), padding, start, document
 
     def identities(self) -> torch.Tensor | list[bytes]:
@@ -232,8 +237,9 @@ class Texts(Pieces):
         length: int,
         begin: int = BEGIN,
         packing: Literal["rows", "one row"] | None = None,
+        which: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(documents, length)
+        super().__init__(documents, length, which)
         self.begin, self.packing = begin, packing
 
     def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -242,8 +248,8 @@ class Texts(Pieces):
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, torch.Tensor]:
         y, padding, start, document = self.read(indices, pad_to)
-        before = self.documents.begins[self.which[document]] + start - 1
-        first = self.documents.tokens[before.clamp_(min=0)].long().masked_fill_(start == 0, self.begin)
+        before = (self.begins[document] + (start - 1)).clamp_(min=0)
+        first = self.documents.tokens[before].long().masked_fill_(start == 0, self.begin)
         x = torch.cat([first.unsqueeze(1), y[:, :-1]], 1)
         x = torch.where(x < 0, ~x, x).masked_fill_(padding, 0)
         y = y.masked_fill_(padding | (y < 0), IGNORE_INDEX)
@@ -297,14 +303,15 @@ class LabelledTexts(Pieces):
         max_pieces: int,
         shift: int = 1,
         padding: int = 0,
+        which: torch.Tensor | None = None,
     ) -> None:
         self.classes, self.most = torch.as_tensor(labels), max_pieces  # classes of all documents
         self.shift, self.padding = shift, padding
-        super().__init__(documents, length)
+        super().__init__(documents, length, which)
 
     def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         whole = max(1, -(-len(tokens) // self.length))
-        pieces = min(whole, self.most)
+        pieces = whole if self.most is None else min(whole, self.most)
         return tokens[: ((pieces - 1) * whole // pieces + 1) * self.length].int() + self.shift
 
     def labels(self) -> torch.Tensor:
