@@ -199,15 +199,6 @@ def test_growth_multiplies_updates_not_micro_batches():
     assert batch.consumed(40, 3, 1, drop_last=True) == 40 + 40 + 32 + 16
 
 
-def test_growth_trains_and_resumes(tmp_path):
-    grown = ["model=mlp", "batch.global_batch=8", "batch.grow_every=1", "epochs=3"]
-    result = train(tmp_path, *grown)
-    assert result.updates == 12 + 6 + 3
-    longer = drivetrain.train([f"resume={result.run_dir}", "epochs=4"])
-    assert longer.status == "completed"
-    assert longer.updates == 12 + 6 + 3 + 1
-
-
 def test_preallocation_changes_nothing_but_memory(tmp_path):
     words = ["model=resnet9", "model.width=4", "data.shape=[3,16,16]", "batch.global_batch=32"]
     plain, claimed = train(tmp_path, *words), train(tmp_path, *words, "batch.preallocate=true")

@@ -96,21 +96,6 @@ def test_the_tail_is_left_out_where_asked_for():
     assert [len(request.indices) for request in mine] == [12] * 4
 
 
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("k", [0, 1, 4, 5])
-def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(size, k):
-    batch = Accumulate(global_batch=12, accumulation_steps=2)
-    whole = requests(batch, 53, size, drop_last=False)
-    rest = requests(batch, 53, size, drop_last=False, skip=k)
-
-    def plain(mine: list[Request]) -> list[tuple]:
-        return [(r.epoch, r.indices.tolist(), float(r.weight), r.last, r.epoch_end) for r in mine]
-
-    expected = [plain([r for update in by_update(mine)[k:] for r in update]) for mine in whole]
-    assert [plain(mine) for mine in rest] == expected
-    assert bool(expected[0]) == (k < 5)  # five updates: the last k leaves nothing
-
-
 def test_epochs_and_seeds_have_orders_of_their_own():
     def first(seed: int, epoch: int) -> list[int]:
         return next(iter(Batch(global_batch=12).over(shuffled(60)).requests(seed, epoch, World(), True))).indices.tolist()

@@ -91,20 +91,6 @@ def test_counts_are_known_beforehand_and_alike_in_every_epoch(budget, drop_last)
     assert before == 3 * (len(source) - (len(source) % 12 if drop_last and budget == "samples" else 0)) or budget == "tokens"
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("k", [0, 1, 9])
-def test_going_on_at_update_k_gives_what_the_whole_epoch_gives_from_there(budget, k):
-    source = Lengths()
-    batch = bucketed(source, 2, budget=budget, accumulation_steps=2)
-
-    def plain(ranks: list[list[list[Request]]], begin: int) -> list:
-        return [[[(r.indices.tolist(), float(r.weight), r.last, r.epoch_end) for r in u] for u in mine[begin:]] for mine in ranks]
-
-    whole, rest = epoch(batch, len(source), 2), epoch(batch, len(source), 2, skip=k)
-    assert plain(rest, 0) == plain(whole, k)
-    assert plain(rest, 0)[0]
-
-
 def test_epochs_differ_in_what_an_update_holds_and_in_their_order():
     source = Lengths()
     first, second = (updates(epoch(bucketed(source), len(source), epoch=e)) for e in (0, 1))

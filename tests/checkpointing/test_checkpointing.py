@@ -16,36 +16,6 @@ from drivetrain.checkpointing.offload import offload_forward
 from drivetrain.core.blocks import repeated_blocks
 from tests.support import slow
 
-MODELS = {
-    "resnet9": ["model=resnet9", "model.width=8"],
-    "mlp with dropout": ["model=mlp", "model.hidden=[32,32,32]", "model.dropout=0.5"],
-}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("split", [[], ["batch=accumulate", "batch.accumulation_steps=2"]], ids=["whole", "accumulated"])
-@pytest.mark.parametrize("model", MODELS)
-def test_blocks_equal_none_in_gradients_statistics_and_weights(make, each_update, model, split, precision):
-    seen, forwards, ends = [], [], []
-    for option in ("none", "blocks"):
-        trainer = make(*MODELS[model], *split, "updates=3", f"precision={precision}", f"checkpointing={option}", "saving=none")
-        inner = next(m for b in repeated_blocks(trainer.model) for m in b.modules() if isinstance(m, nn.Conv2d | nn.Linear))
-        count = []
-        inner.register_forward_hook(lambda m, *_, count=count: count.append(1))
-        seen.append(each_update(trainer, lambda t=trainer: [p.grad.clone() for p in t.model.parameters()]))
-        trainer.progress.evaluated = 3
-        trainer.fit()
-        forwards.append(len(count))
-        ends.append(trainer.model.state_dict())
-    micro_batches = 3 * (2 if split else 1)
-    assert forwards == [micro_batches, 2 * micro_batches]  # it ran once, and again in the backward
-    assert len(seen[0]) == len(seen[1]) == 3
-    for without, recomputed in zip(*seen, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(without, recomputed, strict=True))
-        assert any(g.any() for g in without)
-    assert ends[0].keys() == ends[1].keys()
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
 
 def test_batch_norm_counts_a_recomputed_batch_once(make):
     trainer = make(*MODELS["resnet9"], "checkpointing=blocks", "updates=3")
@@ -54,27 +24,6 @@ def test_batch_norm_counts_a_recomputed_batch_once(make):
     assert len(counters) == 8
     assert {int(c) for c in counters} == {3}
     assert all(m.momentum == 0.1 for m in trainer.model.modules() if isinstance(m, nn.BatchNorm2d))
-
-
-def test_less_is_kept_for_the_backward(make):
-    """The bytes that autograd saves between forward and backward."""
-
-    def saved_bytes(option: str) -> int:
-        trainer = make("model=mlp", "model.hidden=[64,64,64,64]", f"checkpointing={option}")
-        weights = {p.data_ptr() for p in trainer.model.parameters()}
-        total = 0
-
-        def pack(t: torch.Tensor) -> torch.Tensor:
-            nonlocal total
-            total += t.numel() * t.element_size() * (t.untyped_storage().data_ptr() not in weights)
-            return t
-
-        x = torch.randn(256, 3, 8, 8)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            trainer.step.forward(x)
-        return total
-
-    assert 0 < saved_bytes("blocks") < 0.75 * saved_bytes("none")
 
 
 def test_evaluation_is_not_checkpointed(make, monkeypatch):
@@ -132,13 +81,20 @@ def test_the_outermost_repeated_modules_are_the_blocks(make):
 
 VIT = ["model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,16,16]", "batch.global_batch=6"]
 VIT += ["+model.kwargs.img_size=16", "+model.kwargs.patch_size=8", "+model.kwargs.depth=4", "+model.kwargs.embed_dim=48"]
-MODELS_RECOMPUTED = {
+MODELS = {
     "resnet9": ["model=resnet9", "model.width=8"],
     "mlp with dropout": ["model=mlp", "model.hidden=[64,64,64]", "model.dropout=0.5"],
     "vit with dropout": [*VIT, "+model.kwargs.proj_drop_rate=0.2", "+model.kwargs.attn_drop_rate=0.2"],
     "timm resnet": ["model=timm", "model.name=resnet10t", "data.shape=[3,32,32]", "batch.global_batch=6"],
 }
 OPTIONS = {
+    "blocks": ["checkpointing=blocks"],
+    "blocks, accumulated in bf16": [
+        "batch=accumulate",
+        "batch.accumulation_steps=2",
+        "precision=bf16",
+        "checkpointing=blocks",
+    ],
     "every_k": ["checkpointing=every_k"],
     "products": ["checkpointing=selective"],
     "half": ["checkpointing=selective", "checkpointing.policy=half"],
@@ -189,12 +145,13 @@ def saved_bytes(trainer) -> int:
 
 @pytest.mark.parametrize(
     ("model", "option"),
-    slow.but(lambda both: "resnet9" in both or "products" in both, itertools.product(MODELS_RECOMPUTED, OPTIONS)),
+    slow.but(lambda both: "resnet9" in both or "products" in both, itertools.product(MODELS, OPTIONS)),
 )
 def test_gradients_statistics_and_weights_are_those_without(make, each_update, model, option):
     seen, ends = [], []
-    for words in (["checkpointing=none"], OPTIONS[option]):
-        trainer = make(*MODELS_RECOMPUTED[model], *words, "updates=2", "saving=none", "data.test_samples=4")
+    beside = [word for word in OPTIONS[option] if not word.startswith("checkpointing")]
+    for words in ([*beside, "checkpointing=none"], OPTIONS[option]):
+        trainer = make(*MODELS[model], *words, "updates=2", "saving=none", "data.test_samples=4")
         seen.append(each_update(trainer, lambda t=trainer: [p.grad.clone() for p in t.model.parameters()]))
         trainer.fit()
         ends.append(trainer.model.state_dict())
@@ -228,7 +185,7 @@ def test_selective_recomputes_what_is_cheap_alone(make):
 
 
 def test_selective_keeps_convolutions_and_recomputes_norms(make):
-    none, selective = (counted_step(make(*MODELS_RECOMPUTED["resnet9"], f"checkpointing={o}")) for o in ("none", "selective"))
+    none, selective = (counted_step(make(*MODELS["resnet9"], f"checkpointing={o}")) for o in ("none", "selective"))
     assert none["convolution"] == selective["convolution"] == 8
     assert selective["native_batch_norm"] == none["native_batch_norm"] + 4  # those of its two residual blocks
 
@@ -245,7 +202,7 @@ def test_half_and_attention_keep_less_than_products(make):
 
 
 def test_a_product_over_few_terms_is_recomputed(make):
-    words = [*MODELS_RECOMPUTED["resnet9"], "checkpointing=selective"]
+    words = [*MODELS["resnet9"], "checkpointing=selective"]
     kept, recomputed = (counted_step(make(*words, f"checkpointing.min_depth={d}")) for d in (1, 100_000))
     assert recomputed["convolution"] == kept["convolution"] + 4
 
@@ -300,7 +257,7 @@ def test_what_cannot_be_is_refused_with_both_names(problems):
 
 def test_a_kept_result_is_not_overwritten_in_place(make):
     """An activation that works in place would change the product that is kept."""
-    trainer = make(*MODELS_RECOMPUTED["timm resnet"], "checkpointing=selective")
+    trainer = make(*MODELS["timm resnet"], "checkpointing=selective")
     inside = [m for b in repeated_blocks(trainer.model) for m in b.modules()]
     assert any(isinstance(m, nn.ReLU) for m in inside)
     assert not any(getattr(m, "inplace", False) for m in inside)

@@ -40,16 +40,16 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], start: 
 
 
 @pytest.fixture
-def eager_backend(monkeypatch):
-    """torch.compile that traces and runs what it traced as it is; what it was asked to compile."""
-    compiled, original = [], torch.compile
+def compilations(monkeypatch):
+    """torch.compile traces as inductor does, and runs what it traced as it is; what it was asked to compile, and how."""
+    calls, original = [], torch.compile
 
     def compile_(what, **knobs):
-        compiled.append(what)
-        return original(what, backend="aot_eager", dynamic=knobs.get("dynamic"))
+        calls.append((what, knobs))
+        return original(what, backend="aot_eager", dynamic=knobs.get("dynamic"), fullgraph=knobs.get("fullgraph", False))
 
-    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)
-    yield compiled
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)  # the module that drivetrain's groups see
+    yield calls
     torch._dynamo.reset()
 
 
@@ -67,31 +67,31 @@ def recorded(monkeypatch):
 # --- regional: the repeated blocks alone ---
 
 
-def test_regional_compiles_the_blocks_alone(make, eager_backend, caplog):
+def test_regional_compiles_the_blocks_alone(make, compilations, caplog):
     trainer = make(*RESNET, "compile=regional", "compile.block=Residual")
     assert trainer.step.forward is trainer.model
-    assert len(eager_backend) == 2
+    assert len(compilations) == 2
     assert [type(m).__name__ for m in trainer.model.modules() if "forward" in vars(m)] == ["Residual", "Residual"]
     assert any("2 Residual compiled" in line for line in caplog.messages)
 
 
-def test_regional_equals_the_plain_run_and_keeps_plain_names(train, make, eager_backend):
+def test_regional_equals_the_plain_run_and_keeps_plain_names(train, make, compilations):
     plain, regional = train(*RESNET), train(*RESNET, "compile=regional")
     assert_close(weights(plain), weights(regional), make(*RESNET).model.state_dict())
 
 
-def test_equal_blocks_share_a_compilation(make, eager_backend):
+def test_equal_blocks_share_a_compilation(make, compilations):
     import torch._dynamo.utils as dynamo
 
     vit = ["model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,16,16]", "+model.kwargs.img_size=16"]
     vit += ["+model.kwargs.patch_size=8", "+model.kwargs.depth=6", "+model.kwargs.embed_dim=48"]
     dynamo.counters.clear()
     make(*vit, "compile=regional", "updates=2", "saving=none", "data.test_samples=4").fit()
-    assert len(eager_backend) == 6
+    assert len(compilations) == 6
     assert dynamo.counters["stats"]["unique_graphs"] < 3
 
 
-def test_evaluation_is_not_compiled(make, eager_backend):
+def test_evaluation_is_not_compiled(make, compilations):
     import torch._dynamo.utils as dynamo
 
     trainer = make(*RESNET, "compile=regional")
@@ -269,7 +269,7 @@ class Eager:
         return self
 
 
-def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, eager_backend):
+def test_a_step_that_cannot_be_a_graph_says_why_and_goes_on(train, recorded, compilations):
     words = [*OWN, "model.target=tests.compile.test_options.Reads", "updates=5", "epochs=2"]
     plain, step = train(*words), train(*words, "compile=step")
     assert_close(weights(plain), weights(step), {k: v * 0 for k, v in weights(plain).items()})
@@ -493,7 +493,7 @@ def test_what_cannot_be_is_refused_at_once(problems):
         assert all(name in said for name in names), said
 
 
-def test_kernels_are_kept_where_asked(make, monkeypatch, tmp_path, eager_backend):
+def test_kernels_are_kept_where_asked(make, monkeypatch, tmp_path, compilations):
     import os
 
     make("compile=inductor", f"compile.cache_dir={tmp_path / 'kernels'}")
@@ -503,31 +503,17 @@ def test_kernels_are_kept_where_asked(make, monkeypatch, tmp_path, eager_backend
 # --- compiling: what is handed to torch, that names stay plain, and that results stay what they were ---
 
 
-@pytest.fixture
-def counting_backend(monkeypatch):
-    """torch.compile with a backend that traces as inductor does and runs what it traced as it is. The calls it got."""
-    calls, original = [], torch.compile
-
-    def compile_(model, **knobs):
-        calls.append(knobs)
-        return original(model, backend="aot_eager", dynamic=knobs["dynamic"], fullgraph=knobs["fullgraph"])
-
-    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)  # the module that drivetrain's groups see
-    yield calls
-    torch._dynamo.reset()
-
-
-def test_the_knobs_reach_torch(make, counting_backend):
+def test_the_knobs_reach_torch(make, compilations):
     make("compile=inductor", "compile.mode=max-autotune", "compile.dynamic=false", "compile.fullgraph=true")
-    assert counting_backend == [{"mode": "max-autotune", "dynamic": False, "fullgraph": True}]
+    assert [knobs for _, knobs in compilations] == [{"mode": "max-autotune", "dynamic": False, "fullgraph": True}]
 
 
 @pytest.mark.slow
-def test_a_traced_step_equals_the_plain_one_and_saves_plain_names(train, make, counting_backend):
+def test_a_traced_step_equals_the_plain_one_and_saves_plain_names(train, make, compilations):
     words = ["model=resnet9", "model.width=8", "checkpointing=blocks", "updates=3", "optimizer.lr=0.01"]
     plain, traced = train(*words), train(*words, "compile=inductor", "compile.fullgraph=true")
     assert (plain.status, traced.status) == ("completed", "completed"), traced.error
-    assert len(counting_backend) == 1
+    assert len(compilations) == 1
     a, b = (safetensors.torch.load_file(r.run_dir / "checkpoints/3/model.safetensors") for r in (plain, traced))
     start = make(*words).model.state_dict()
     assert a.keys() == b.keys() == start.keys()
@@ -539,7 +525,7 @@ def test_a_traced_step_equals_the_plain_one_and_saves_plain_names(train, make, c
     assert traced.compile_s is not None
 
 
-def test_one_graph_serves_the_whole_run(make, counting_backend):
+def test_one_graph_serves_the_whole_run(make, compilations):
     """Shapes hold still while training, and evaluation does not go through it: nothing is compiled again."""
     import torch._dynamo.utils as dynamo
 

@@ -841,13 +841,6 @@ def test_anomaly_is_on_while_training_and_changes_no_number(make):
     assert len(losses[0]) == 3
 
 
-def test_none_installs_nothing(make):
-    trainer = make()
-    assert not torch.is_anomaly_enabled()
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in trainer.model.modules())
-    assert all(p._backward_hooks is None for p in trainer.model.parameters())
-
-
 def test_an_eager_run_imports_neither_the_compiler_nor_torchmetrics(tiny, tmp_path):
     """They cost seconds of every start."""
     code = f"""

@@ -96,42 +96,6 @@ def test_it_stands_in_the_model_only_while_swapped_also_on_an_exception(make):
     assert any(not torch.equal(raw[name], average[name]) for name in raw)
 
 
-def test_it_is_evaluated_beside_the_weights(make):
-    trainer = make(*RESNET)
-    trainer.fit()
-    (record,) = [r for r in trainer.log.writers[0] if r["event"] == "evaluate"]
-    average = trainer.ema.state_dict()["tensors"]
-    other = make(*RESNET)
-    other.model.load_state_dict(average)
-    alone = other.evaluator.metrics()
-    assert record["ema_loss"] == pytest.approx(alone["loss"], rel=1e-6)
-    assert record["ema_loss"] != record["loss"]
-    assert record["ema_accuracy"] == alone["accuracy"]
-
-
-def test_it_goes_on_where_it_was(make):
-    trainer = make(*RESNET)
-    trainer.fit()
-    saved = trainer.state()
-    again = make(*RESNET)
-    fresh = again.ema.state_dict()["tensors"]["head.weight"].clone()
-    again.restore(trainer.model.state_dict(), saved)
-    assert again.ema.state_dict()["updates"] == 4
-    for name, value in saved["ema"]["tensors"].items():
-        assert torch.equal(again.ema.state_dict()["tensors"][name], value)
-    assert not torch.equal(fresh, again.ema.state_dict()["tensors"]["head.weight"])
-
-
-def test_it_does_not_change_the_training(make):
-    ends = []
-    for words in (["ema=none"], ["ema=ema"]):
-        trainer = make("model.dropout=0.5", *words)
-        trainer.fit()
-        assert trainer.progress.updates == 2
-        ends.append(state(trainer.model))
-    assert all(torch.equal(a, b) for a, b in zip(ends[0].values(), ends[1].values(), strict=True))
-
-
 def test_it_keeps_no_graph(make):
     trainer = make(*RESNET)
     trainer.fit()
@@ -146,12 +110,9 @@ def test_what_cannot_be_is_refused(problems, word):
 # --- the average under loss scaling, on several ranks, and when an evaluation fails ---
 
 
-RESNET_OF_RANKS = ["model=resnet9", "model.width=8", "ema=ema", "ema.decay=0.6"]
-
-
 def test_a_skipped_update_does_not_move_it(make, each_update):
     trainer = make(
-        *RESNET_OF_RANKS,
+        *RESNET,
         "precision=amp",
         "precision.init_scale=1e12",
         "updates=3",
@@ -173,7 +134,7 @@ def test_a_skipped_update_does_not_move_it(make, each_update):
 
 
 def test_the_raw_weights_come_back_when_the_evaluation_of_the_average_fails(make):
-    trainer = make(*RESNET_OF_RANKS, "updates=3")
+    trainer = make(*RESNET, "updates=3")
     evaluate, calls = trainer.evaluator.metrics, []
 
     def fails_second(*given: Any, **knobs: Any) -> dict[str, float]:
@@ -275,29 +236,12 @@ def test_it_is_evaluated_beside_the_weights_once_there_is_one(make):
     assert later[-1]["ema_loss"] == pytest.approx(alone.evaluator.metrics()["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("before", [2, 6])
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped(make, before):
-    """From before the first weights are averaged, and from between two; with dropout, whose random numbers an estimate draws."""
-    words = ["model.dropout=0.2", *MLP, "ema.start=0.5"]
-    whole = make(*words)
-    whole.fit()
-    part = make(*words)
-    part.max_updates = before
-    part.fit()
-    saved = copy.deepcopy((dict(part.model.state_dict()), part.state()))
-    again = make(*words)
-    again.restore(*saved)
-    again.fit()
-    assert same(whole.model.state_dict(), again.model.state_dict())
-    assert same(tensors(whole), tensors(again))
-    assert again.ema.state_dict()["updates"] == 4
-
-
-def test_swa_does_not_change_the_training(make):
+@pytest.mark.parametrize("words", [["ema=ema"], [*MLP, "ema.start=0.25", "ema.statistics_updates=1"]], ids=["ema", "swa"])
+def test_it_does_not_change_the_training(make, words):
     """Nor the random numbers of dropout, which an estimate draws too."""
     ends = []
-    for words in (["ema=none", "updates=8"], [*MLP, "ema.start=0.25", "ema.statistics_updates=1"]):
-        trainer = make("model=resnet9", "model.width=4", *words)
+    for average in (["ema=none"], words):
+        trainer = make("model=resnet9", "model.width=4", "updates=8", *average)
         trainer.model.features[0].append(torch.nn.Dropout(0.3))
         trainer.fit()
         ends.append(trainer.model.state_dict())
@@ -455,23 +399,6 @@ def test_a_stored_average_of_no_width(tmp_path, width):
     state["stored"] = {"4": manifest.sha256(file)}
     with pytest.raises(UserError, match=r"average=0.07: the averages in .* do not fit the run \((a width of|only one element)"):
         chosen_weights(tmp_path / "checkpoints/8", {"w": torch.zeros(2)}, {"ema": state}, 0.07)
-
-
-def test_stored_averages_go_on_as_if_nothing_had_stopped_the_run(make):
-    whole = make(*WORDS, run_dir=Path("whole"))
-    whole.fit()
-    part = make(*WORDS, run_dir=Path("part"))
-    part.max_updates = 13
-    part.fit()
-    saved = copy.deepcopy((dict(part.model.state_dict()), part.state()))
-    again = make(*WORDS, run_dir=Path("part"))
-    again.restore(*saved)
-    again.fit()
-    for key in ("tensors", "wider"):
-        assert same(whole.ema.state_dict()[key], again.ema.state_dict()[key])
-    files = sorted(f.name for f in Path("whole/averages").iterdir())
-    assert len(files) == 8
-    assert all((Path("whole/averages") / f).read_bytes() == (Path("part/averages") / f).read_bytes() for f in files)
 
 
 def test_averages_are_not_written_through_a_link(make, tmp_path):

@@ -11,7 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.world import World
 from drivetrain.engine import flops
-from tests.compile.test_options import eager_backend, recorded  # noqa: F401 (fixtures)
+from tests.compile.test_options import compilations, recorded  # noqa: F401 (fixtures)
 from tests.saving.test_resume import newest, same, stop_at  # noqa: F401 (fixtures)
 from tests.support import command, slow
 
@@ -92,11 +92,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: 
 
 @pytest.mark.parametrize("name", ["dicts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one argument", "buckets"))])
 @pytest.mark.parametrize("option", slow.but("step".__eq__, ["inductor", "step"]))
-def test_compiled_and_traced_runs_equal_the_plain_one(train, eager_backend, recorded, option, name, caplog):  # noqa: F811
+def test_compiled_and_traced_runs_equal_the_plain_one(train, compilations, recorded, option, name, caplog):  # noqa: F811
     words = ["batch.pad_to=16"] if name == "buckets" else []
     plain, compiled = train(*OWN, *RUNS[name], *words), train(*OWN, *RUNS[name], *words, f"compile={option}")
     close(weights(plain), weights(compiled))
-    assert eager_backend or option == "step"
+    assert compilations or option == "step"
     assert "cannot be one graph" not in caplog.text
     assert recorded or option == "inductor"
 

@@ -90,19 +90,6 @@ def test_the_implementation_is_the_one_that_was_asked_for(how):
     assert {k: bool(built.defaults[k]) for k in ("fused", "foreach")} == {"fused": False, "foreach": False, **torchs}
 
 
-def test_norms_and_biases_are_not_decayed():
-    decayed, rest = ours.Sgd(weight_decay=0.1).create(net()).param_groups
-    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0)
-    assert [p.ndim for p in decayed["params"]] == [4, 2]
-    assert [p.ndim for p in rest["params"]] == [1, 1, 1, 1]
-
-
-def test_norms_and_biases_are_decayed_where_asked_for():
-    (group,) = ours.Sgd(weight_decay=0.1, decay_norm_and_bias=True).create(net()).param_groups
-    assert group["weight_decay"] == 0.1
-    assert len(group["params"]) == 6
-
-
 def test_decay_without_gradient_moves_matrices_alone():
     model = net()
     start = [p.clone() for p in model.parameters()]

@@ -301,30 +301,6 @@ def test_it_trains_as_adamw_with_a_quarter_of_the_state() -> None:
 
 
 @needs_torchao
-def test_it_resumes_exactly_from_a_file_of_plain_tensors() -> None:
-    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        model = net_of_large_layers()
-        return model, options.AdamW8bit(**KNOBS).create(model)
-
-    straight, optimizer = fresh()
-    train_eight_bits(straight, optimizer, 0, 9)
-    first, optimizer = fresh()
-    train_eight_bits(first, optimizer, 0, 5)
-    state: Any = optimizer.state_dict()
-    assert {type(t) for values in state["state"].values() for t in values.values()} == {torch.Tensor}
-    file = io.BytesIO()
-    torch.save((first.state_dict(), state), file)
-    file.seek(0)
-    weights, state = torch.load(file, weights_only=True)
-    second, optimizer = fresh()
-    second.load_state_dict(weights)
-    optimizer.load_state_dict(state)
-    train_eight_bits(second, optimizer, 5, 9)
-    for a, b in zip(straight.parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-@needs_torchao
 def test_adamw8bit_refuses_sparse_gradients() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = options.AdamW8bit().create(model)

@@ -492,7 +492,7 @@ def test_fp8_products_have_float8s_few_values(make):
     assert (output.float() - (x @ layer.weight.T + layer.bias)).abs().max() > 0.02
 
 
-def test_fp8_trains_saves_and_goes_on(tiny, make, tmp_path, monkeypatch, caplog):
+def test_fp8_trains(make, tmp_path, monkeypatch):
     """With torchao where it is installed, else with a stand-in that rounds as it does."""
     if not stand_ins.installed("torchao"):
         stand_ins.install("torchao.float8", tmp_path, monkeypatch)
@@ -502,13 +502,6 @@ def test_fp8_trains_saves_and_goes_on(tiny, make, tmp_path, monkeypatch, caplog)
     reference.fit()
     assert losses(trainer) == pytest.approx(losses(reference), rel=0.1)
     assert losses(trainer) != losses(reference)
-    caplog.clear()
-    whole, part = (drivetrain.train(tiny(*FP8, *length, f"updates={updates}")) for updates in (4, 2))
-    assert any("2 of 3 Linear layers compute in float8" in line for line in caplog.messages)
-    gone_on = drivetrain.train([f"resume={part.run_dir}", "updates=4"])
-    assert (whole.status, gone_on.status, gone_on.updates) == ("completed", "completed", 4), gone_on.error
-    ends = [(Path(run.run_dir) / "checkpoints/4/model.safetensors").read_bytes() for run in (whole, gone_on)]
-    assert ends[0] == ends[1]
 
 
 @fp8
@@ -691,18 +684,11 @@ def test_skips_end_a_run_only_in_a_row(make):
     assert len(made) == 50
 
 
-def test_the_scale_grows_and_is_saved(make):
+def test_the_scale_grows(make):
     trainer = make("precision=amp", "precision.init_scale=8.0", "precision.growth_interval=2", "updates=4")
     trainer.fit()
     assert trainer.progress.updates == 4
     assert trainer.precision.scaler.get_scale() == 32.0
-    again = make("precision=amp", "precision.init_scale=8.0", "precision.growth_interval=2", "updates=8")
-    again.restore(trainer.model.state_dict(), trainer.state())
-    assert again.precision.scaler.get_scale() == 32.0
-    assert again.precision.state_dict() == trainer.precision.state_dict()
-    slower = make("precision=amp", "precision.growth_interval=5", "updates=8")
-    slower.restore(trainer.model.state_dict(), trainer.state())
-    assert (slower.precision.scaler.get_scale(), slower.precision.scaler.get_growth_interval()) == (32.0, 5)
 
 
 def test_scaling_does_not_change_the_update(make):

@@ -40,8 +40,10 @@ RUNS = {
     "workers": ["data=digits", "loader=workers", "augment=[flip_crop]", "batch.global_batch=230"],
     "samples and a model that draw": [
         "data=own", "data.target=drawing_sets.All", "data.validation=null", "data.drop_last=false", "loader=workers",
-        "model=own", "model.target=drawing_sets.Net", "model.kwargs={noise: 0.1}", "trust=[drawing_sets]",
+        "loader.num_workers=1", "model=own", "model.target=drawing_sets.Net", "model.kwargs={noise: 0.1}", "trust=[drawing_sets]",
     ],
+    "mean of the last weights": ["ema=swa", "ema.every=1", "ema.start=0.5", "model.dropout=0.2"],
+    "stored averages": ["ema=post_hoc", "ema.snapshots=4"],
     "own parts with a state": [
         "data=own", "data.target=stateful_parts.Curriculum", "data.validation=null",
         "data.drop_last=false", "model=own", "model.target=drawing_sets.Net", "loss=own", "loss.target=stateful_parts.Holder",
@@ -100,6 +102,8 @@ NORMAL = (
     "augmented, batch norm, average",
     "overflows",
     "samples and a model that draw",
+    "mean of the last weights",
+    "stored averages",
     "own parts with a state",
 )
 
@@ -128,6 +132,9 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
         assert same(its_weights, weights)
         assert its_state.keys() == state.keys()
         assert [key for key in state if not same(its_state[key], state[key])] == []
+        averages = [{file.name: file.read_bytes() for file in r.run_dir.glob("averages/*")} for r in (whole, resumed)]
+        assert averages[0] == averages[1]
+        assert bool(averages[0]) == (name == "stored averages")
         assert numbers(resumed.run_dir) == numbers(whole.run_dir)
         assert resumed.metrics == whole.metrics
 
@@ -156,6 +163,7 @@ LONGER = {  # what runs: the update at which its first part ends, and its words
     "overfit": (3, ["debug=overfit"]),
     "adamw8bit": (3, ["optimizer=adamw8bit", "optimizer.lr=0.01", "model.hidden=[64]"]),
     "schedulefree": (3, ["optimizer=schedulefree", "ema=ema"]),
+    "batches that grow": (5, ["batch.grow_every=1", "batch.grow_until=48"]),
     "buckets": (4, [*GPT, "batch.budget=tokens", "batch.preallocate=true"]),
     "dora": (3, [*DORA, "precision=bf16_pure", "adapter.dropout=0.3"]),
     **{f"unfreezing, {at}": (at, [*STAGES, "optimizer=adamw", "optimizer.lr=0.01"]) for at in (1, 2, 3)},

@@ -88,26 +88,6 @@ def test_the_sooner_of_the_two_counts(monkeypatch):
     assert last.due(6)
 
 
-def test_best_keeps_the_best_evaluation_beside_the_newest(make, tmp_path, monkeypatch):
-    accuracies = iter([0.25, 0.75, 0.5, 0.5])
-    trainer = make(*EPOCHS, "saving=best", "saving.keep=1")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": 1.0, "accuracy": next(accuracies)})
-    kept = []
-    save = trainer.save
-    trainer.save = lambda: (save(), kept.append(saved(tmp_path / "run")))
-    trainer.fit()
-    assert kept == [[4], [8], [8, 12], [8, 16]]
-    assert trainer.progress.best == {"loss": 1.0, "accuracy": 0.75, "update": 8}
-    assert trainer.progress.final["accuracy"] == 0.5
-
-
-def test_of_equals_the_first_stays_the_best(make, monkeypatch):
-    trainer = make(*EPOCHS, "saving=best")
-    monkeypatch.setattr(type(trainer.evaluator), "evaluate", lambda self, stops: {"loss": 1.0, "accuracy": 0.5})
-    trainer.fit()
-    assert trainer.progress.best["update"] == 4
-
-
 def test_an_off_switch_that_is_asked_says_no():
     off = saving.Saving()
     off.restart(0)

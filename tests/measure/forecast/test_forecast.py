@@ -68,7 +68,7 @@ def test_adam_keeps_two_tensors_for_each_parameter_and_sgd_one():
     assert adam[GRADIENTS] == adam[PARAMETERS]
 
 
-NEEDS = {"schedulefree": ["scheduler=constant"]}
+NEEDS = {"schedulefree": ["scheduler=constant"], "lbfgs": ["optimizer.max_iter=2"]}
 
 
 @pytest.mark.parametrize("name", sorted(options()["optimizer"]))
