@@ -29,9 +29,9 @@ from drivetrain.data import Normalize, digits
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import Job, prepare
 from drivetrain.launch.worker import run_rank
-from drivetrain.measure import overrides
-from drivetrain.measure.benchmark import noninferiority, quality
-from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial, Verdict
+from drivetrain.measure import changes
+from drivetrain.measure.benchmark import quality
+from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial, Verdict
 from drivetrain.run.reader import read
 
 OVERRIDES = (
@@ -185,9 +185,9 @@ def _base_run(seed: int) -> TrainedRun:
 def judged(arm: Arm, repeat: int, plan: quality.Plan, shift: int = 0) -> Verdict:
     """The verdict on one arm in one repeat. `shift` is added to its seeds, of which the first arm's are not."""
     base = _job(())
-    claim = overrides.between(base, _job(arm.overrides))
+    claim = changes.between(base, _job(arm.overrides))
     selection = selected(base.run)
-    trial = Trial.of(selection.name, {1: claim}, {1: noninferiority.figures_for(claim[0], selection)})
+    trial = Trial.of(selection.name, {1: claim}, {1: quality.figures_for(claim[0], selection)})
 
     def train(number_of_arm: int, number: int) -> TrainedRun:
         seed = repeat * SEEDS_OF_A_REPEAT + number

@@ -18,7 +18,7 @@ from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load
 from drivetrain.logger.base import numbers
-from drivetrain.measure.benchmark import noninferiority
+from drivetrain.measure.benchmark import quality
 from drivetrain.run import curves, reader
 from drivetrain.ui.pages import run as pages
 from tests.data.test_packed import CPU
@@ -178,7 +178,7 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     assert {"training", "validation clean", "validation noisy", "test noisy"} <= set(panels["loss"])
     assert {"validation clean", "validation noisy"} <= set(panels["noisy/ema_accuracy"])
     assert run.loss == run.judged()["noisy/loss"]
-    assert noninferiority.figures_for("changes", Selection("noisy/ema_accuracy", max))[1].name == "noisy/loss"
+    assert quality.figures_for("changes", Selection("noisy/ema_accuracy", max))[1].name == "noisy/loss"
     items, count = load(run.run_dir).items_of("test", 1)
     assert [name for item in items for name in item.names][23:25] == ["test/clean[23]", "test/noisy[0]"]
     assert count == 48

@@ -13,7 +13,7 @@ import numpy as np
 
 from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.noninferiority import FIRST, PASS, Verdict
+from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.certify import certify, judge

@@ -15,7 +15,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.ablate import techniques
 from drivetrain.measure.benchmark.comparison import _unequal_work
 from drivetrain.measure.benchmark.interleave import Arm, run_rounds
-from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST
+from drivetrain.measure.benchmark.quality import FAIL, FIRST
 from tests.support import json_keys, pages
 from tests.support.waiting import until
 

@@ -11,12 +11,11 @@ from bench.honest import BREAKS, HARMLESS, Arm
 
 from drivetrain.core.selection import Selection
 from drivetrain.launch.job import prepare
-from drivetrain.measure import intervals, overrides
-from drivetrain.measure.benchmark import noninferiority as test
+from drivetrain.measure import changes, intervals
+from drivetrain.measure.benchmark import quality as test
 from drivetrain.measure.benchmark.arms import compose, swept
 from drivetrain.measure.benchmark.facts import final_figures
-from drivetrain.measure.benchmark.noninferiority import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial
-from drivetrain.measure.benchmark.quality import Plan, sequentially
+from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, Plan, TrainedRun, Trial, sequentially
 from drivetrain.measure.intervals import mean, ratio
 from drivetrain.run.result import Result
 
@@ -91,8 +90,8 @@ def test_a_target_that_is_not_reached_is_told_so_and_has_no_difference():
     base = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}) for n in range(5)]
     late = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}, censored=["seconds"] if n else []) for n in range(5)]
     figures = [test.Figure("seconds")]
-    assert test.first(late, figures, "accuracy").reason == "seconds: 1 of 5 got there over 5 seeds"
-    assert test.first(base, figures, "accuracy").reason == "seconds 9.2 ± 0.16 over 5 seeds"
+    assert test.of_first(late, figures, "accuracy").reason == "seconds: 1 of 5 got there over 5 seeds"
+    assert test.of_first(base, figures, "accuracy").reason == "seconds 9.2 ± 0.16 over 5 seeds"
     trial = Trial.of("accuracy", {1: ("changes", [])}, {1: figures})
     trial.look({1: late}, base)
     assert trial.verdicts[1].reason == "seconds: 1 of 5 seeds got there, and 5 of 5 of the first arm"
@@ -204,7 +203,7 @@ def test_a_run_that_averages_its_weights_is_judged_by_the_average():
     ],
 )
 def test_the_difference_of_two_runs_claims_what_its_weakest_part_claims(before, after, effect, claims):
-    found = overrides.between(job(*before), job(*after))
+    found = changes.between(job(*before), job(*after))
     assert found[0] == effect
     assert claims is None or sorted(found[1]) == sorted(claims)
 

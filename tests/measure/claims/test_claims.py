@@ -16,7 +16,7 @@ from drivetrain.launch.job import checked, prepare
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings
 from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.benchmark.noninferiority import FAIL, PASS, TrainedRun, Verdict
+from drivetrain.measure.benchmark.quality import FAIL, PASS, TrainedRun, Verdict
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims import export as claims
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, judge

@@ -18,8 +18,21 @@ from drivetrain.measure.profile import doctor as diagnosis
 from drivetrain.measure.profile import doctor as doctor
 from drivetrain.measure.profile import step
 from drivetrain.measure.profile import step as utilization
-from drivetrain.measure.profile.attribution import Attribution, Line, attribute
-from drivetrain.measure.profile.sampler import SAMPLE_S, Found, Operation, Recorder, Sampler, Site, Spent, Times, _Instants, find
+from drivetrain.measure.profile.sampler import (
+    SAMPLE_S,
+    Attribution,
+    Found,
+    Line,
+    Operation,
+    Recorder,
+    Sampler,
+    Site,
+    Spent,
+    Times,
+    _Instants,
+    attribute,
+    find,
+)
 from drivetrain.measure.profile.step import END, READING, Threads
 
 NOTHING, BACKWARD = Found(), Found(in_backward=True)

@@ -13,7 +13,7 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
-from drivetrain.measure import overrides
+from drivetrain.measure import changes
 from drivetrain.measure.benchmark.comparison import Comparison, Row, TimesToTarget, columns, proven, ranked
 from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
@@ -38,9 +38,9 @@ OWN = [
 
 def test_words_over_words():
     words = ["loader=workers", "loader.num_workers=24", "epochs=3", "batch.global_batch=64", "surgery=[no_bias_before_norm]"]
-    assert overrides.apply(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
-    assert overrides.apply(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
-    assert words[3] in overrides.apply(words, ["batch=accumulate", "batch.accumulation_steps=2"])
+    assert changes.apply(words, ["loader=threads"]) == [words[2], words[3], words[4], "loader=threads"]
+    assert changes.apply(words, ["loader.num_workers=2"]) == [words[0], *words[2:], "loader.num_workers=2"]
+    assert words[3] in changes.apply(words, ["batch=accumulate", "batch.accumulation_steps=2"])
 
 
 def test_whatever_loads_or_compiles_is_tried():
@@ -58,7 +58,7 @@ def test_a_whole_step_is_tried_with_what_it_wants():
     job = prepare(["recipe=naive", "data=digits", "optimizer.fused=true"])
     (words,) = [w for w in tune.compilers(job) if w.startswith("compile=step")]
     assert set(words.split()[1:]) == {"optimizer.fused=null", "optimizer.foreach=null", "runtime.zero_grad=none"}
-    prepare(overrides.apply(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
+    prepare(changes.apply(["recipe=naive", "data=digits", "optimizer.fused=true"], words.split()))
 
 
 def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():

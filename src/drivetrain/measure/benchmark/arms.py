@@ -19,7 +19,7 @@ from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.overrides import groups_of
+from drivetrain.measure.changes import groups_of
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read

@@ -9,11 +9,11 @@ from dataclasses import replace
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments, leave
-from drivetrain.measure.benchmark import noninferiority, quality
+from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
-from drivetrain.measure.benchmark.noninferiority import FAIL, FIRST, PASS, Verdict, in_words
+from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.intervals import MIN_PAIRS
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
@@ -24,7 +24,7 @@ WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels
 TICK_WIDTH = 34  # of a number on the scale, in pixels
 IN_ALL_FIGURES = ("updates to it", "95th percentile", "seeds")
 LEAST = ("waiting for data", "update, median", "memory", "samples/s", "starts in")  # what a narrow terminal leaves out
-METHOD = (noninferiority.__doc__ or "").split("\n\n")
+METHOD = (quality.__doc__ or "").split("\n\n")
 AS_IT = ("as it is", "as it was")  # what the run that is to be made faster is called
 TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 

@@ -26,7 +26,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
-from drivetrain.measure.benchmark import noninferiority, quality
+from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
 from drivetrain.measure.intervals import Interval, ratio
@@ -69,7 +69,7 @@ class Row:
     rates: list[float] = field(default_factory=list)  # samples a second of each round
     stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
     out_of_time: bool = False  # whether it ended the arm because the time was over, and not because it was behind
-    verdict: noninferiority.Verdict | None = None
+    verdict: quality.Verdict | None = None
 
     @classmethod
     def of(cls, spec: ArmSpec, arm: Arm | None, base: Arm) -> Row:
@@ -436,7 +436,7 @@ def _together(rows: Sequence[Row]) -> list[str]:
         return []
     arms = f"all {len(verdicts)} variants (Holm) and " if len(verdicts) > 1 else ""
     return [
-        f"quality: PASS and FAIL are each decided at a level of {100 * noninferiority.ALPHA:g} % for {arms}"
+        f"quality: PASS and FAIL are each decided at a level of {100 * quality.ALPHA:g} % for {arms}"
         "all looks at the seeds together (alpha spending)"
     ]
 

@@ -26,11 +26,10 @@ from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, trainings
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
-from drivetrain.measure.benchmark.noninferiority import TrainedRun
+from drivetrain.measure.benchmark.quality import TrainedRun
 from drivetrain.measure.bisect.search import FAILS, NONE, UNRESOLVED, Answer, Measured, Search, Subset
-from drivetrain.measure.changes import Change, Changes, in_order
+from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
-from drivetrain.measure.overrides import apply
 from drivetrain.recipe import places
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment

@@ -35,7 +35,7 @@ from drivetrain.measure.certify.judge import (
     same_bits,
     same_in_float64,
 )
-from drivetrain.measure.overrides import apply
+from drivetrain.measure.changes import apply
 from drivetrain.run import directory, environment
 from drivetrain.run.identity import flatten
 from drivetrain.ui.progress import Steps

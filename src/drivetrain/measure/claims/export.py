@@ -20,14 +20,14 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
-from drivetrain.measure.benchmark import facts, noninferiority
+from drivetrain.measure.benchmark import facts, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.compare import HandOn
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.changes import apply
 from drivetrain.measure.claims import verify
 from drivetrain.measure.claims.verify import Wanted
-from drivetrain.measure.overrides import apply
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
@@ -190,7 +190,7 @@ def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
 
 def _is_proven(row: Row) -> bool:
     """Whether a variant makes the run as it is faster beyond doubt, start-up included, and no worse as far as was seen."""
-    return row.gain is not None and row.gain.low > 1 and (row.verdict is None or row.verdict.outcome != noninferiority.FAIL)
+    return row.gain is not None and row.gain.low > 1 and (row.verdict is None or row.verdict.outcome != quality.FAIL)
 
 
 def _write(

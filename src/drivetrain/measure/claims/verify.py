@@ -20,7 +20,7 @@ from drivetrain.core.selection import Better, evaluated
 from drivetrain.core.target import Reach
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority
+from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, trainings
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
@@ -442,7 +442,7 @@ def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:
     figures = f"measured {row.ratio}, claimed {times(speed.ratio, *speed.interval)}"
     if row.verdict is not None:
         figures += f"; quality {row.verdict.outcome}"
-        if row.verdict.outcome == noninferiority.FAIL:
+        if row.verdict.outcome == quality.FAIL:
             return answer(REFUTED, f"{row.verdict.reason}: {figures}")
     elif speed.quality:
         figures += f"; quality {speed.quality} claimed: quality=true checks it again"

@@ -15,10 +15,10 @@ from drivetrain.core.option import Positive
 from drivetrain.engine import child
 from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms
+from drivetrain.measure.changes import apply, groups_of
 from drivetrain.measure.forecast.devices import FORECAST_ONLY, HERE, NAMES, Figure, known
 from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
-from drivetrain.measure.overrides import apply, groups_of
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps

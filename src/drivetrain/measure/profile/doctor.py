@@ -20,15 +20,15 @@ from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row, no_gain
+from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
-from drivetrain.measure.overrides import apply, groups_of, with_channels_last
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
-    from drivetrain.measure.profile.attribution import Line
+    from drivetrain.measure.profile.sampler import Line
     from drivetrain.measure.profile.step import StepProfile
 
 

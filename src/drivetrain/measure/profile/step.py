@@ -28,8 +28,17 @@ from drivetrain.debug.torch_modes import WaitingCalls
 from drivetrain.engine.step import PlainStep
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
 from drivetrain.measure.forecast.replay import number_format, this_device
-from drivetrain.measure.profile.attribution import WAITING, Attribution, Line, Samples, attribute
-from drivetrain.measure.profile.sampler import Recorder, Sampler, operation_clock, user_line
+from drivetrain.measure.profile.sampler import (
+    WAITING,
+    Attribution,
+    Line,
+    Recorder,
+    Sampler,
+    Samples,
+    attribute,
+    operation_clock,
+    user_line,
+)
 from drivetrain.saving import checkpoint_io
 
 UPDATES = 3  # in which every operation is recorded

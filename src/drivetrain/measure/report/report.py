@@ -26,7 +26,7 @@ from drivetrain.core.selection import Selection
 from drivetrain.core.target import Reach
 from drivetrain.core.typed import fits, is_number
 from drivetrain.measure import arguments
-from drivetrain.measure.benchmark import noninferiority, quality
+from drivetrain.measure.benchmark import quality
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
@@ -335,7 +335,7 @@ def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence
     assert metric is not None
     name, higher_is_better = metric
     trained = [[quality.trained_run(run, seed) for run, seed in zip(arm, seeds, strict=True)] for arm in (runs, base)]
-    found = noninferiority.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
+    found = quality.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
     return found.outcome, found.reason
 
 

@@ -25,13 +25,13 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.launch.trials import Trials
 from drivetrain.measure import arguments, leave
-from drivetrain.measure.benchmark import arms, compare, comparison, noninferiority, quality
+from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, trainings
 from drivetrain.measure.benchmark.compare import titled
 from drivetrain.measure.benchmark.comparison import MIN_SEEDS, Comparison, Row, TimesToTarget, behind, columns, proven, ranked
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
+from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
-from drivetrain.measure.overrides import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.tune import range_test
 from drivetrain.measure.tune.range_test import RangeTest
 from drivetrain.run import environment
@@ -356,7 +356,7 @@ class Tuning:
                 self.notes.append("together they are not faster beyond doubt: nothing is kept")
                 return None
             self._check_quality(done, [base, tuned])
-            if row.verdict is None or row.verdict.outcome != noninferiority.FAIL:
+            if row.verdict is None or row.verdict.outcome != quality.FAIL:
                 return row
             self._drop_suspect(row.verdict.reason)
         return None
@@ -447,11 +447,11 @@ def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> s
     """What was found, in one sentence."""
     if proof is not None and proof.gain is not None:
         outcome = proof.verdict.outcome if proof.verdict is not None else ""
-        quality = {
-            noninferiority.PASS: ", and its result is no worse",
-            noninferiority.INCONCLUSIVE: "; a few seeds do not tell whether its result is as good",
+        result = {
+            quality.PASS: ", and its result is no worse",
+            quality.INCONCLUSIVE: "; a few seeds do not tell whether its result is as good",
         }.get(outcome, "; whether its result is as good was not measured")
-        return f"With {' '.join(tuning.accepted.values())} the run is {proof.gain.as_fast('it was')}{quality}"
+        return f"With {' '.join(tuning.accepted.values())} the run is {proof.gain.as_fast('it was')}{result}"
     if tuning.comparisons:
         tried = sum(len(done.rows) - 1 for title, done in tuning.comparisons.items() if title != PROOF)
         if tuning.unfinished:
