@@ -265,6 +265,11 @@ def test_texts_are_shown_with_their_lengths_and_targets(tmp_path):
     assert first == {"sample": "0", "text": "é 0", "tokens": "4", "target": "good"}
     tokens = shown(*words, "task=language_modelling", "data.validation=null")["samples of training"][0]
     assert (tokens["text"], tokens["target"]) == ("é", "the next token")
+    (tmp_path / "chats.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{n}?", "completion": f"it is {n}"}) for n in range(60))
+    )
+    words = ["task=instruction", "model=gpt", f"data.path={tmp_path}/chats.jsonl", "data.length=64"]
+    assert re.fullmatch(r"the next token of 'it is \d+.*'", shown(*words)["samples of training"][0]["target"])
 
 
 def test_what_is_twice_and_what_cannot_be_read_is_said(tmp_path, capsys):

@@ -153,6 +153,7 @@ READS = {
     "tabular": ("data.path=gone.csv", "data.target=a"),
     "text": ("task=language_modelling", "data.path=gone.txt", "data.test=gone"),
     "webdataset": ("data.train=gone.tar",),
+    "words": ("model=transformers", "model.name=bert", "loss=token", "data.path=gone.jsonl"),
 }
 
 

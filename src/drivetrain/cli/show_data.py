@@ -15,7 +15,7 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.data.base import Splits, Tensors, twice
+from drivetrain.data.base import IGNORE_INDEX, Splits, Tensors, twice
 from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline
 from drivetrain.logger.drawing import BLACK, Tile, grid, pixels, with_mask
@@ -50,7 +50,7 @@ def sheet_of(run: RunSpec) -> Sheet:
         texts = _texts(run, data) if run.data.tokens is not False or data.dtype is not None else {}
         title = "Texts of the training set" if texts else "Inputs and targets of the training set"
         sections += under(title, Table.of(texts or _values(data), name="samples of training", prose=("text", "values")))
-    several = "classes" if run.data.targets in ("class", "mask", "pair") else "outputs"
+    several = "classes" if run.data.targets in ("class", "mask", "pair", "words") else "outputs"
     answer = f"{len(data.train):,} training samples, {'one output' if data.classes == 1 else f'{data.classes:,} {several}'}{what}"
     return Sheet(f"{run.named('data')} – drivetrain show", answer, sections)
 
@@ -136,11 +136,20 @@ def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:
         x, y = data.train.fetch(torch.tensor([index]))
         if not isinstance(x, torch.Tensor) or x.ndim != 2 or (text := run.data.decode(x[0].tolist(), data)) is None:
             return {}
-        target = ", ".join(_lines(run, data, y[0])) if isinstance(y, torch.Tensor) and y.ndim < 2 else "the next token"
+        target = ", ".join(_lines(run, data, y[0])) if isinstance(y, torch.Tensor) and y.ndim < 2 else _of_tokens(run, data, y[0])
         short = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
         for cells, cell in zip(columns.values(), (f"{index}", " ".join(short.split()), f"{x.shape[1]}", target), strict=True):
             cells.append(cell)
     return columns
+
+
+def _of_tokens(run: RunSpec, data: Splits, targets: torch.Tensor) -> str:
+    """Return the targets of a text's tokens in words: the classes of those that count, or which next tokens are learnt."""
+    counted = targets[targets != IGNORE_INDEX].tolist()
+    if run.data.targets != "tokens":
+        return ", ".join(str(data.names[number]) if data.names else str(number) for number in counted[:SHOWN])
+    learnt = run.data.decode(counted, data) if len(counted) < len(targets) else None
+    return "the next token" if learnt is None else f"the next token of {' '.join(learnt.split())[:CHARACTERS]!r}"
 
 
 def _values(data: Splits) -> dict[str, list[str]]:
