@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from drivetrain.cli import show_data
+from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
@@ -139,6 +141,15 @@ def certified() -> str:
     return certify.sheet(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)]).page()
 
 
+def data(folder: Path) -> str:
+    """The page of a table's data, in which a column and its categories have hostile names."""
+    quoted = HOSTILE.replace('"', '""')
+    rows = [f'{n},"{quoted} {n % 3}",{"ab"[n % 2]}' for n in range(40)]
+    (folder / "data.csv").write_text("\n".join([f'age,"{quoted}",kind', *rows]), encoding="utf-8")
+    words = ["data=tabular", f"data.path={folder / 'data.csv'}", "data.target=kind", "task=classification"]
+    return show_data.sheet_of(prepare(words).run).page()
+
+
 def every(folder: Path) -> dict[str, str]:
     """Name → page."""
     for n, lr in enumerate((0.003, 0.03, 0.3)):
@@ -162,4 +173,5 @@ def every(folder: Path) -> dict[str, str]:
         "doctor": doctors(),
         "bisect": bisected().sheet().page(),
         "certify": certified(),
+        "data": data(folder),
     }
