@@ -1,7 +1,8 @@
 """Options together, by commands of two updates and a save: every pair of two groups, or random triples.
 
 `python -m bench.pairwise [--jobs N] [--journal FILE]` covers the pairs by rows of many options. A pair trains, or is refused with
-a reason that names both; one whose row fails is tried by itself. It writes docs/pairwise.md.
+a reason that names both; one whose row fails is tried by itself. It writes docs/pairwise.md. With `--minutes 0` nothing is
+trained: the page has what is refused.
 
 `python -m bench.pairwise --triples N [--first N]` draws options of three groups, the same ones every time. A tenth of those that
 train is certified beside the same run without its exact and close techniques. It writes bench/results/triples-cpu.json.
@@ -251,13 +252,18 @@ def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> 
     trained, refused = campaign.trained(), refusals(asked, campaign)
     alone = sum(any(word in asked.alone for word in pair) for pair in pairs)
     left = len(pairs) - len(trained) - len(refused) - alone
+    counted = f"{len(refused)} refused with a reason that names both, {alone} with an option that this machine cannot run"
+    if campaign.journal.ended:
+        made = "python -m bench.pairwise"
+        counted = (
+            f"{len(trained)} trained together, two updates and a save; {counted}, {left} not tried yet, or open, as listed below"
+        )
+        counted += f".\n{len(campaign.journal.ended)} runs covered them"
+    else:
+        made, counted = "python -m bench.pairwise --minutes 0", f"{counted}.\nThe other {left} were not trained for this page"
     lines = [
-        "# Which options go together", "",
-        f"{len(pairs)} pairs of options: {len(trained)} trained together, two updates and a save; {len(refused)} refused",
-        f"with a reason that names both, {alone} with an option that this machine cannot run, {left} not tried yet, or listed",
-        "as open at the end.",
-        f"{len(campaign.journal.ended)} runs covered them.",
-        "", f"Written by `python -m bench.pairwise` on a CPU ({harness.machine()['cpu']}).",
+        "# Which options go together", "", f"{len(pairs)} pairs of options: {counted}.",
+        "", f"Written by `{made}` on a CPU ({harness.machine()['cpu']}).",
         "", "## Refused together", "", "| pair | reason |", "|---|---|",
     ]  # fmt: skip
     lines += [f"| {' · '.join(sorted(pair))} | {' '.join(refused[pair].split())} |" for pair in sorted(refused, key=sorted)]

@@ -88,6 +88,7 @@ def test_looks_take_nothing():
     ("words", "says"),
     [
         ({"kind": "stateless"}, "without state_dict and load_state_dict"),
+        ({"kind": "asking"}, "whose state_dict wants what its loader knows .*'num_samples'.*: let the target return that loader"),
         ({"kind": "hugging_face", "kwargs": {"shuffled": True}}, r"shuffles in a buffer .*data\.approximate=true"),
         ({"kind": "numbers", "train": {"split": "test"}, "test": {}}, "is no stream"),
     ],

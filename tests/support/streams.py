@@ -46,6 +46,14 @@ def stateless(split: str = "train") -> Any:
     return Plain()
 
 
+def asking(split: str = "train") -> Any:
+    class Asks(Numbers):
+        def state_dict(self, num_samples: int) -> dict[str, int]:  # type: ignore[override]
+            return {"at": num_samples}
+
+    return Asks(3)
+
+
 def hugging_face(split: str = "train", shards: int = 4, shuffled: bool = False) -> Any:
     import datasets
 

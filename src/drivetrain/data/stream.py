@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,6 +109,13 @@ class Stream(Own):
                 f"{setting} is a {type(dataset).__name__} without state_dict and load_state_dict, so a run that is stopped could "
                 "not go on where it was: give it both, or take a stream that has them (Hugging Face's, torchdata's)"
             )
+        try:
+            inspect.signature(dataset.state_dict).bind()
+        except TypeError as error:  # of mosaicml-streaming
+            raise UserError(
+                f"{setting} is a {type(dataset).__name__}, whose state_dict wants what its loader knows ({error}): let the target "
+                "return that loader for training, such as StreamingDataLoader"
+            ) from None
         if not _has_shuffle_buffer(dataset):
             return
         if not self.approximate:
