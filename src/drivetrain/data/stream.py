@@ -113,8 +113,8 @@ class Stream(Own):
             inspect.signature(dataset.state_dict).bind()
         except TypeError as error:  # of mosaicml-streaming
             raise UserError(
-                f"{setting} is a {type(dataset).__name__}, whose state_dict wants what its loader knows ({error}): let the target "
-                "return that loader for training, such as StreamingDataLoader"
+                f"{setting} is a {type(dataset).__name__}, whose state_dict wants what its loader knows ({error}): let the "
+                "target return that loader for training, such as StreamingDataLoader"
             ) from None
         if not _has_shuffle_buffer(dataset):
             return
