@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.cli import export, main
+from drivetrain.cli import main
+from drivetrain.cli.finished import export
 from drivetrain.core.errors import UserError
 from drivetrain.inference.loaded import load
 
@@ -97,7 +98,7 @@ def test_adapters_are_merged_without_the_switch(tiny, tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     assert torch.allclose(outputs(again), outputs(load(run.run_dir).model), atol=1e-6)
     with pytest.raises(UserError, match="the frozen weights of this run began at random"):
-        export.command([str(run.run_dir), str(tmp_path / "other"), "--format", "transformers", "--adapter"])
+        export([str(run.run_dir), str(tmp_path / "other"), "--format", "transformers", "--adapter"])
 
 
 @pytest.mark.parametrize(
@@ -124,4 +125,4 @@ def test_a_folder_of_peft_that_does_not_fit_is_refused(key, value, says, make, t
 def test_other_models_have_no_such_folder(tiny):
     run = drivetrain.train(tiny())
     with pytest.raises(UserError, match="for runs with model=transformers, and this one has model=mlp"):
-        export.command([str(run.run_dir), "--format", "transformers"])
+        export([str(run.run_dir), "--format", "transformers"])

@@ -91,10 +91,10 @@ _ROWS = (
     Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
     Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, fetch, check, export, verify or diff recipes"),
-    Verb("evaluate", "drivetrain.cli.evaluate:command", "the metrics of a finished run, on any data, device and ranks"),
-    Verb("predict", "drivetrain.cli.predict:command", "what a finished run says of new inputs, as a table"),
+    Verb("evaluate", "drivetrain.cli.finished:evaluate", "the metrics of a finished run, on any data, device and ranks"),
+    Verb("predict", "drivetrain.cli.finished:predict", "what a finished run says of new inputs, as a table"),
     Verb(
-        "export", "drivetrain.cli.export:command",
+        "export", "drivetrain.cli.finished:export",
         "a finished run as a file to use without drivetrain: safetensors, ONNX, torch.export, TorchScript",
     ),
     Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed", takes_overrides=True),

@@ -1,0 +1,278 @@
+"""The verbs on a finished run: evaluate, predict and export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from drivetrain.cli import arguments, completion
+from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.files import write_json
+from drivetrain.core.overrides import key_of
+from drivetrain.core.paths import add_import_paths, expanded
+from drivetrain.ema.base import BELOW, NARROWEST
+from drivetrain.inference.finished import Choice
+from drivetrain.ui.output import echo, fold
+from drivetrain.ui.sheet import Table
+
+OF_CHOICE = """\
+  update=N              the checkpoint of this update; best: of the best evaluation; last: the newest valid one
+                        (default: best where the run kept it, as saving=best does, else last)
+  average=true          the averaged weights (ema=ema) instead of the trained ones; average=0.08: those of this relative width,
+                        of a run with ema=post_hoc
+  'trust=[my_pkg]'      for a run with code of your own: a run's files are not trusted to name code
+  -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml"""
+
+
+@dataclass
+class RunArguments:
+    """What was given for a finished run."""
+
+    run_dir: Path
+    paths: list[str]  # further words that are no settings
+    overrides: list[str]
+    choice: Choice
+    config_dirs: list[str]
+    options: argparse.Namespace
+
+
+@dataclass(frozen=True)
+class OfRun:
+    """A verb on a finished run: RUN, which checkpoint, overrides, --config-dir, --help, and options of its own."""
+
+    name: str
+    work: Callable[[RunArguments], int]
+    help: str
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # as argparse takes them
+    offers: tuple[str, ...] = ()  # further words for TAB
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Run the verb; its exit code. Raises UserError."""
+        made = arguments.parser(self.name)
+        for name, kind in self.options.items():
+            made.add_argument(f"--{name.replace('_', '-')}", **kind)
+        given = made.parse_intermixed_args(list(argv))
+        if given.help or not argv:
+            echo(fold(self.help))
+            return DONE
+        settings = [word for word in given.overrides if _is_setting(word)]
+        paths = [word for word in given.overrides if word not in settings]
+        if not paths:
+            raise UserError(f"drivetrain {self.name} needs a run's directory, such as outputs/<date>/<time>-<id>")
+        add_import_paths(given.config_dir)
+        choice, overrides = _choice(settings)
+        return self.work(RunArguments(expanded(paths[0]), paths[1:], overrides, choice, given.config_dir, given))
+
+    def complete(self, words: Sequence[str], last: str) -> list[str]:
+        """What TAB offers: runs below outputs/ for the first word, then settings and overrides."""
+        positional = [word for word in words if "=" not in word and not word.startswith("-")]
+        if not positional and not last.startswith("-") and "=" not in last:
+            return completion.runs()
+        own = [f"--{name.replace('_', '-')}" for name in self.options]
+        return ["update=best", "update=last", "average=true", *own, *self.offers, *completion.overrides(words, last)]
+
+
+def _is_setting(word: str) -> bool:
+    return "=" in word and "/" not in word.partition("=")[0] and not Path(word).exists()
+
+
+def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
+    """Which weights and which set the settings choose, and those that are overrides of the config. Raises UserError."""
+    choice, rest, wrong = Choice(), [], []
+    for word in settings:
+        key, value = key_of(word), word.partition("=")[2]
+        if key == "update" and (value in ("best", "last") or value.isdecimal()):
+            choice.update = value
+        elif key == "average" and value in ("true", "false"):
+            choice.average = value == "true"
+        elif key == "average" and (width := _width(value)) is not None:
+            choice.average = width
+        elif key == "split" and value in ("test", "validation"):
+            choice.split = value
+        elif key == "split":
+            wrong.append(f"{word}: say split=test or split=validation")
+        elif key in ("update", "average"):
+            wrong.append(
+                f"{word}: say update=N, update=best, update=last, average=true, or average=0.08 for a width of 0.001 to 0.28"
+            )
+        else:
+            rest.append(word)
+    if wrong:
+        raise UserError(wrong)
+    return choice, rest
+
+
+def _width(value: str) -> float | None:
+    """The relative width of an average; None where the text is none."""
+    try:
+        width = float(value)
+    except ValueError:
+        return None
+    return width if NARROWEST <= width < BELOW else None
+
+
+def _evaluate(given: RunArguments) -> int:
+    """Run `drivetrain evaluate` with these arguments; its exit code."""
+    if given.paths:
+        raise UserError(f"drivetrain evaluate takes one run, and was given {', '.join(given.paths)} too")
+    from drivetrain.inference.evaluation import evaluate
+    from drivetrain.parallel import launched, world_of_environment
+
+    found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
+    if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints
+        return DONE
+    samples = f"{found.samples:,} sample{'s' * (found.samples != 1)}"
+    which = f"{found.split} set, {samples}, update {found.update}" + (", averaged" if found.average else "")
+    echo(f"{found.split} set: {samples} of {found.source}")
+    Table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()]).show()
+    if given.options.out is not None:
+        given.options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(given.options.out, asdict(found))
+        echo(f"written to {given.options.out}")
+    return DONE
+
+
+def _export(given: RunArguments) -> int:
+    """Run `drivetrain export` with these arguments; its exit code."""
+    if len(given.paths) > 1:
+        raise UserError("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
+    from drivetrain.inference import export
+    from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, find
+
+    file = expanded(given.paths[0]) if given.paths else None
+    kind, with_normalize = export.format_of(file, given.options.format), given.options.with_normalize
+    if with_normalize and kind in ("safetensors", "transformers"):
+        raise UserError(f"--with-normalize: {kind} holds weights, and no model that could normalise: set another --format")
+    if given.options.adapter and kind != "transformers":
+        raise UserError("--adapter writes an adapter as peft has it: set --format transformers")
+    path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
+    overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
+    finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice, MODEL_ALONE)
+    if kind == "safetensors":
+        done = export.export_weights(finished, path)
+        echo(f"{done.tensors} tensors of update {finished.checkpoint.name}: {path}")
+        return DONE
+    from drivetrain.inference.loaded import open_run
+
+    if kind == "transformers":
+        from drivetrain.inference import pretrained
+
+        echo(f"update {finished.checkpoint.name} as {kind}: {pretrained.write(finished, path, given.options.adapter)}")
+        return DONE
+    done = export.export_program(open_run(finished), path, kind, with_normalize)
+    checked = f"matches the model's output to {done.difference:.0e}" if done.difference is not None else done.note
+    echo(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
+    return DONE
+
+
+def _predict(given: RunArguments) -> int:
+    """Run `drivetrain predict` with these arguments; its exit code."""
+    if bool(given.paths) == bool(given.options.data):
+        raise UserError("drivetrain predict needs either inputs (files, folders, arrays, or - for lines), or --data test")
+    if given.options.batch is not None and given.options.batch < 1:
+        raise UserError(f"--batch {given.options.batch}: give 1 or more")
+    for name, least in {"max_tokens": 1, "temperature": 0, "seed": 0}.items():
+        if (value := getattr(given.options, name)) is not None and not least <= value < 2**31:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give {least} or more")
+    from drivetrain.inference import inputs
+    from drivetrain.inference.answers import Answers
+    from drivetrain.inference.loaded import load
+    from drivetrain.inference.predict import Outputs, Predictor, predict_all
+    from drivetrain.inference.tables import Output
+    from drivetrain.inference.transforms import ROWS
+    from drivetrain.ui.progress import Rate
+
+    split = given.options.data
+    loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice, with_data=split is not None)
+    loaded.check_rows(split)
+    words = {"most": "max_tokens", "temperature": "temperature", "seed": "seed", "stops": "stop"}
+    chosen = {key: value for key, name in words.items() if (value := getattr(given.options, name)) is not None}
+    if chosen and not loaded.writes_answers:
+        raise UserError(f"--{words[next(iter(chosen))].replace('_', '-')} is for runs that write answers: task=instruction")
+    predictor: Predictor = Answers(loaded, **chosen) if loaded.writes_answers else Outputs(loaded)
+    size = given.options.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
+    lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
+    items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
+    with Output(given.options.out) as output, Rate("predictions", count) as rate:
+        counts = predict_all(loaded, predictor, items, size, output, rate, with_targets=split is not None)
+    where = f": {given.options.out}" if given.options.out is not None else ""
+    echo(f"{rate.text()}{where}", file=sys.stderr)
+    for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():
+        echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
+    if counts.unreadable:
+        more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
+        echo(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
+    return FAILED if counts.unreadable else DONE
+
+
+evaluate = OfRun("evaluate", _evaluate, f"""\
+drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a finished run, as its own evaluation computes them
+
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 update=best --out best.json
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 split=validation
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 data=imagefolder data.root=~/other_photos
+  drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6 parallel=ddp runtime.device=cpu
+
+  --out FILE            write the figures as JSON
+  split=validation      the set that the run was selected by; default: split=test
+{OF_CHOICE}
+
+A folder that the run was not trained on, and that has no test/, is used whole; data.holdout=0.1 takes that share of it.
+On the same set, with the run's own ranks, batch and device, the figures are those of training to the last digit.
+""", {"out": {"type": Path}}, ("split=validation",))  # fmt: skip
+
+SWITCH = {"action": "store_true"}
+export = OfRun("export", _export, f"""\
+drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished run as one file, to use without drivetrain
+
+  drivetrain export outputs/2026-11-21/07-37-57-4262f6
+  drivetrain export outputs/2026-11-21/07-37-57-4262f6 best.safetensors update=best
+  drivetrain export outputs/2026-11-21/07-37-57-4262f6 --format onnx
+  drivetrain export outputs/2026-11-21/07-37-57-4262f6 model.pt2 --with-normalize
+
+  FILE                  the file to write; default: RUN/model, with the suffix of the format
+  --format FORMAT       default: as the suffix of FILE says, else safetensors
+                        safetensors (.safetensors): the weights, under the model's own names
+                        torch.export (.pt2), onnx (.onnx), torchscript (.ts): the model, in float32, for any batch size
+                        transformers: a folder that its from_pretrained reads, of a run with model=transformers
+  --adapter             with --format transformers: the adapter alone, as peft has it; else it is merged into the weights
+  --with-normalize      the model normalises its inputs itself; else it takes normalised ones
+{OF_CHOICE}
+
+The file says in its metadata what is needed to use it: model, classes, shape and normalisation of the inputs. Before it is
+kept, its output is compared with the model's. docs/export.md shows how to load each one.
+""", {"format": {}, "with_normalize": SWITCH, "adapter": SWITCH})  # fmt: skip
+
+SPLITS = {"choices": ["test", "validation", "train"]}
+predict = OfRun("predict", _predict, f"""\
+drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and probabilities of new inputs, a row for each
+
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 photo.jpg more_photos/ --out predictions.csv
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 arrays.npy --out predictions.parquet
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 houses.csv --out prices.csv
+  find photos -name '*.jpg' | drivetrain predict outputs/2026-11-21/07-37-57-4262f6 - > predictions.csv
+  drivetrain predict outputs/2026-11-21/07-37-57-4262f6 --data test --out predictions.csv
+
+  INPUT                 image files; folders of them; arrays of samples as the data set has them (.npy, .npz, .pt);
+                        tables where the run reads tables (.csv, .tsv, .parquet, …); texts (.jsonl) where it reads those;
+                        - reads lines: paths of image files, a CSV, or texts, whichever the run reads
+  --data test           the run's own test set (or validation, train), with a column of the right answers
+  --out FILE            .csv, .jsonl or .parquet; default: CSV on standard output
+  --max-tokens 256      of an answer, of a run that writes answers (task=instruction); --temperature 0.7 draws them instead of
+                        taking the likeliest, --seed 1 draws others, --stop TEXT ends them before this text (may be repeated)
+  --batch N             samples at a time; default: as in the run's evaluation, of tables at least 1,024
+{OF_CHOICE}
+
+Inputs are resized, encoded and normalised as in the run's evaluation. One that cannot be read gets a row with the reason.
+
+exit codes: 0 done · 1 some inputs could not be read · 2 nothing was predicted
+""", {
+    "out": {"type": Path}, "data": SPLITS, "batch": {"type": int}, "stop": {"action": "append"}, "max_tokens": {"type": int},
+    "temperature": {"type": float}, "seed": {"type": int},
+})  # fmt: skip
