@@ -77,6 +77,7 @@ def _own_place(_no_launcher: None, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = True
         assert products == ("highest", True), "the test left torch computing float32 products in another way"
+        assert not torch.is_autocast_enabled("cpu"), "the test left autocast on"
 
 
 @pytest.fixture(autouse=True)

@@ -33,17 +33,6 @@ def test_crop_equals_torchs_reflected_padding_cut_out(pad):
             assert torch.equal(out[1], padded[1, :, :5, 2 * pad :])
 
 
-def test_a_samples_draw_does_not_depend_on_its_batch():
-    images = torch.randn(20, 3, 8, 8)
-    indices = torch.randperm(1000)[:20]
-    augment = FlipCrop()
-    whole = augment(images, 0, 3, indices)
-    order = torch.randperm(20)
-    assert torch.equal(augment(images[order], 0, 3, indices[order]), whole[order])
-    assert torch.equal(augment(images[7:8], 0, 3, indices[7:8]), whole[7:8])
-    assert not torch.equal(whole, images)
-
-
 @pytest.mark.parametrize("other", [(1, 3), (0, 4)], ids=["seed", "epoch"])
 def test_seed_and_epoch_change_the_draw(other):
     images, indices = torch.randn(20, 3, 8, 8), torch.arange(20)
@@ -69,18 +58,6 @@ def test_uint8_stays_uint8_and_the_input_is_not_written():
     assert out.dtype == torch.uint8
     assert out.shape == images.shape
     assert torch.equal(images, before)
-
-
-def test_training_is_augmented_and_evaluation_is_not(make):
-    trainer = make("augment=[flip_crop]")
-    assert len(trainer.train_data.steps) == 1
-    assert trainer.evaluator.data.steps == ()
-    indices = torch.arange(6)
-    raw, _ = trainer.train_data.source.fetch(indices)
-    x, _ = trainer.train_data(Request(0, indices, 1.0))
-    assert not torch.equal(x, raw)
-    assert torch.equal(x, FlipCrop()(raw, 0, 0, indices))
-    assert torch.equal(trainer.evaluator.data(Request(0, indices, 1.0))[0], trainer.evaluator.data.source.fetch(indices)[0])
 
 
 def test_none_is_nothing(make):

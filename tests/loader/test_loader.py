@@ -63,7 +63,7 @@ def read(loader: Loader, wanted=None) -> list[MicroBatch]:
     return list(loader.stream(pipeline(), requests() if wanted is None else wanted, CPU, torch.contiguous_format))
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", ["workers(1)", "threads(1)", "device, sync", "resident"])
 def test_a_sample_that_comes_again_is_augmented_anew_by_every_loader(name):
     batch = Batch(global_batch=12).over(shuffled(29, times=3))
     expected, got = (read(loader, batch.requests(0, 0, World(), True)) for loader in (Loader(), LOADERS[name]()))

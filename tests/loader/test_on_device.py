@@ -135,19 +135,6 @@ def test_every_loader_with_text(tiny, device, name):
     assert train(device, option(tiny, "loader", name), work) == {torch.int64}
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=["bytes", "floats"])
-@pytest.mark.parametrize("name", NAMES["augment"])
-def test_every_augmentation_on_the_device(tiny, device, name, dtype):
-    steps = [] if name == "none" else [option(tiny, "augment", name)]
-    train(device, Device("sync"), pipeline(images(dtype), steps))
-
-
-@pytest.mark.parametrize("fill", ["noise", "mean"])
-@pytest.mark.parametrize("loader", [Device("sync"), Loader()], ids=["on the device", "on the CPU"])
-def test_erasing_with_either_value(device, fill, loader):
-    train(device, loader, pipeline(images(), [RandomErasing(prob=1.0, fill=fill)]))
-
-
 @pytest.mark.parametrize("name", NAMES["data"])
 def test_every_data_set(tiny, device, name):
     if name == "huggingface":

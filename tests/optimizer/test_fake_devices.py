@@ -3,19 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate
-from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon
-from drivetrain.core.progress import Progress
-from drivetrain.engine.rehearsal.recorder import NO_FAKE_FORM
-from drivetrain.parallel import Parallel
-from tests.support.context import context
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 devices = pytest.mark.parametrize("device", ["cuda:0", pytest.param("lazy:0", marks=pytest.mark.slow)])
@@ -23,11 +16,6 @@ BESIDE = {"schedulefree": ["scheduler=constant"]}
 READS = {"adafactor", "lbfgs"}  # torch's implementations read values back
 
 
-class WithKernels(TorchDispatchMode):
-    """Fused kernels of which torch has no fake form write in place, so that fake tensors need not make them."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return None if func._schema.name in NO_FAKE_FORM else func(*args, **(kwargs or {}))
 
 
 def model_on(device: str) -> nn.Module:
@@ -40,64 +28,6 @@ def give_gradients(model: nn.Module) -> None:
         p.grad = torch.randn_like(p)
 
 
-def model_loss(model: nn.Module, device: str) -> torch.Tensor:
-    """What a closure does: new gradients, and a loss."""
-    give_gradients(model)
-    return torch.zeros((), device=device)
-
-
-@devices
-@pytest.mark.parametrize("name", sorted(options()["optimizer"]))
-def test_an_optimizer_makes_two_steps_on_the_device_alone(name, device):
-    try:
-        option = validate(compose([f"optimizer={name}", *BESIDE.get(name, [])])).optimizer
-    except UserError as missing:
-        pytest.skip(str(missing))
-    with FakeTensorMode(), WithKernels(), torch.compiler.set_stance("force_eager"):  # torchao compiles its update
-        model = model_on(device)
-        optimizer = option.create(model)
-        closure = (lambda: model_loss(model, device),) if option.takes_closure else ()
-        for _ in range(2):
-            give_gradients(model)
-            if name in READS:
-                with pytest.raises(DataDependentOutputException):
-                    optimizer.step(*closure)
-            else:
-                optimizer.step(*closure)
-
-
-@devices
-@pytest.mark.parametrize("name", sorted(options()["clip"]))
-def test_gradients_are_clipped_on_the_device_alone(name, device):
-    option = validate(compose([f"clip={name}"])).clip
-    with FakeTensorMode():
-        model = model_on(device)
-        give_gradients(model)
-        option.create(list(model.parameters()), Parallel().norm)()
-
-
-@devices
-@pytest.mark.parametrize("name", sorted(options()["ema"]))
-def test_weights_are_averaged_on_the_device_alone(name, device, tmp_path):
-    option = validate(compose([f"ema={name}"])).ema
-    with FakeTensorMode():
-        over, progress = Horizon(800, range(4, 801, 4)), Progress()
-        average = option.build(context(model=model_on(device), horizon=over, progress=progress, run_dir=tmp_path))
-        average.update()
-        with average.swapped():
-            pass
-
-
-@devices
-@pytest.mark.parametrize("name", ["cross_entropy", "next_token"])  # the others: tests/cuda/test_options.py
-def test_a_loss_and_its_sums_stay_on_the_device(name, device):
-    text = ["data=stdlib", "model=gpt"]
-    option = validate(compose([f"loss={name}", *(text if name == "next_token" else [])])).loss
-    shape = (2, 5, 7) if name == "next_token" else (2, 7)
-    with FakeTensorMode():
-        output = torch.randn(shape, device=device, requires_grad=True)
-        target = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
-        assert option(output, target).device == option.sums(output, target).device == torch.device(device)
 
 
 @pytest.mark.parametrize("name", ["lamb", "nvlamb", "schedulefree"])

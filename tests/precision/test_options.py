@@ -62,15 +62,6 @@ def traced_types(trainer, tmp_path, names=("aten::addmm", "aten::mm", "aten::mkl
 # --- every precision ---
 
 
-@every()
-def test_the_process_is_afterwards_as_it_was(train, words):
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    result = train(*words)
-    assert result.status == "completed", result.error
-    assert not torch.is_autocast_enabled("cpu")
-    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
-
-
 def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatch):
     monkeypatch.setattr("drivetrain.loss.CrossEntropy.__call__", lambda *_: 1 / 0)
     for words in (ALL["tf32"], ALL["bf16"]):

@@ -185,16 +185,6 @@ def copy(run_dir: Path, place: Path, status: str = "interrupted", keep: int = 2)
     return target
 
 
-def test_metrics_that_a_kill_cut_short(small: Path, tmp_path: Path) -> None:
-    """Half a line at the end of metrics.jsonl, and updates beyond the checkpoint: each update is there once."""
-    run_dir = copy(small, tmp_path, keep=1)
-    file = run_dir / "metrics.jsonl"
-    file.write_text(file.read_text()[:-40])
-    ended = train(f"resume={run_dir}", cwd=tmp_path)
-    assert ended.code == 0, ended
-    assert_same_end(run_dir, small)
-
-
 def age(run_dir: Path, hours: float) -> Path:
     """Make a run look older."""
     then = time.time() - 3600 * hours

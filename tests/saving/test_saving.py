@@ -63,20 +63,6 @@ def test_the_end_of_a_run_in_the_middle_of_an_epoch_is_saved(make, tmp_path):
     assert saved(tmp_path / "run") == [3, 6, 7]
 
 
-def test_every_so_many_minutes(monkeypatch):
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    last = saving.Last(every_minutes=2.0)
-    last.restart(0)
-    assert not last.due(50)
-    now[0] += 119
-    assert not last.due(60)
-    now[0] += 2
-    assert last.due(61)
-    last.restart(61)
-    assert not last.due(62)
-
-
 def test_the_sooner_of_the_two_counts(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -86,13 +72,6 @@ def test_the_sooner_of_the_two_counts(monkeypatch):
     assert last.due(15)
     now[0] += 61
     assert last.due(6)
-
-
-def test_an_off_switch_that_is_asked_says_no():
-    off = saving.Saving()
-    off.restart(0)
-    assert not off.active
-    assert not off.due(10**9)
 
 
 def test_what_cannot_be_is_refused(problems):

@@ -559,21 +559,6 @@ def test_the_shortest_runs_have_a_rate_too(scheduler, updates):
     assert all(0 <= rate <= PEAK for rate in curve(scheduler, updates))
 
 
-def test_constant_is_constant_after_its_warm_up():
-    assert curve(Scheduler(), 5) == [PEAK] * 5
-    rates = curve(Scheduler(warmup=3.0), 6)
-    assert rates == pytest.approx([PEAK / 4, PEAK / 2, 3 * PEAK / 4, PEAK, PEAK, PEAK])
-
-
-def test_each_group_keeps_its_own_base_rate():
-    optim = optimizer()
-    optim.add_param_group({"params": [torch.zeros(1, requires_grad=True)], "lr": 0.5 * PEAK})
-    scheduler = Cosine()
-    scheduler.bind(optim, 4)
-    scheduler.step(2)
-    assert [g["lr"] for g in optim.param_groups] == pytest.approx([PEAK / 2, PEAK / 4])
-
-
 def test_a_run_makes_each_update_with_its_rate(make, each_update):
     trainer = make(
         "scheduler=cosine", "scheduler.warmup=2", "updates=6", "epochs=2", "batch=accumulate", "batch.accumulation_steps=3",
