@@ -7,10 +7,16 @@ groups. Where a row is refused or fails, its halves are trained, down to the opt
 import importlib
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
 
 from drivetrain.core.errors import UserError
-from tests.support import fake_device, slow
+from drivetrain.core.microbatch import Request
+from drivetrain.core.world import World
+from drivetrain.data import Normalize, Tensors
+from drivetrain.loader import Pipeline
+from tests.support import command, fake_device, slow
 from tests.test_contract import FILES, LACKING, OPTIONS, groups_of, ids, words_of
 
 
@@ -102,3 +108,88 @@ def test_every_option_is_in_a_row_or_says_why_not():
     assert sorted([o for row in ROWS for o in row] + REAL + SEVERAL_RANKS + ELSEWHERE) == sorted(OPTIONS)
     assert len(ROWS) < 50
     assert len(REAL) <= 17
+
+
+# --- every augmentation works on a fake device, as loader=device uses it: nothing mixes devices, and nothing waits ---
+
+
+AUGMENTATIONS = {name: CLASSES[group, name] for group, name in OPTIONS if group == "augment"}
+IMAGES = {"bytes": torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8), "floats": torch.rand(8, 3, 16, 16)}
+NORMALIZE = Normalize([127.0] * 3, [70.0] * 3)
+
+
+def batch_of(device, names, images):
+    """A batch that was augmented and normalised on the device: once for the tables that are made once, then watched."""
+    steps = tuple(AUGMENTATIONS[name]() for name in names)
+    pipeline = Pipeline(Tensors(IMAGES[images], torch.arange(8) % 4), steps, NORMALIZE, seed=0, classes=4)
+    mixes = any(step.mixes for step in steps)
+    request = Request(0, torch.arange(6), 1.0, mix_with=torch.arange(6) ^ 1 if mixes else None)
+    on_device = pipeline.to(device.device)
+    for watched in (False, True):
+        x, y = (t.to(device.device) for t in pipeline.read(request))
+        device.in_step = device.watching = watched
+        x, y = on_device.augment(x, y, request)
+        x = on_device.normalized(x)
+        device.in_step = device.watching = False
+    return x, y
+
+
+@pytest.mark.parametrize("kind", fake_device.KINDS)
+@pytest.mark.parametrize("images", IMAGES)
+@pytest.mark.parametrize("names", [[name] for name in AUGMENTATIONS] + [["flip_crop", "mixup", "cutmix"]], ids=",".join)
+def test_it_works_on_a_device_without_waiting(pretend, kind, images, names):
+    with pretend(kind) as device:
+        x, y = batch_of(device, names, images)
+    assert x.device == y.device == device.device
+    assert x.dtype == torch.float32
+    assert len(x) == len(y) == 6
+    assert not device.waits
+
+
+# --- runs on dicts and tuples on a fake device: nothing mixes devices, and no step waits ---
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.target=tree_sets.Dicts", "model.target=tree_sets.Images", "augment=[flip_crop]", "loader=device",
+         "surgery=[channels_last]"],
+        ["data.target=tree_sets.Tuples", "model.target=tree_sets.Net", "precision=bf16_pure", "loader=workers"],
+        ["data.target=tree_sets.Words", "model.target=tree_sets.Reader", "batch=bucketed", "loader=threads", "ema=ema"],
+        ["data.target=tree_sets.Words", "model.target=tree_sets.Reader", "loader=resident"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_they_train_on_a_device_and_their_steps_do_not_wait(fake_run, monkeypatch, words):
+    monkeypatch.syspath_prepend(command.HERE)
+    trainer, device = fake_run("cuda", "data=own", "trust=[tree_sets]", "model=own", "saving=none", *words)
+    assert trainer.progress.updates == 2
+    assert {p.device.type for p in trainer.model.parameters()} == {"cuda"}
+    assert not device.waits
+
+
+# --- sharded models on a fake device: one of two ranks, whose collectives return at once ---
+
+
+VARIANTS = {
+    ("parallel", "fsdp"): [
+        [],
+        ["parallel.replicate=2", "clip=norm", "ema=ema"],
+        ["parallel.sync_each_micro=true", "batch=accumulate", "batch.accumulation_steps=2"],
+    ],
+}
+
+
+@pytest.mark.parametrize("option", SEVERAL_RANKS, ids=ids(SEVERAL_RANKS))
+def test_it_trains_and_its_steps_do_not_wait(fake_run, monkeypatch, option):
+    for words in VARIANTS.get(option, [[]]):
+        fake_device.pretend_ranks(monkeypatch, "lazy", 2)
+        try:
+            given = [*words_of(option), "parallel.nproc=2", "saving=none", *words]
+            trainer, device = fake_run("lazy", *given, world=World(0, 2, 0, 2))
+            assert trainer.progress.updates == 2
+            assert not device.waits
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            monkeypatch.undo()
