@@ -375,18 +375,9 @@ def campaign(faults: Sequence[Fault], jobs: int = 2) -> tuple[list[Row], dict[st
 
 def markdown(faults: Sequence[Fault]) -> str:
     """The table of the docs: what is stated, and then measured, of each fault."""
-    lines = ["| what happens | outcome | `resume=` |", "|---|---|---|"]
-    for fault in faults:
-        lost = f", without the {' and '.join(fault.lost)} before" if fault.lost else ""
-        lines.append(f"| {fault.name} | {fault.outcome} | {f'the same bits{lost}' if fault.resumes else '–'} |")
-    return "\n".join(lines) + "\n"
-
-
-def write_table(file: Path) -> None:
-    """Put the table between the two marks of a page."""
-    text = file.read_text()
-    head, _, rest = text.partition(BEGIN)
-    file.write_text(f"{head}{BEGIN}\n{markdown(FAULTS)}\n{END}{rest.partition(END)[2]}")
+    lost = {fault: f", without the {' and '.join(fault.lost)} before" if fault.lost else "" for fault in faults}
+    rows = [(each.name, each.outcome, f"the same bits{lost[each]}" if each.resumes else "–") for each in faults]
+    return harness.markdown(("what happens", "outcome", "`resume=`"), rows)
 
 
 def main() -> None:
@@ -402,7 +393,8 @@ def main() -> None:
         "rows": [r._asdict() for r in rows],
     })  # fmt: skip
     if given.table:
-        write_table(harness.ROOT / TABLE)
+        page = harness.ROOT / TABLE
+        page.write_text(harness.between(page.read_text(), BEGIN, END, f"\n{markdown(FAULTS)}\n"))
     raise SystemExit(any(r.wrong for r in rows))
 
 

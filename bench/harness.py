@@ -266,6 +266,17 @@ def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> N
     Console(width=console.width if console.is_terminal else 140).print(grid)
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of a page in Markdown."""
+    return "".join(f"| {' | '.join(words)} |\n" for words in (header, ["---"] * len(header), *rows))
+
+
+def between(text: str, begin: str, end: str, content: str) -> str:
+    """A page with this content between two marks; as it is where it does not have them."""
+    before, found, rest = text.partition(begin)
+    return before + begin + content + end + rest.partition(end)[2] if found else text
+
+
 def fork_commands() -> None:
     """Let every command of drivetrain's that this process starts be forked, with a key to sign runs of its own."""
     state = tempfile.mkdtemp()

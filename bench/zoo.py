@@ -23,7 +23,7 @@ from typing import Any
 
 from bench import harness
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import key_of
+from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import arms, comparison
 from drivetrain.measure.benchmark.facts import Facts
@@ -93,13 +93,8 @@ def trained(name: str, plan: Plan, folder: Path) -> dict[str, list[RunFiles]]:
     cells: dict[str, list[RunFiles]] = {}
     for jobs in seeds.values():
         for job in jobs:
-            cells.setdefault(" ".join(f"{k}={write_value(v)}" for k, v in job.cell.items()), []).append(found[_hash(job)])
+            cells.setdefault(" ".join(f"{k}={format_value(v)}" for k, v in job.cell.items()), []).append(found[_hash(job)])
     return cells
-
-
-def write_value(value: Any) -> str:
-    """A setting as one would type it."""
-    return str(value).lower() if isinstance(value, bool) else f"[{','.join(value)}]" if isinstance(value, list) else str(value)
 
 
 def _hash(job: SweepJob) -> str:
@@ -283,17 +278,10 @@ def _untold(answer: dict[str, Any]) -> str:
 def page(text: str, content: dict[str, Any]) -> str:
     """A page with the tables between their markers."""
     recipes = sorted(content["recipes"].items())
-    text = _with_table(text, BEGIN, HEADER, [line(name, entry["cells"]) for name, entry in recipes if entry.get("cells")])
+    achieved = [line(name, entry["cells"]) for name, entry in recipes if entry.get("cells")]
     verified = [line_verified(name, found) for name, entry in recipes for found in entry.get("verified") or ()]
-    return _with_table(text, BEGIN_VERIFIED, HEADER_VERIFIED, verified)
-
-
-def _with_table(text: str, begin: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    before, found, rest = text.partition(begin)
-    if not found:
-        return text
-    lines = [f"| {' | '.join(words)} |\n" for words in (header, ["---"] * len(header), *rows)]
-    return before + begin + "".join(lines) + END + rest.partition(END)[2]
+    text = harness.between(text, BEGIN, END, harness.markdown(HEADER, achieved))
+    return harness.between(text, BEGIN_VERIFIED, END, harness.markdown(HEADER_VERIFIED, verified))
 
 
 def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ CPU_ROWS = (
 
 def rows(device: str, folder: Path) -> list[Row]:
     """All rows of the stage."""
-    campaign.call(_prepare, folder)
+    campaign.call(pairwise.prepare_folder, folder)
     words = {
         group: [f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for name in names]
         for group, names in options().items()
@@ -117,7 +117,3 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _limit_s(words: Sequence[str]) -> float:
     return COMPILES_S if any(word.startswith(("compile=", "checkpointing=budget")) for word in words) else LIMIT_S
-
-
-def _prepare(folder: Path) -> None:
-    pairwise.prepare_folder(folder)
