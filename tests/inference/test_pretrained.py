@@ -88,7 +88,10 @@ def test_a_whole_model_is_read_by_transformers(case, tiny, tmp_path):
     again = cls.from_pretrained(tmp_path / "whole")
     assert torch.equal(outputs(again), outputs(load(run.run_dir).model))
     assert again.config.use_cache
-    assert "library_name: transformers" in (tmp_path / "whole" / "README.md").read_text()
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert ".from_pretrained(FOLDER)" in card
+    assert "## Limits" in card
 
 
 def test_adapters_are_merged_without_the_switch(tiny, tmp_path):

@@ -12,12 +12,12 @@ import torch
 from drivetrain.adapter import peft_files
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.process import __version__
 from drivetrain.data.tokenizer import SETTINGS
+from drivetrain.inference import card
 from drivetrain.inference.finished import Finished, chosen_weights
 from drivetrain.inference.loaded import LoadedRun, open_run
 from drivetrain.model import Transformers
-from drivetrain.run.result import Result
+from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io
 
 TOLERANCE = 1e-5  # of the largest output
@@ -100,19 +100,9 @@ def _write_adapter(finished: Finished, loaded: LoadedRun, folder: Path, base: st
 
 
 def _card(finished: Finished, loaded: LoadedRun, base: str | None, adapter: bool) -> str:
-    """The model card: what a hub shows of the folder."""
-    result = Result.read(finished.run_dir)
-    judged = {name: value for name, value in (result.judged("final") if result is not None else {}).items() if name != "update"}
-    head = ["---", f"library_name: {'peft' if adapter else 'transformers'}", *([f"base_model: {base}"] if base else []), "---"]
+    """The model card: what a hub shows of the folder, with how to load it."""
     cls = type(loaded.model).__name__
-    lines = [
-        *head, "", f"# {cls}", "",
-        f"Trained by drivetrain {__version__}, {loaded.update} updates.", "",
-        f"- Outputs: {len(loaded.classes)}" + (f" ({', '.join(loaded.classes[:10])})" if loaded.kind == "class" else ""),
-        *(f"- {name}: {value:.4g}" for name, value in judged.items() if isinstance(value, float)),
-    ]  # fmt: skip
+    use = [f"model = transformers.{cls}.from_pretrained(FOLDER)"]
     if adapter:
-        lines.append(
-            "- An adapter: load it by `peft.PeftModel.from_pretrained(base, folder)` on the model that it was trained on."
-        )
-    return "\n".join([*lines, ""])
+        use = [f"base = transformers.{cls}.from_pretrained(BASE)", "model = peft.PeftModel.from_pretrained(base, FOLDER)"]
+    return card.text(reader.read(finished.run_dir), "peft" if adapter else "transformers", base, use)

@@ -320,6 +320,8 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
 
         _show_tables(result, trainer, trainer.run_dir)
         result.data = fingerprint(trainer.train_data.source)
+        if trainer.evaluator.max_batches is None:
+            result.test_samples = {name: len(each.source) for name, each in trainer.evaluator.sets["test"].items()}
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
         for remark in result.remarks:
             logger.info("%s", remark)

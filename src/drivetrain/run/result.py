@@ -40,6 +40,7 @@ class Result:
     peak_memory_bytes: int | None = None
     own_process: bool = False  # its process was started for this run alone: else a CPU's peak of memory includes other work
     energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null where nothing tells
+    test_samples: dict[str, int] = field(default_factory=dict)  # of each test set by its name; "" is that of one alone
     data: dict[str, Any] | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
     resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run
     time_to_first_step_s: float | None = None

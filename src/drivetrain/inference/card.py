@@ -1,0 +1,173 @@
+"""`drivetrain card RUN`: a model card in the form of Hugging Face's hub, from the run's own files.
+
+Text from outside is text in it: it is written as code, and what its front matter holds is quoted by YAML.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drivetrain.core import files
+from drivetrain.core.errors import UserError
+from drivetrain.core.figure import Figure
+from drivetrain.core.typed import is_number
+from drivetrain.run import remarks
+from drivetrain.run.reader import RunFiles
+from drivetrain.saving import manifest
+from drivetrain.ui.output import plain
+from drivetrain.ui.pages import run as run_page
+from drivetrain.ui.sheet import sentence, setting
+from drivetrain.ui.terminal import duration, number
+
+FILL_IN = "*To fill in:*"
+SHOWN = 20  # names of classes
+# Of what is predicted and from what → the hub's name of the task.
+TASKS = {
+    ("class", "image"): "image-classification", ("labels", "image"): "image-classification",
+    ("mask", "image"): "image-segmentation",
+    ("class", "tokens"): "text-classification", ("tokens", "tokens"): "text-generation",
+    ("class", "values"): "tabular-classification", ("values", "values"): "tabular-regression",
+}  # fmt: skip
+PREDICTS = {
+    "class": "one of {} classes", "labels": "which of {} labels hold", "values": "{} number{s}",
+    "mask": "a class of {} for each pixel",
+    "tokens": "the next of {} tokens", "pair": "an embedding of {} numbers",
+}  # fmt: skip
+SAID = ("model", "optimizer", "optimizer.lr", "scheduler", "loss", "batch.global_batch", "epochs", "precision", "augment", "ema")
+
+
+def write(run: RunFiles, path: Path) -> Path:
+    """Write the card of a run; return its path. Raises UserError."""
+    if run.result is None:
+        raise UserError(f"{run.path} has no result.json: a card is of a run that has ended")
+    try:
+        files.write_text(path, text(run))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, use: Sequence[str] = ()) -> str:
+    """The card, of a model that this library loads; `base` is the hub's name of what it began from, `use` says how to load it."""
+    about = _about(run)
+    shape = about.get("shape") or []
+    kind = "tokens" if about.get("vocabulary") else "image" if len(shape) == 3 else "values"
+    task = TASKS.get((str(about.get("targets")), kind))
+    name = f"{run.config.get('model', 'model')}-{run.config.get('data', 'data')}"
+    rows = list(_results(run, str(about.get("targets"))))
+    tested = {metric: value for metric, value, of_set, _ in rows if of_set == "test"}
+    listed = [{"type": metric, "value": value, "name": f"{metric} on the test set"} for metric, value in tested.items()]
+    data = {key: str(run.config.get("data", "unknown")) for key in ("name", "type")} | {"split": "test"}
+    index = {"task": {"type": task or "other"}, "dataset": data, "metrics": listed}
+    head = {
+        "library_name": library, "license": "unknown", **({"pipeline_tag": task} if task else {}),
+        **({"base_model": base} if base else {}), "tags": ["drivetrain"],
+        **({"model-index": [{"name": name, "results": [index]}]} if listed else {}),
+    }  # fmt: skip
+    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip()
+    body = [*_use(run, about, use), *_data(run), *_training(run), *_measured(run, rows), *_limits(run), *_recipe(run)]
+    return "\n".join(["---", front, "---", "", f"# {code(name)}", "", prose(sentence(run_page.verdict(run))), "", *body, ""])
+
+
+def code(said: object) -> str:
+    """A text as code on one line, in which nothing is markup, also within a table."""
+    return f"`{' '.join(plain(str(said)).split()).replace('`', chr(39)).replace('|', '¦')}`"
+
+
+def prose(said: str) -> str:
+    """A text on one line, in which nothing is markup."""
+    return re.sub(r"[\\`*_{}\[\]<>#|!&~]", r"\\\g<0>", " ".join(plain(said).split()))
+
+
+def _about(run: RunFiles) -> Mapping[str, Any]:
+    """What the newest checkpoint says of the model and its data; {} where none is left."""
+    found, _ = manifest.newest_valid(run.path)
+    return manifest.about(found) if found is not None else {}
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines] if rows else []
+
+
+def _use(run: RunFiles, about: Mapping[str, Any], use: Sequence[str]) -> Iterator[str]:
+    yield "## Intended use\n"
+    outputs, shape = about.get("outputs"), about.get("shape")
+    if (predicts := PREDICTS.get(str(about.get("targets")))) and outputs:
+        names = [code(name) for name in (about.get("classes") or [])[:SHOWN]]
+        more = ", …" if len(about.get("classes") or []) > SHOWN else ""
+        takes = f"inputs of the shape {code(shape)}" if shape else "inputs"
+        gives = predicts.format(outputs, s="s" * (outputs != 1))
+        yield f"It takes {takes} and gives {gives}{': ' * bool(names)}{', '.join(names)}{more}.\n"
+    yield f"{FILL_IN} who should use it, for what, and what it must not be used for.\n"
+    yield "\n".join(["```", *(use or ["drivetrain predict RUN FILE"]), "```", ""])
+
+
+def _data(run: RunFiles) -> Iterator[str]:
+    yield "## Training data\n"
+    found = (run.result.data if run.result else None) or {}
+    samples = f", {found['samples']:,} samples" if is_number(found.get("samples")) else ""
+    mark = f"; the fingerprint of its {code(found.get('of'))} is {code(found['hash'])}" if found.get("hash") else ""
+    yield f"{code('data=' + str(run.config.get('data', 'unknown')))}{samples}{mark}.\n"
+    yield f"{FILL_IN} where the data comes from, its licence, and whom or what it leaves out.\n"
+
+
+def _training(run: RunFiles) -> Iterator[str]:
+    result = run.result
+    assert result is not None
+    yield "## Training\n"
+    local = run.environment.get("machine_local") or {}
+    keys = [key for key in dict.fromkeys((*SAID, *run.changed)) if key in run.config and key not in local]
+    yield from _table(["setting", "value"], [[code(key), code(setting(run.config[key], "null"))] for key in keys])
+    took = f"{result.passes}, {result.updates:,} updates, {duration(result.wall_s)} on {result.world_size} × "
+    yield f"\n{took}{code(result.device_name or result.device)}" + (
+        f", {result.energy_joules:,.0f} J of its GPUs.\n" if result.energy_joules else ".\n"
+    )
+
+
+def _results(run: RunFiles, targets: str) -> Iterator[tuple[str, float, str, str]]:
+    """Yield metric, value, set and the 95 % interval of a share of samples: of the best evaluation, the test set first."""
+    assert run.result is not None
+    for of_set in sorted(run.result.metrics, key=lambda of: of != "test"):
+        evaluations = run.result.metrics[of_set]
+        for name, value in (evaluations.get("best") or evaluations.get("final") or {}).items():
+            figure = Figure.parse(name)
+            count = run.result.test_samples.get(figure.set, 0) if of_set == "test" else 0
+            is_share = targets == "class" and figure.metric == "accuracy" and count and 0 <= value <= 1
+            low, high = remarks.interval(value, count) if is_share else (0.0, 0.0)
+            if name != "update" and is_number(value):
+                yield name, value, of_set, f"{low:.4f} to {high:.4f} ({count:,} samples)" if is_share else "–"
+
+
+def _measured(run: RunFiles, rows: Sequence[tuple[str, float, str, str]]) -> Iterator[str]:
+    yield "## Results\n"
+    cells = [[code(name), of_set, number(value), interval] for name, value, of_set, interval in rows]
+    yield from _table(["metric", "set", "value", "95 % interval"], cells)
+    yield "\nModels were selected by the validation set, where there is one, and never by the test set.\n"
+
+
+def _limits(run: RunFiles) -> Iterator[str]:
+    assert run.result is not None
+    yield "## Limits\n"
+    yield from (f"- {prose(sentence(remark))}" for remark in run.result.remarks)
+    yield "- It was measured on this test set alone. On data of another origin it may do worse.\n"
+    yield f"{FILL_IN} for whom or what it does worse, which was not measured, and what follows from a mistake.\n"
+    yield "## Licence\n"
+    yield f"{FILL_IN} the licence of these weights, here and in `license` above (https://hf.co/docs/hub/repositories-licenses).\n"
+
+
+def _recipe(run: RunFiles) -> Iterator[str]:
+    yield "## Recipe\n"
+    versions = run.environment.get("versions") or {}
+    named = {"drivetrain": run.environment.get("drivetrain"), **versions}
+    yield f"Versions: {', '.join(code(f'{name} {value}') for name, value in named.items() if value)}.\n"
+    recipe = run.path / "recipe.yaml"
+    yield "`drivetrain train recipe=recipe.yaml` trains it again with this file:\n"
+    lines = plain(files.read_text(recipe)).splitlines() if recipe.is_file() else []
+    # Its comments name what belongs to this machine. Indented, a line is code whatever it holds.
+    yield "\n".join(f"    {line}" for line in lines if not line.lstrip().startswith("#"))
