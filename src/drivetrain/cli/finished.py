@@ -1,4 +1,4 @@
-"""The verbs on a finished run: evaluate, predict and export."""
+"""The verbs on a finished run: evaluate, predict, export and card."""
 
 from __future__ import annotations
 
@@ -170,6 +170,18 @@ def _export(given: RunArguments) -> int:
     return DONE
 
 
+def _card(given: RunArguments) -> int:
+    """Run `drivetrain card` with these arguments; its exit code."""
+    if len(given.paths) > 1 or given.overrides:
+        raise UserError("drivetrain card needs a run's directory, and perhaps a file: drivetrain card RUN [FILE]")
+    from drivetrain.inference import card
+    from drivetrain.run import reader
+
+    path = expanded(given.paths[0]) if given.paths else given.run_dir / "README.md"
+    echo(f"written to {card.write(reader.read(given.run_dir), path)}")
+    return DONE
+
+
 def _predict(given: RunArguments) -> int:
     """Run `drivetrain predict` with these arguments; its exit code."""
     if bool(given.paths) == bool(given.options.data):
@@ -248,6 +260,19 @@ drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished r
 The file says in its metadata what is needed to use it: model, classes, shape and normalisation of the inputs. Before it is
 kept, its output is compared with the model's. docs/export.md shows how to load each one.
 """, {"format": {}, "with_normalize": SWITCH, "adapter": SWITCH})  # fmt: skip
+
+card = OfRun("card", _card, """\
+drivetrain card RUN [FILE]      a model card of a finished run, as Hugging Face's hub shows it
+
+  drivetrain card outputs/2026-11-21/07-37-57-4262f6
+  drivetrain card outputs/2026-11-21/07-37-57-4262f6 model/README.md
+
+  FILE                  the file to write; default: RUN/README.md
+
+It has the figures with their intervals, data, training, limits, and the recipe, from the run's own files. What only you
+know, such as the licence, is marked to be filled in. `drivetrain export RUN FOLDER --format transformers` writes it into
+its folder.
+""")  # fmt: skip
 
 SPLITS = {"choices": ["test", "validation", "train"]}
 predict = OfRun("predict", _predict, f"""\

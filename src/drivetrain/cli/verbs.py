@@ -97,7 +97,7 @@ _ROWS = (
         "export", "drivetrain.cli.finished:export",
         "a finished run as a file to use without drivetrain: safetensors, ONNX, torch.export, TorchScript",
     ),
-    Verb("card", "drivetrain.cli.card:command", "a model card of a finished run: README.md as Hugging Face's hub shows it"),
+    Verb("card", "drivetrain.cli.finished:card", "a model card of a finished run: README.md as Hugging Face's hub shows it"),
     Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed", takes_overrides=True),
     Verb("completion", "drivetrain.cli.completion:command", "TAB completion for bash, zsh or fish"),
     Verb("complete", "drivetrain.cli.completion:print_candidates", ""),
