@@ -1,6 +1,7 @@
 """Low-rank adapters: the base's function at first, only they train, and merged weights are the adapted model's."""
 
 import copy
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -182,3 +183,73 @@ def test_fine_tuning_a_run_and_exporting_plain_weights(tiny, tmp_path, capsys):
     third = drivetrain.train([*words, "updates=1", "optimizer.lr=1e-30", f"model.weights={tuned.run_dir}"])
     start = safetensors.torch.load_file(third.run_dir / "checkpoints" / "1" / "model.safetensors")
     assert all(torch.equal(t, plain[name]) for name, t in start.items())
+
+
+# --- a base in 8 bits ---
+
+
+def in_8_bits(transposed: bool = False) -> tuple[layers.LoraLinear, torch.Tensor]:
+    """A layer, and the weight that it has in 8 bits, (outputs, inputs)."""
+    torch.manual_seed(0)
+    layer: Any = nn.Linear(12, 7)
+    layers.LoraLinear.take(layer, 3, 6.0, 0.0)
+    if transposed:
+        layer.register_buffer("lora_transposed", torch.ones((), dtype=torch.bool))
+        layer.weight = nn.Parameter(layer.weight.detach().T.contiguous())
+    nn.init.normal_(layer.lora_b)
+    layer.to_int8()
+    return layer, layer.rows * layer.lora_weight_scale.unsqueeze(1)
+
+
+def test_8_bits_are_those_of_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(12, 7))
+    layer, whole = in_8_bits()
+    quantization.quantize_(theirs, quantization.Int8WeightOnlyConfig())
+    assert torch.allclose(whole, theirs[0].weight.dequantize(), atol=1e-6)
+    assert (layer.weight.dtype, "weight" in dict(layer.named_parameters())) == (torch.int8, False)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_layer_in_8_bits_computes_as_its_widened_weight_does_and_is_merged_so(transposed):
+    layer, whole = in_8_bits(transposed)
+    x = torch.randn(5, 12, requires_grad=True)
+    expected = nn.functional.linear(x, whole + layer.lora_scale * layer.lora_b @ layer.lora_a, layer.bias)
+    y = layer(x)
+    assert torch.allclose(y, expected, atol=1e-5)
+    weight = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), [x, layer.lora_a, layer.lora_b]) for out in (y, expected))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+    plain = merged({f"l.{name}": tensor for name, tensor in layer.state_dict().items()})
+    own = plain["l.weight"].T if transposed else plain["l.weight"]
+    assert torch.allclose(nn.functional.linear(x, own, plain["l.bias"]), y, atol=1e-5)
+    assert sorted(plain) == ["l.bias", "l.weight"]
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["precision=bf16"], ["precision=bf16_pure"], ["ema=ema", "checkpointing=blocks"]], ids=" ".join
+)
+def test_a_base_in_8_bits_trains_and_goes_on_with_the_same_bits(tiny, more):
+    words = tiny(*VIT, "adapter=lora", "adapter.base=int8", "saving.every_updates=2", *more)
+    whole = drivetrain.train([*words, "updates=4", "output_dir=whole"])
+    assert whole.status == "completed", whole.error
+    stopped = drivetrain.train([*words, "updates=2", "output_dir=stopped"])
+    drivetrain.train([f"resume={stopped.run_dir}", "updates=4"])
+    files = [run.run_dir / "checkpoints" / "4" / "model.safetensors" for run in (whole, stopped)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert safetensors.torch.load_file(files[0])["blocks.0.attn.qkv.weight"].dtype == torch.int8
+    assert evaluate(whole.run_dir).metrics["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["adapter=dora"], "needs the lengths of the weights' rows"),
+        (["adapter=lora", "parallel=fsdp"], "are not divided among ranks"),
+        (["adapter=lora", "adapter.base=int4"], "adapter.base"),
+    ],
+)
+def test_a_base_in_8_bits_is_refused_where_it_cannot_be(words, says, make):
+    with pytest.raises(UserError, match=says):
+        make("model.hidden=[16,12]", "adapter.base=int8", *words)

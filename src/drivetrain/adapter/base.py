@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drivetrain.core import limits
 from drivetrain.core.allowed import NamePattern
@@ -38,7 +38,7 @@ class Lora(Adapter):
 
     `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
     one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
-    folder of peft whose adapters are the start.
+    folder of peft whose adapters are the start. With `base` int8 the weights of the corrected layers are kept in 8 bits.
     """
 
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
@@ -55,8 +55,10 @@ class Lora(Adapter):
         dropout: Momentum = 0.0,
         targets: Sequence[NamePattern] | None = None,
         train_also: Sequence[NamePattern] | None = None,
+        base: Literal["full", "int8"] = "full",
         weights: str | None = None,
     ) -> None:
+        self.base = base
         self.rank, self.alpha, self.dropout, self.weights = rank, alpha, dropout, weights
         self.targets, self.train_also = targets, train_also
 
@@ -71,6 +73,13 @@ class Lora(Adapter):
             yield (
                 f"{name} and {run.named('optimizer')} exclude each other (its updates are for whole weights of layers, and an "
                 "adapter has thin factors of them): set optimizer=adamw"
+            )
+        if self.base == "int8" and not self.true_gradient:
+            yield f"adapter.base=int8 and {name} exclude each other (it needs the lengths of the weights' rows): set adapter=lora"
+        if self.base == "int8" and not run.parallel.whole_model:
+            yield (
+                f"adapter.base=int8 and {run.named('parallel')} exclude each other (weights in 8 bits are not divided among "
+                "ranks): set parallel=ddp"
             )
         if run.precision.replaces_linears:
             yield (
@@ -100,6 +109,8 @@ class Lora(Adapter):
         with limits.model_within(room, f"adapter.rank={self.rank}", ", with their gradients and the optimizer's state"):
             for layer in chosen.values():
                 self.adapt(layer)
+                if self.base == "int8" and isinstance(layer, layers.LoraLinear):
+                    layer.to_int8()
         own, added = (sum(p.numel() for n, p in model.named_parameters() if layers.is_adapters(n) == of) for of in (False, True))
         yield (
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"

@@ -23,6 +23,22 @@ from drivetrain.core.trees import Tree
 __all__ = ["DoraLinear", "LoraLinear", "choose", "frozen_names", "is_adapters", "unshared"]
 
 
+class Int8Product(torch.autograd.Function):
+    """x @ (scale · q)ᵀ. The backward needs q and the scale alone, so that no wider weight is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The product, in the type of x."""
+        ctx.save_for_backward(q, scale)
+        return linear(x, q.to(x.dtype)) * scale.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """The gradient of x."""
+        q, scale = ctx.saved_tensors
+        return (grad * scale.to(grad.dtype)) @ q.to(grad.dtype), None, None
+
+
 class LoraLinear(nn.Linear):
     """y = W x + bias + scale · B A x, with A (rank, inputs) and B (outputs, rank). B is 0 at first, so that y is the base's.
 
@@ -33,6 +49,7 @@ class LoraLinear(nn.Linear):
     lora_b: nn.Parameter
     lora_scale: torch.Tensor  # 0-d; a buffer, so that a file of weights can be merged without the config
     lora_dropout: float
+    lora_weight_scale: torch.Tensor  # (outputs,), where the base's weight has 8 bits
 
     @classmethod
     def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
@@ -48,6 +65,14 @@ class LoraLinear(nn.Linear):
         layer.lora_dropout = dropout
         nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
 
+    def to_int8(self) -> None:
+        """Keep the base's weight in 8 bits: whole numbers, and a scale for each output."""
+        scale = (self.rows.detach().abs().amax(1, keepdim=True) / 127.5).clamp(min=torch.finfo(self.weight.dtype).tiny)
+        whole = (self.rows.detach() * (1 / scale)).round().clamp(-128, 127).to(torch.int8)
+        del self.weight  # it never trains, so that it is a buffer of the same name
+        self.register_buffer("weight", whole.T.contiguous() if hasattr(self, "lora_transposed") else whole)
+        self.register_buffer("lora_weight_scale", scale.flatten())
+
     @property
     def rows(self) -> torch.Tensor:
         """The base's weight (outputs, inputs)."""
@@ -60,7 +85,13 @@ class LoraLinear(nn.Linear):
         return linear(linear(x, self.lora_a), self.lora_b) * self.lora_scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.rows, self.bias) + self.correction(x)
+        if self.weight.dtype != torch.int8:
+            return linear(x, self.rows, self.bias) + self.correction(x)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        y: torch.Tensor = Int8Product.apply(x.to(dtype), self.rows, self.lora_weight_scale)  # type: ignore[no-untyped-call]
+        y = y + self.correction(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class DoraLinear(LoraLinear):

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from drivetrain.core.lazy import torch
 
-TENSORS = ("lora_a", "lora_b", "lora_scale", "lora_transposed", "dora_magnitude")  # beside a layer's weight, under its name
+TENSORS = (
+    "lora_a",
+    "lora_b",
+    "lora_scale",
+    "lora_transposed",
+    "lora_weight_scale",
+    "dora_magnitude",
+)  # beside a layer's weight, under its name
 
 
 def is_adapters(name: str) -> bool:
@@ -24,8 +31,13 @@ def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for layer in (name.removesuffix("lora_b") for name in weights if name.rpartition(".")[2] == "lora_b"):
         weight, a, b, scale = (weights[layer + part].double() for part in ("weight", "lora_a", "lora_b", "lora_scale"))
         transposed = f"{layer}lora_transposed" in weights
-        whole = (weight.T if transposed else weight) + scale * (b @ a)
+        whole = weight.T if transposed else weight
+        if (steps := weights.get(f"{layer}lora_weight_scale")) is not None:
+            whole = whole * steps.double().unsqueeze(1)
+        whole = whole + scale * (b @ a)
         if (magnitude := weights.get(f"{layer}dora_magnitude")) is not None:
             whole *= (magnitude.double() / row_norms(whole)).unsqueeze(1)
-        plain[f"{layer}weight"] = (whole.T.contiguous() if transposed else whole).to(weights[f"{layer}weight"].dtype)
+        plain[f"{layer}weight"] = (whole.T.contiguous() if transposed else whole).to(
+            weights[f"{layer}{'weight' if steps is None else 'lora_a'}"].dtype
+        )
     return plain

@@ -1,0 +1,243 @@
+"""What a step of a model of transformers takes: ours against Hugging Face's Trainer and a hand-written loop.
+
+`python -m bench.transformers [--quick] [--bf16] [--arms ours trainer] [--out FILE]`
+
+A small BERT that classifies texts, and a small Llama that continues them, both made from configs; AdamW at a constant rate, no
+clipping, no dropout, samples of one length in memory. The arms live in processes of their own and take turns, a block of updates
+each. It runs on the accelerator where there is one, else on one thread of the CPU. Nothing but each block's last loss is logged.
+
+`hand` is the loop that one would write: batches cut from tensors, the model's own loss. `trainer` is `transformers.Trainer` on a
+Dataset with its default collator. `ours` is `Trainer.fit()` of a checked config on the same Dataset.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.harness import BlockSync
+
+LR, CLASSES, TOKENS = 0.001, 8, 512
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": CLASSES},
+    "llama": {"num_key_value_heads": 4, "use_cache": False},
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every arm of a model does."""
+
+    kind: str
+    updates: int  # of a block
+    bf16: bool
+    width: int = 128
+    layers: int = 2
+    length: int = 64
+    batch: int = 16
+    samples: int = 512
+
+    def config(self) -> dict[str, Any]:
+        """The model's config."""
+        sizes = {"hidden_size": self.width, "num_hidden_layers": self.layers, "num_attention_heads": 4, "vocab_size": TOKENS}
+        return {**sizes, "intermediate_size": 4 * self.width, "max_position_embeddings": self.length, **CONFIGS[self.kind]}
+
+
+class Sentences:
+    """Samples in memory, as ours takes them: the tokens, and a class or the next tokens."""
+
+    def __init__(self, split: str, kind: str, samples: int, length: int) -> None:
+        import torch
+
+        draw = torch.Generator().manual_seed(0)
+        text = torch.randint(1, TOKENS, (samples, length + 1), generator=draw)
+        self.ids, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        self.y = text[:, 0] % CLASSES if kind == "bert" else following
+        self.num_classes = CLASSES if kind == "bert" else TOKENS
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> tuple[dict[str, Any], Any]:
+        return {"input_ids": self.ids[i]}, self.y[i]
+
+
+def device() -> Any:
+    """The accelerator, else the CPU, with one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+
+
+def watch(sync: BlockSync, model: Any, data: Sentences, where: Any) -> None:
+    """The marker that an arm trained: its loss on the first samples."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    def loss() -> float:
+        with torch.no_grad():
+            output = model(input_ids=data.ids[:64].to(where))
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            return float(cross_entropy(logits.float().flatten(0, -2), data.y[:64].to(where).flatten()))
+
+    sync.watch(loss)
+
+
+def settled(where: Any, sync: BlockSync, updates: int) -> None:
+    """End a block when the device has finished its work."""
+    import torch
+
+    if where.type != "cpu":
+        torch.accelerator.synchronize()
+    sync(updates)
+
+
+def made(work: Work, where: Any) -> Any:
+    """The model as transformers makes it."""
+    import transformers
+
+    name = "BertForSequenceClassification" if work.kind == "bert" else "LlamaForCausalLM"
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**work.config())).to(where).train()
+
+
+def hand(work: Work, sync: BlockSync) -> None:
+    """By hand."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    where = device()
+    model, data = made(work, where), Sentences("train", work.kind, work.samples, work.length)
+    x, y = data.ids.to(where), data.y.to(where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    watch(sync, model, data, where)
+    updates = 0
+    for _ in itertools.count():
+        order = torch.randperm(len(x), device=where)
+        for begin in range(0, len(x), work.batch):
+            if updates % work.updates == 0:
+                settled(where, sync, updates)
+            picked = order[begin : begin + work.batch]
+            with torch.autocast(where.type, torch.bfloat16, enabled=work.bf16):
+                logits = model(input_ids=x[picked]).logits
+            loss = cross_entropy(logits.float().flatten(0, -2), y[picked].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            updates += 1
+
+
+def trainer(work: Work, sync: BlockSync) -> None:
+    """Hugging Face's Trainer."""
+    import transformers
+
+    where = device()
+    model, data = made(work, where), Sentences("train", work.kind, work.samples, work.length)
+
+    class Rows:
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"input_ids": data.ids[i], "labels": data.ids[i] if work.kind == "llama" else data.y[i]}
+
+    class Blocks(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % work.updates == 0:
+                settled(where, sync, state.global_step)
+
+    watch(sync, model, data, where)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=work.batch, max_steps=10**6, learning_rate=LR, weight_decay=0.0,
+            lr_scheduler_type="constant", max_grad_norm=0.0, logging_strategy="no", save_strategy="no", report_to=[],
+            disable_tqdm=True, use_cpu=where.type == "cpu", bf16=work.bf16,
+        )  # fmt: skip
+        transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=[Blocks()]).train()
+
+
+def ours(work: Work, sync: BlockSync) -> None:
+    """drivetrain."""
+    from drivetrain.core.context import BuildContext
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.launch import launcher
+
+    where = device()
+    config = ", ".join(f"{key}: {str(value).lower()}" for key, value in work.config().items() if key != "num_labels")
+    job = launcher.prepare([
+        "model=transformers", f"model.name={work.kind}", f"model.config={{{config}}}", "data=own", "trust=[bench]",
+        "data.target=bench.transformers.Sentences", "data.validation=null",
+        f"data.kwargs={{kind: {work.kind}, samples: {work.samples}, length: {work.length}}}",
+        *(["loss=cross_entropy", "data.targets=class"] if work.kind == "bert" else ["loss=next_token", "data.targets=tokens"]),
+        "optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0", "scheduler=constant", "saving=none",
+        f"runtime.device={where.type}", "runtime.threads=1", f"batch.global_batch={work.batch}", "epochs=100000",
+        "evaluate_every=100000", f"log_every={work.updates}", *(["precision=bf16"] if work.bf16 else []),
+    ])  # fmt: skip
+
+    class Sink:
+        def log(self, record: dict[str, Any]) -> None:
+            if record["update"] % work.updates == 0:
+                settled(where, sync, record["update"])
+
+    with tempfile.TemporaryDirectory() as folder:
+        sinks: list[Any] = []
+        built = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
+        watch(sync, built.model, Sentences("train", work.kind, work.samples, work.length), where)
+        sinks.append(Sink())
+        settled(where, sync, 0)
+        built.fit()
+
+
+ARMS: dict[str, Callable[[Work, BlockSync], None]] = {"hand": hand, "ours": ours, "trainer": trainer}
+
+
+def measure(work: Work, names: list[str], rounds: int, warmup: int) -> dict[str, Any]:
+    """One model's figures, in milliseconds an update; ratios to the hand-written loop, each pair from one round."""
+    seconds, markers = harness.run_rounds({name: (ARMS[name], (work,)) for name in names}, rounds, warmup)
+    wall, cpu = ({n: [1e3 * s[i] / work.updates for s in taken] for n, taken in seconds.items()} for i in (0, 1))
+    arms = {
+        name: {
+            "ms": harness.spread(wall[name]), "to_hand": harness.against(wall[name], wall["hand"]),
+            "cpu_ms": harness.spread(cpu[name]), "cpu_to_hand": harness.against(cpu[name], cpu["hand"]), **markers[name],
+            "trained": markers[name]["loss_last"] < markers[name]["loss_first"],
+        }
+        for name in names
+    }  # fmt: skip
+    return {"work": asdict(work), "rounds": rounds, "arms": arms}
+
+
+def main() -> int:
+    """Measure both models; exit code 1 if an arm did not train."""
+    given = harness.parse(
+        __doc__, "transformers-cpu.json", quick=False, bf16=False, arms=ARMS, models=CONFIGS, rounds=int, updates=int
+    )
+    names = list(dict.fromkeys(["hand", *given.arms]))
+    rounds, warmup, updates = (2, 1, 4) if given.quick else (20, 2, 32)
+    found = {}
+    for kind in given.models:
+        work = Work(kind, given.updates or updates, given.bf16, **({"samples": 64} if given.quick else {}))
+        found[kind] = measure(work, names, given.rounds or rounds, warmup)
+        rows = [
+            [name, f"{a['ms']['median']:.2f}", harness.ratio(a["to_hand"]["ratio"]), f"{a['cpu_ms']['median']:.2f}",
+             harness.ratio(a["cpu_to_hand"]["ratio"]),
+             f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else " FAILED")]
+            for name, a in found[kind]["arms"].items()
+        ]  # fmt: skip
+        harness.table(kind, ("arm", "ms/update", "ratio [95 %]", "CPU ms", "CPU ratio [95 %]", "loss"), rows)
+    versions = {name: harness.version(name) for name in ("transformers", "tokenizers", "peft")}
+    harness.write(given.out, {"unit": "ms per update", "device": str(device()), "versions": versions, "models": found})
+    failed = [f"{kind}/{name}" for kind, of in found.items() for name, arm in of["arms"].items() if not arm["trained"]]
+    print("\n".join(f"{name} did not train: its figures mean nothing" for name in failed))
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
