@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,16 @@ def plot(run_dir: Path | None, metric: str) -> Any:
             "plot() needs the package 'matplotlib', which is not installed: pip install 'drivetrain[plots]'"
         ) from None
     panels = {title: curves for title, curves in _panels(_read(run_dir), metric).items() if curves}
-    figure = Figure(figsize=(8, 1.2 + 1.7 * len(panels)), layout="constrained")
+
+    class Picture(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            file = BytesIO()
+            self.savefig(file, format="png")
+            return file.getvalue()
+
+    figure = Picture(figsize=(8, 1.2 + 1.7 * len(panels)), layout="constrained")
     for axes, (title, curves) in zip(
         figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0], panels.items(), strict=True
     ):

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from drivetrain.core import files
-from drivetrain.ui.output import plain
+from drivetrain.ui.output import notices, plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +60,7 @@ class _ConsoleHandler(logging.Handler):
             self.handleError(record)
 
     def _print(self, text: str, style: str) -> None:
-        real = _stderr()
+        real = notices()
         if self.live is not None and real.isatty():
             self.live.print(text, style=style, highlight=False, markup=False)
         else:  # in a terminal by rich's stream, which knows what else is being drawn, such as a sweep's table
@@ -148,14 +148,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_live_line)
 
 
-def _stderr() -> TextIO:
-    """The real standard error: while rich draws it puts a stream of its own in its place, even where that is a file."""
-    stream: TextIO = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
-    return stream
-
-
 def _is_shown_by_the_caller() -> bool:
     """Whether the calling program has handlers of its own that print to this process's output."""
-    streams = [s for s in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, _stderr()) if s is not None]
+    streams = [s for s in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, notices()) if s is not None]
     handlers = logging.getLogger().handlers if ROOT.propagate else []
     return any(getattr(handler, "stream", None) in streams or hasattr(handler, "console") for handler in handlers)

@@ -32,6 +32,15 @@ def plain(text: str) -> str:
     return _UNSEEN.sub(lambda found: "\n" if found[0] == "\r\n" else found[0].encode("unicode_escape").decode(), text)
 
 
+def notices() -> TextIO:
+    """Where notices go: the real standard error, or in a notebook, which shows that in red, standard output.
+
+    While rich draws it puts a stream of its own in the place of standard error, even where that is a file.
+    """
+    stream: TextIO = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    return sys.stdout if type(stream).__module__.startswith("ipykernel") else stream
+
+
 def can_redraw(stream: Any) -> bool:
     """Whether a stream is a terminal with frames, colours and lines that change: not one of TERM=dumb, and not with `--plain`."""
     return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown") and PLAIN not in os.environ

@@ -24,7 +24,7 @@ class Steps:
         """Show what is being done, and about how many seconds are `left`."""
         after = f", about {duration(left)} left" if left else ""
         line = output.plain(f"{text} ({duration(time.monotonic() - self._began)}{after})")
-        print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=sys.stderr, flush=True)
+        print(_CLEAR + line if self._live else line, end="" if self._live else "\n", file=output.notices(), flush=True)
 
     def __exit__(self, *_: object) -> None:
         if self._live:
