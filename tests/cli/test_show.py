@@ -197,7 +197,15 @@ def test_the_data_of_training_is_drawn_beside_what_augmentation_makes_of_it(tmp_
         Image.fromarray(noise.integers(0, 255, (96, 96, 3), dtype=np.uint8)).save(file)
     words = ["data=imagefolder", f"data.root={root}", "data.size=96", "data.holdout=0.3", "augment=[flip_crop]"]
     assert main(["show", *words, "--data", str(tmp_path / "page.html")]) == 0
-    assert "inputs: images of 96×96, as 96×96" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "inputs: images of 96×96, as 96×96" in told
+    assert "no learning rate is drawn: batch.global_batch=" in told
+    assert main(["show", *words, "batch.global_batch=8"]) == 0  # where an override names the data they are told too
+    told = capsys.readouterr().out
+    assert "inputs: images of 96×96, as 96×96" in told
+    assert "lr: " in told
+    assert main(["show", "batch.global_batch=8"]) == 0
+    assert "What was read" not in capsys.readouterr().out
     data = ImageFolder(str(root), size=96, holdout=0.3).load_sets(torch.device("cpu"))
     drawn, first = picture_of(tmp_path / "page.html"), data.train.fetch(torch.tensor([0]))[0][0].permute(1, 2, 0).numpy()
     assert np.array_equal(drawn[:96, :96], first)

@@ -1,4 +1,4 @@
-"""`drivetrain show`: draw the schedule of a run before it is trained."""
+"""`drivetrain show`: what a run will see of its data, and its schedule, before it is trained."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from drivetrain.core import stages
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import Effect, RunSpec
+from drivetrain.core.overrides import key_of
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.recipe_tree import effect
 
+OF_DATA = ("data", "task")  # overrides of these groups ask what the data is
 MAX_POINTS = 20_000  # of a curve; of a longer run every n-th update is taken
 HELP = """\
-drivetrain show [group=option] [key=value] …      the learning rate (and momentum) over a run with these overrides,
+drivetrain show [group=option] [key=value] …      what training will see of its data, the learning rate over the run,
                                                   and what its options claim of training: exact, close or changes
 
   drivetrain show scheduler=cosine scheduler.cycles=3
   drivetrain show recipe=fast epochs=90
+  drivetrain show data=imagefolder data.root=photos --data seen.html
   drivetrain show scheduler=onecycle scheduler.momentum=[0.85,0.95] --png schedule.png
 
   --png FILE            as an image, by matplotlib
-  --data FILE           what training will see of its data, as a page: sets, classes, columns, lengths, samples
+  --data FILE           the data as a page, with samples; without it they are told where data=… or task=… is given
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 """
 
@@ -46,18 +49,23 @@ def command(argv: Sequence[str]) -> int:
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None, page: Path | None = None) -> None:
     """Draw what `drivetrain train` with these overrides would follow; into `file` as a PNG if one is given.
 
-    With `page` it is the data of training that is drawn, into that file.
+    The data of training are told first where an override is of them or `page` is given, into which they are drawn.
     """
     job = prepare(overrides, config_dirs)
     job.log_notices()
-    if page is not None:
+    if page is not None or (file is None and any(key_of(word).split(".")[0] in OF_DATA for word in overrides)):
         from drivetrain.cli.show_data import sheet_of
 
         sheet = sheet_of(job.run)
         sheet.show()
-        echo(f"written to {sheet.write(page)}")
+        echo(f"written to {sheet.write(page)}\n" if page is not None else "--data FILE draws this as a page, with samples\n")
+    try:
+        over = _horizon(job.run)
+    except UserError as error:
+        if page is None:
+            raise
+        echo(f"no learning rate is drawn: {error}")
         return
-    over = _horizon(job.run)
     curves = _curves(job.run, over)
     if file is None:
         echo(_title(job.run, over))

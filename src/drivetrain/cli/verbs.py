@@ -89,7 +89,10 @@ _ROWS = (
     ),
     Verb("forecast", "drivetrain.cli.measuring:forecast", "peak memory, time and limits of a run, before it is started"),
     Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
-    Verb("show", "drivetrain.cli.show:command", "draw the learning rate over a run, before it is trained", takes_overrides=True),
+    Verb(
+        "show", "drivetrain.cli.show:command",
+        "what training will see of its data, and the learning rate, before it is trained", takes_overrides=True,
+    ),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, fetch, check, export, verify or diff recipes"),
     Verb("evaluate", "drivetrain.cli.finished:evaluate", "the metrics of a finished run, on any data, device and ranks"),
     Verb("predict", "drivetrain.cli.finished:predict", "what a finished run says of new inputs, as a table"),
