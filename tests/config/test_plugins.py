@@ -138,11 +138,10 @@ def test_it_is_in_the_lists(outside: Outside, capsys: pytest.CaptureFixture[str]
     assert main(["list", *outside.arguments]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert len([row for row in rows if "mine" in row[:2] and row[-3:] == ["a", "made-up", "package"]]) == len(GROUPS)
-    assert main(["list", "clip", *outside.arguments]) == 0
+    assert main(["list", "clip=mine", *outside.arguments]) == 0
     said = capsys.readouterr().out
-    assert "clip=mine: clip of a made-up package\n    clip.max_norm: 1.0" in said
-    assert main(["train", "--help", *outside.arguments]) == 0
-    assert "optimizer of a made-up package" in capsys.readouterr().out
+    assert said.startswith("clip=mine: clip of a made-up package\n")
+    assert "    clip.max_norm: 1.0 " in said
 
 
 def test_it_is_completed(outside: Outside) -> None:
@@ -290,7 +289,7 @@ def test_an_entry_point_without_options(
     assert main(["list", "clip"]) == 0, "the other options are shown all the same"
     said = capsys.readouterr()
     assert says in said.err
-    assert "clip=norm" in said.out
+    assert "norm" in said.out
 
 
 def test_two_options_of_one_name(installed: Path, tmp_path: Path) -> None:

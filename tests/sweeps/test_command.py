@@ -58,7 +58,7 @@ def table(done: Done) -> list[str]:
     """The lines of the final table, one a job."""
     lines = done.out.splitlines()
     (head,) = (n for n, line in enumerate(lines) if "overrides" in line and "status" in line)
-    return list(itertools.takewhile(str.strip, lines[head + 1 :]))
+    return list(itertools.takewhile(lambda line: line.strip() and not line.startswith("written to "), lines[head + 1 :]))
 
 
 def assert_whole(run_dir: Path, updates: int) -> None:
