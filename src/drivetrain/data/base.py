@@ -468,13 +468,14 @@ def chosen(keys: np.ndarray, labels: np.ndarray | None, share: float, counts: np
     _, number = np.unique(np.zeros(len(sizes)) if labels is None or one_class else labels[first], return_inverse=True)
     samples = np.bincount(number, weights=sizes)  # of each class
     left = np.diff(np.floor(max(share, 1 / samples.sum()) * np.cumsum(samples) + 0.5), prepend=0).tolist()
-    taken = np.zeros(len(sizes), bool)
+    taken, wanting = np.zeros(len(sizes), bool), sum(each > 0 for each in left)
     for n, (of_class, size) in enumerate(zip(number, sizes, strict=True)):
-        if max(left) <= 0:  # most groups are left
-            break
         if 0 < size / 2 <= left[of_class]:
             left[of_class] -= size
             taken[n] = True
+            wanting -= left[of_class] <= 0
+            if not wanting:  # most groups are left, and are many
+                break
     if not taken.any() and len(taken) > 1:  # few large groups
         taken[sizes.argmin()] = True
     return np.asarray(taken[group])
