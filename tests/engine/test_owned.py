@@ -100,3 +100,16 @@ def test_a_read_counts_once():
     source.fetch(torch.arange(5))
     source.fetch(torch.arange(5))
     assert dataset.reads == 10
+
+
+def test_evaluations_leave_the_state_of_a_loss_as_it_is(train):
+    words = [
+        *WORDS,
+        "data.target=drawing_sets.Nothing",
+        "loss=own",
+        "loss.target=stateful_parts.Counting",
+        "epochs=4",
+        "updates=null",
+    ]
+    often, once = (train(*words, f"evaluate_every={every}").metrics["test"]["final"] for every in (1, 4))
+    assert often == once

@@ -94,3 +94,20 @@ class Evaluations(torchmetrics.Metric):
 
     def compute(self) -> torch.Tensor:
         return self.total.clone()
+
+
+class Counting:
+    """A loss that counts its calls, also those of evaluations, and goes by their number."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.nn.functional.cross_entropy(output, target) / self.calls
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]

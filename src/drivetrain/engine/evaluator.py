@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core import rng, streams
+from drivetrain.core import owned, rng, streams
 from drivetrain.core.callback import AVERAGE, PLAIN
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
 from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.owned import OwnState
 from drivetrain.core.protocols import Loader
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Augmentation
@@ -164,11 +165,12 @@ class Evaluator:
     def metrics(self, averaged: bool = False, stops: Callable[[], bool] = lambda: False) -> dict[str, float]:
         """Return the figures of the model's current weights on all sets, and add their tables.
 
-        Raises Diverged and, by `stops`, Interrupted.
+        Raises Diverged and, by `stops`, Interrupted. What the loss keeps is put back, so that evaluations change no training.
         """
         found: dict[str, float] = {}
-        for name in self.sets[self.set]:
-            found |= self._metrics_of(name, averaged, stops)
+        with OwnState(owned.find(self.loss.keeps())).untouched():
+            for name in self.sets[self.set]:
+                found |= self._metrics_of(name, averaged, stops)
         return found
 
     def _metrics_of(self, name: str, averaged: bool, stops: Callable[[], bool]) -> dict[str, float]:
