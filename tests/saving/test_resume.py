@@ -164,14 +164,14 @@ LONGER = {  # what runs: the update at which its first part ends, and its words
     "adamw8bit": (3, ["optimizer=adamw8bit", "optimizer.lr=0.01", "model.hidden=[64]"]),
     "schedulefree": (3, ["optimizer=schedulefree", "ema=ema"]),
     "batches that grow": (5, ["batch.grow_every=1", "batch.grow_until=48"]),
-    "buckets": (4, [*GPT, "batch.budget=tokens", "batch.preallocate=true"]),
+    "buckets": (4, [*GPT, "batch.tokens=512", "batch.preallocate=true"]),
     "dora": (3, [*DORA, "precision=bf16_pure", "adapter.dropout=0.3"]),
     **{f"unfreezing, {at}": (at, [*STAGES, "optimizer=adamw", "optimizer.lr=0.01"]) for at in (1, 2, 3)},
     **{f"precision {name}": (3, [*EVERYTHING, *words]) for name, words in PRECISIONS.items()},
     **{f"schedulefree, {master}": (2, ["precision=bf16_pure", master, "optimizer=schedulefree"]) for master in PURE.values()},
 }
 SLOW = {
-    "buckets of samples": (4, [*GPT, "batch.budget=samples", "batch.preallocate=true"]),
+    "buckets of samples": (4, [*GPT, "batch.preallocate=true"]),
     "dora, amp": (3, [*DORA, "precision=amp", "checkpointing=blocks", "adapter.dropout=0.3"]),
     "dora, inductor": (3, [*DORA, "compile=inductor"]),
     "dora, ddp": (3, [*DORA, "parallel=ddp", "parallel.nproc=2"]),
