@@ -56,6 +56,7 @@ class Plan:
 
 
 PLANS = {
+    "bert_classification": Plan(seeds=1),
     "default": Plan("accuracy>=0.98", 5),
     "digits_best": Plan("accuracy>=0.98"),
     "digits_critical": Plan("accuracy>=0.97", 5),

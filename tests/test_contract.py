@@ -47,7 +47,6 @@ BERT = [
 ]  # fmt: skip
 SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
 PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
-TINY_LLAMA = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32}"
 TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 4}"
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
 TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
@@ -100,7 +99,7 @@ BESIDE = {
     ("data", "labels_csv"): ["data.path=table.csv", "data.target=kind", "data.size=8"],
     ("data", "masks"): ["data.root=masked", "data.size=8", "data.holdout=0.3", "model=unet", "model.width=4"],
     ("data", "text"): ["data.path=texts.txt", "data.length=32", *TEXT[4:]],
-    ("data", "instructions"): ["model=transformers", "model.name=llama", f"model.config={TINY_LLAMA}", "loss=next_token"],
+    ("data", "instructions"): ["data.length=128", *TEXT[4:]],
     ("data", "jsonl"): ["data.path=texts.jsonl", "data.length=32", *TEXT[4:]],
     ("data", "diabetes"): ["loss=mse"],
     ("data", "digit_scenes"): [*SCENES[1:], "loss=bce", "model=resnet9", "model.width=4"],
@@ -109,13 +108,7 @@ BESIDE = {
     ("task", "regression"): ["data=diabetes", "model.hidden=[8]"],
     ("task", "segmentation"): PIXELS,
     ("task", "language_modelling"): TEXT,
-    ("task", "instruction"): [
-        "data=instructions",
-        "model=transformers",
-        "model.name=llama",
-        f"model.config={TINY_LLAMA}",
-        "loss=next_token",
-    ],
+    ("task", "instruction"): ["data=instructions", "data.length=128", *TEXT[4:]],
     ("task", "text_classification"): ["data=stdlib", "data.length=32", "data.test_samples=8", "model=gpt", "model.width=16"],
     ("task", "contrastive"): ["data=digits", "model=resnet9", "model.width=4"],
     ("parallel", "split"): ["parallel.devices=[cpu,cpu]"],

@@ -109,7 +109,7 @@ def test_a_bad_row_is_answered_in_its_place(run, capsys):
     Path("odd.jsonl").write_text("\n".join(lines) + "\n")
     rows = predicted(capsys, run, "odd.jsonl", "--max-tokens", "12")
     assert [bool(row["error"]) for row in rows] == [False, True, True, True, False]
-    assert "odd.jsonl:2: not JSON" in rows[1]["error"]
+    assert rows[1]["error"].startswith("odd.jsonl:2: not JSON")
     assert "neither 'messages' nor 'prompt'" in rows[2]["error"]
     assert "the run has data.length=100: shorten it" in rows[3]["error"]
     alone = [own(run, {"prompt": f"say {n}"}, 12) for n in (1, 2)]

@@ -166,6 +166,14 @@ def test_no_data_option_asks_for_its_files_where_the_model_is_used_alone(option)
             checked(composed)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+def test_a_run_in_16_bits_predicts(precision, finished, capsys):
+    run = finished(f"precision={precision}", "updates=2", "scheduler=constant")
+    capsys.readouterr()
+    assert predict(run, "--data", "test") == 0
+    assert capsys.readouterr().out.startswith("input,label,probability")
+
+
 def test_lines(digits, finished, tmp_path, images, capsys, monkeypatch):
     """`-` reads paths, or texts where the run reads text."""
     pixels = (images[0, 0] * (255 / 16)).round().astype("uint8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +137,63 @@ def test_each_update_has_the_loss_of_their_trainer(kind, arm, updates, make, mon
     assert own == pytest.approx(expected, rel=0, abs=1e-5)
     assert own[0] != own[-1]
     assert any(not torch.equal(tensor, start[key]) for key, tensor in trainer.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arm", "updates"),
+    slow.but(
+        lambda case: case[1] == SHORT,
+        [(arm, updates) for arm in ("plain", "accumulated", "packed", "packed, accumulated") for updates in (SHORT, UPDATES)],
+        lambda case: " ".join(map(str, case)),
+    ),
+)
+def test_answers_alone_are_learnt_as_their_trainer_learns_them(arm, updates, make, monkeypatch, tmp_path):
+    """The mean over the answers' tokens of an update, also where micro-batches have unlike many, and where rows are shared."""
+    from tests.data.test_instructions import MARKS, folder_of
+
+    (tmp_path / "run").mkdir()
+    folder = folder_of("llama", tmp_path, MARKS)
+    draw = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 9, (updates * BATCH, 2), generator=draw).tolist()
+    talks = [
+        [{"role": "user", "content": f"{n} " + "ab " * a}, {"role": "assistant", "content": f"{n} end" * b}]
+        for n, (a, b) in enumerate(sizes)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    trainer = make(
+        "task=instruction", "model=transformers", f"model.name={folder}", "model.pretrained=true", "data=instructions",
+        "data.path=talks.jsonl", "data.test=talks.jsonl", "data.length=100", "data.order=sequential", "data.validation=null",
+        "optimizer=adamw", "optimizer.lr=0.003", "optimizer.weight_decay=0.01", "clip=none", "epochs=1", f"updates={updates}",
+        f"batch.global_batch={BATCH}", *(["data.packing=true"] if "packed" in arm else []),
+        *(["batch=accumulate", "batch.accumulation_steps=4"] if "accumulated" in arm else []),
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = []
+    for talk in talks:
+        found = tokenizer.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
+        ids, answers = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"])
+        rows.append((ids, torch.ones_like(ids), ids.masked_fill(answers == 0, -100)))
+
+    def collate(batch: list[int]) -> dict[str, torch.Tensor]:
+        parts = zip(*(rows[n] for n in batch), strict=True)  # their model shifts the labels itself
+        pad, fillers = torch.nn.utils.rnn.pad_sequence, {"input_ids": 0, "attention_mask": 0, "labels": -100}
+        padded = (pad(list(part), batch_first=True, padding_value=fillers[k]) for k, part in zip(fillers, parts, strict=True))
+        return dict(zip(fillers, padded, strict=True))
+
+    split = 4 if "accumulated" in arm else 1
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=BATCH // split, gradient_accumulation_steps=split,
+        max_steps=updates, learning_rate=0.003, weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch",
+        logging_steps=1, max_grad_norm=0.0, train_sampling_strategy="sequential", report_to=[], save_strategy="no", use_cpu=True,
+        disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    given = transformers.Trainer(model=model, args=arguments, train_dataset=range(len(rows)), data_collator=collate)
+    given.remove_callback(transformers.trainer_callback.PrinterCallback)
+    given.train()
+    expected = [record["loss"] for record in given.state.log_history if "loss" in record]
+    trainer.fit()
+    own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+    assert len(own) == len(expected) == updates
+    assert own == pytest.approx(expected, rel=0, abs=1e-5)
+    assert own[0] != own[-1]

@@ -26,6 +26,7 @@ SMALL = {  # what makes a task's example small
     "language_modelling": ["data.max_files=20", "data.length=16", "data.test_samples=8", "model.width=16"],
     "text_classification": ["data.max_files=400", "data.length=16", "data.test_samples=8", "model.width=16"],
     "contrastive": ["model.width=4"],
+    "instruction": ["data.length=128", "model.width=16"],
 }
 
 

@@ -111,8 +111,9 @@ class Instructions(Jsonl):
         return self._kept_tokenizer(data).written, self._kept_template(data).ends
 
     def _encode_line(self, line: bytes, source: str, number: int, data: Splits, _: slice) -> torch.Tensor:
+        entry = self._object(line, source, number, [])
         with _said_of(f"{source}:{number}"):
-            return self._prompt(messages_of(self._object(line, source, number, []), self._keys, asks=True), data).unsqueeze(0)
+            return self._prompt(messages_of(entry, self._keys, asks=True), data).unsqueeze(0)
 
     def _prompt(self, messages: Any, data: Splits) -> torch.Tensor:
         (tokens,) = self._kept_tokenizer(data)([self._kept_template(data).prompt(messages)])

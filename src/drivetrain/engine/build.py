@@ -342,7 +342,8 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     run = context.run
     context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
     context.trains = False
-    context.parallel, context.precision, context.data = run.parallel.build(context), run.precision.build(context), data
+    context.parallel, context.data = run.parallel.build(context), data
+    context.precision = run.precision.build(context)
     model = _edited_model(context)
     converted: torch.nn.Module = context.precision.convert(model, context.example)
     return converted.eval()

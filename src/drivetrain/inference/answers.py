@@ -32,7 +32,7 @@ class Answers:
     def __post_init__(self) -> None:
         if not hasattr(self.loaded.model, "generate"):
             raise UserError(
-                f"{type(self.loaded.model).__name__} has no method `generate`, which writes answers: only model=transformers does"
+                f"{type(self.loaded.model).__name__} has no method `generate`, which writes answers: train model=transformers"
             )
         self._texts, ends = self.loaded.texts()
         self._stops = [*ends, *self.stops]
