@@ -17,13 +17,13 @@ train: $(VENV)/.installed          ## train the default recipe on real data
 	$(BIN)/python -m src.train $(ARGS)
 
 test: $(VENV)/.tested check        ## lint, types and the test suite
-	$(BIN)/python -m pytest -n 2 -m "not slow" -rs $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" -rs $(ARGS)
 
 test-slow: $(VENV)/.tested         ## the long campaigns
 	$(BIN)/python -m pytest -m slow -rs $(ARGS)
 
 fuzz: $(VENV)/.tested              ## 10,000 pieces of odd input of each kind, drawn anew: hours
-	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest -n 2 -m fuzz --timeout 0 $(ARGS)
+	HYPOTHESIS_PROFILE=campaign $(BIN)/python -m pytest -n 2 --dist worksteal -m fuzz --timeout 0 $(ARGS)
 
 mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their code, one place at a time; which changes do their tests not see?
 	$(PIP) $(LOCKED)/mutants.txt
@@ -33,7 +33,7 @@ mutants: $(VENV)/.tested           ## MODULES="scheduler core/rng": change their
 	cd $(MUTANTS) && $(abspath $(BIN))/mutmut run --max-children 2 && $(abspath $(BIN))/mutmut results
 
 test-oldest: $(OLDEST)/.installed  ## what depends on torch's version, with the oldest torch that pyproject.toml promises
-	$(OLDEST)/bin/python -m pytest -n 2 -m "not slow" -rs tests/cuda tests/optimizer tests/compile tests/precision tests/test_contract.py $(ARGS)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" -rs tests/cuda tests/optimizer tests/compile tests/precision tests/test_contract.py $(ARGS)
 
 check: $(VENV)/.tested
 	$(BIN)/ruff check src tests bench examples docs/site
