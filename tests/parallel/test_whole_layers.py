@@ -34,7 +34,6 @@ NORMS = {
 }
 ELEMENTS = {"schedulefree": ["optimizer=schedulefree", "optimizer.lr=0.05"]}  # has other weights to save than to train
 
-SHAMPOO = ["optimizer=shampoo", "optimizer.start=2"]
 WHOLE = {
     "muon": ["optimizer=muon", "clip=norm", "clip.max_norm=0.1"],
     # A key has no gradient, whose rounding Adafactor would scale up.

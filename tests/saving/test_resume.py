@@ -47,7 +47,8 @@ RUNS = {
     "own parts with a state": [
         "data=own", "data.target=stateful_parts.Curriculum", "data.validation=null",
         "data.drop_last=false", "model=own", "model.target=drawing_sets.Net", "loss=own", "loss.target=stateful_parts.Holder",
-        "metrics=[own]", "metrics.own.target=stateful_parts.Evaluations", "trust=[drawing_sets,stateful_parts]",
+        "metrics=[own]", "metrics.own.target=stateful_metric.Evaluations",
+        "trust=[drawing_sets,stateful_parts,stateful_metric]",
     ],
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A loss, a Dataset, a function that makes batches and a metric that keep a state (trust=[stateful_parts])."""
+"""A loss, a Dataset and a function that makes batches that keep a state (trust=[stateful_parts])."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchmetrics
 
 from tests.support.drawing_sets import Base
 
@@ -77,23 +76,6 @@ class Collate:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.batches = state["batches"]
-
-
-class Evaluations(torchmetrics.Metric):
-    """The number of batches that all evaluations of the run have had."""
-
-    total: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(()))
-        self.add_state("batches", torch.zeros(()), dist_reduce_fx="sum")
-
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        self.total += 1
-
-    def compute(self) -> torch.Tensor:
-        return self.total.clone()
 
 
 class Counting:
