@@ -19,6 +19,7 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.loss.language import MaskedToken, Masking
+from tests.support import slow
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
@@ -116,6 +117,19 @@ def test_masked_tokens_are_learnt(texts, train):
     assert result.status == "completed", result.error
     assert result.judged()["accuracy"] > 0.4  # of the most frequent byte: 0.2
     assert result.judged()["loss"] < 2.2
+
+
+@pytest.mark.parametrize(
+    "more",
+    slow.but(
+        lambda more: "accumulate" in more,
+        ["batch=accumulate batch.accumulation_steps=4", "loader=workers", "parallel=ddp parallel.nproc=2"],
+    ),
+)
+def test_however_the_samples_are_split_the_same_tokens_are_hidden(more, train):
+    """The loss is the mean over all hidden tokens of an update."""
+    words = [*MASKED, "updates=2", "optimizer=sgd", "optimizer.lr=0.5", "batch.global_batch=8"]
+    assert train(*words, *more.split()).judged()["loss"] == pytest.approx(train(*words).judged()["loss"], rel=1e-6)
 
 
 def test_a_causal_model_is_refused_for_masked_tokens(make):
