@@ -14,6 +14,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure.claims.export import Settings, export
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Claim
+from drivetrain.run import recipe_file
 from tests.measure.claims.made_runs import DATA, made_run
 
 
@@ -196,8 +197,8 @@ def test_the_recipe_of_a_run_with_own_code_says_what_the_command_line_has_to(cap
     assert f"give {words} on the command line" in Path("mine.yaml").read_text()
     assert main.main(["recipe", "check", "mine.yaml"]) == 0
     assert "left to the command line: mine.yaml:" in capsys.readouterr().out
-    for recipe_file in ("mine.yaml", "run/recipe.yaml"):
-        again = prepare([f"recipe={recipe_file}", *own, "runtime.device=cpu"])
+    for file in ("mine.yaml", "run/recipe.yaml"):
+        again = prepare([f"recipe={file}", *own, "runtime.device=cpu"])
         assert (again.config_hash, again.run.model.kwargs) == (job.config_hash, {"width": 8})
         assert list(recipe_file.notices(again.shared, (), ["exported_nets"])) == []
     with pytest.raises(UserError, match="it names code"):
