@@ -144,7 +144,7 @@ READS = {
         "data.tokenizer=file",
         "data.tokenizer_file=gone.json",
     ),
-    "instructions": ("task=instruction", "model.name=llama", "data.path=gone.jsonl"),
+    "instructions": ("task=instruction", "data.path=gone.jsonl"),
     "labels_csv": ("data.path=gone.csv", "data.root=gone", "data.target=a"),
     "masks": ("task=segmentation", "data.root=gone"),
     "own": ("data.target=gone.Pictures",),

@@ -186,6 +186,11 @@ def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> P
     _, job = arms.prepare_without_saving(overrides, config_dirs)
     if device == HERE:
         validate.validate_device(job.run)
+    if (tokens := job.run.batch.tokens) is not None:
+        raise UserError(
+            f"batch.tokens={tokens}: how many samples that is, only reading them tells: set batch.tokens=null, and "
+            "batch.global_batch to the samples of an update"
+        )
     notes = [*_notes(job.run, device)]
     recipe = job.composed.recipe
     if recipe is not None and recipe.claim is not None:
