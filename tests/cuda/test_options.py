@@ -28,8 +28,8 @@ def class_of(option):
 CLASSES = {option: class_of(option) for option in OPTIONS}
 REAL = [option for option in OPTIONS if CLASSES[option].needs_real_tensors]
 WAITING = [option for option in OPTIONS if CLASSES[option].step_waits]
-SEVERAL_RANKS = [o for o in OPTIONS if getattr(CLASSES[o], "distributed", False) and o not in REAL]  # test_strategies.py
-# Metrics: tests/metrics/test_devices.py. Tasks only choose options that are in other rows.
+SEVERAL_RANKS = [o for o in OPTIONS if getattr(CLASSES[o], "distributed", False) and o not in REAL]  # below
+# Metrics: tests/metrics/test_figures.py. Tasks only choose options that are in other rows.
 ELSEWHERE = [o for o in OPTIONS if o[0] in ("metrics", "task") and o not in REAL]
 
 

@@ -1,4 +1,4 @@
-"""The rules of docs/design-pages.md, read from the HTML and the style sheet. test_pages_in_a_browser.py looks at the pages."""
+"""The rules of docs/design-pages.md, read from the HTML and the style sheet, and pages as headless Chromium shows them."""
 
 import html
 import itertools
