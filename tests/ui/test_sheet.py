@@ -4,6 +4,7 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -44,6 +45,15 @@ def test_a_name_is_text_in_the_terminal_on_the_page_and_in_a_file(live, monkeypa
     values = found.as_dict()
     assert values["answer"] == "[/]"
     assert values["The runs"][0] == {"run": "a", **{name: name for name in NAMES}}
+
+
+@pytest.mark.parametrize("file", ['"><script>alert(1)</script>', "javascript:alert(1)", "a b/report.html"])
+def test_a_link_leads_to_a_file_whatever_its_name(file):
+    page = pages.check(Sheet("a page", "an answer", [Table(["run"], [[Drawn("<b>", file=file)]])]).page())
+    ((link, _),) = page.all("a")
+    assert unquote(link["href"]) == file
+    assert not re.search(r"[:<>\" ]", link["href"])
+    assert ("a", "<b>") in page.texts
 
 
 def test_bars_and_titles_of_progress_take_a_name_as_it_is(monkeypatch, capsys):
