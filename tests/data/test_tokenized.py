@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,24 @@ def test_a_killed_tokenizing_goes_on_to_the_same_bytes(texts, large, kind, monke
                     file.write(b"half a row")
     assert attempts > 4
     assert {p.name: p.read_bytes() for p in whole.iterdir()} == expected
+
+
+def test_who_comes_second_waits_and_writes_nothing(texts, large, monkeypatch):
+    made, write, found = option(texts, "rows"), tokenized.write_set, list[Splits]()
+    second = threading.Thread(target=lambda: found.append(made.load(CPU)))
+    written = []
+
+    def write_set(*given):
+        if not written:
+            second.start()
+        written.append(given)
+        return write(*given)
+
+    monkeypatch.setattr(tokenized, "write_set", write_set)
+    first = made.load(CPU)
+    second.join()
+    assert len(written) == 1
+    assert_same(first, found[0])
 
 
 def test_every_loader_reads_the_same(texts, large):
