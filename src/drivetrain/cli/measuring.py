@@ -60,22 +60,22 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   drivetrain compare recipe=naive,fast data=digits
   drivetrain compare optimizer=adamw,lamb quality=true      is the result still right?
 
-  rounds=20             at most; each starts fresh processes of all arms, and an arm that is known to 2 % stops early
-  block_s=0.4            seconds of a block of timed updates; each arm has two in a round
-  quality=true          also train each arm to its end: PASS, FAIL or INCONCLUSIVE against the first arm's own spread
-  seeds=5               trainings of each arm for quality=true before the first look, and before each further one
-  max_seeds=20          as many at most, while an arm is INCONCLUSIVE
+  rounds=20             at most; each starts fresh processes of all variants, and one that is known to 2 % stops early
+  block_s=0.4            seconds of a block of timed updates; each variant has two in a round
+  quality=true          also train each variant to its end: PASS, FAIL or INCONCLUSIVE against the first one's own spread
+  seeds=5               trainings of each variant for quality=true before the first look, and before each further one
+  max_seeds=20          as many at most, while a variant is INCONCLUSIVE
   quality_s=600         no further seeds after so many seconds of training
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
   target=0.95           of that metric: the seconds until it is reached are judged too
-  --recipe FILE         hand the fastest arm on as a recipe that claims what was measured, if it is faster beyond doubt;
+  --recipe FILE         hand the fastest variant on as a recipe that claims what was measured, if it is faster beyond doubt;
                         a better result alone is not handed on
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-A key that only one arm's option has goes to that arm: optimizer=sgd,adamw optimizer.momentum=0.9. Of an arm whose options claim
+A key that only one variant's option has goes to that one: optimizer=sgd,adamw optimizer.momentum=0.9. Where the options claim
 the same mathematics (exact or close in `drivetrain list`), the training loss decides too.
 
-Each arm is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
+Each variant is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
 """, ("--recipe FILE",))  # fmt: skip
 
 certify = Measuring("certify", "certify.certify:command", """\
@@ -105,7 +105,7 @@ drivetrain ablate recipe=fast baseline=naive [key=value] …   what each techniq
   drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
   drivetrain ablate recipe=mine.yaml quality=true          is the result still right, technique by technique?
 
-The arms are the baseline with each technique (alone), the recipe without each (without), and the techniques added one after
+The variants are the baseline with each technique (alone), the recipe without each (without), and the techniques added one after
 another to the baseline, the best first (steps). tables=[steps] measures those alone, in the order of the config.
 
   rounds=8              as for `drivetrain compare`, which says what block_s is too
@@ -116,7 +116,7 @@ another to the baseline, the best first (steps). tables=[steps] measures those a
 """, ("--recipe FILE",))  # fmt: skip
 
 bisect = Measuring("bisect", "bisect.bisect:command", """\
-drivetrain bisect GOOD BAD [key=value] …      which of their differing knobs makes BAD slower, or its result worse?
+drivetrain bisect GOOD BAD [key=value] …      which of their differing settings makes BAD slower, or its result worse?
 
   drivetrain bisect naive fast data=digits                              two recipes
   drivetrain bisect outputs/2026-01-05/11-02-40-1f3c9a mine.yaml        a run, and a recipe's file

@@ -77,7 +77,7 @@ _ROWS = (
     ),
     Verb(
         "bisect", "drivetrain.cli.measuring:bisect",
-        "which of the knobs in which two configs differ makes one slower, or worse",
+        "which of the settings in which two configs differ makes one slower, or worse",
     ),
     Verb(
         "doctor", "drivetrain.cli.measuring:doctor",

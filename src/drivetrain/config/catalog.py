@@ -189,6 +189,6 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
         owner = "ships with drivetrain" if chosen.is_relative_to(conf_dir()) else f"is also in {chosen}"
         yield f"{file}: {group}={file.stem} {owner}: give yours another name"
     elif not isinstance(content, dict) or not isinstance(content.get("_target_"), str):
-        yield f"{file}: an option is a mapping of its knobs, with _target_: the dotted name of its class"
+        yield f"{file}: an option is a mapping of its keys, with _target_: the dotted name of its class"
     elif group in LISTS and package not in text.splitlines():
         yield f"{file}: several options of {group} are chosen at once, so each needs a key of its own: add the line '{package}'"

@@ -93,7 +93,7 @@ def test_an_arm_that_fails_is_a_row(command, tiny):
 def test_a_first_arm_that_fails_ends_the_command_with_the_reason(command, tiny):
     done, found = command("compare", *tiny("optimizer.lr=1e30,0.05,0.06", "rounds=2", "block_s=0.02", "log_every=1"))
     assert (done.returncode, found) == (2, {})
-    assert "the first arm (optimizer.lr=1e+30) is what the others are compared to, and it ended: " in done.stderr
+    assert "the first variant (optimizer.lr=1e+30) is what the others are compared to, and it ended: " in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -105,7 +105,7 @@ def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, t
     assert "CUDA" in found["rows"][1]["error"]
     done, _ = command("compare", *tiny("compile=cudagraph,none", "runtime.device=cpu"))
     assert done.returncode == 2
-    assert "the first arm (compile=cudagraph)" in done.stderr
+    assert "the first variant (compile=cudagraph)" in done.stderr
 
 
 @pytest.mark.parametrize(

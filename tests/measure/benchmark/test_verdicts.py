@@ -94,7 +94,7 @@ def test_a_target_that_is_not_reached_is_told_so_and_has_no_difference():
     assert test.of_first(base, figures, "accuracy").reason == "seconds 9.2 ± 0.16 over 5 seeds"
     trial = Trial.of("accuracy", {1: ("changes", [])}, {1: figures})
     trial.look({1: late}, base)
-    assert trial.verdicts[1].reason == "seconds: 1 of 5 seeds got there, and 5 of 5 of the first arm"
+    assert trial.verdicts[1].reason == "seconds: 1 of 5 seeds got there, and 5 of 5 of the first variant"
     assert "seconds" not in trial.verdicts[1].degradation
 
 

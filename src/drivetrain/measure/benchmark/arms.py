@@ -94,7 +94,7 @@ def baseline_job(specs: Sequence[ArmSpec]) -> Job:
     """The job of the first arm, which the others are compared to. Raises UserError if that cannot run."""
     if (job := specs[0].job) is None:
         label = specs[0].label
-        raise UserError([f"the first arm ({label}) is what the others are compared to: {p}" for p in specs[0].problems])
+        raise UserError([f"the first variant ({label}) is what the others are compared to: {p}" for p in specs[0].problems])
     return job
 
 
@@ -115,7 +115,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
             job = sweeps.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
             if any(job.overrides == other.overrides for other in found):
                 continue
-            notes.append(f"{' '.join(foreign)} is not for the arm {job.label}, whose option has no such key: it runs without")
+            notes.append(f"{' '.join(foreign)} is not for the variant {job.label}, whose option has no such key: it runs without")
         found.append(job)
     return [ArmSpec(job.label, job.overrides, job.job, job.problems) for job in found], notes
 

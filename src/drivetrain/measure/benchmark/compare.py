@@ -31,7 +31,7 @@ TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
 def names(comparison: Comparison) -> list[str]:
     """A name for each arm: of the first one what not all have, of each other one what it has otherwise than the first."""
-    labels = [row.label or "the first arm" for row in comparison.rows]
+    labels = [row.label or "the first variant" for row in comparison.rows]
     words = [label.split() for label in labels]
     common = set(words[0]).intersection(*words[1:])
     left_out = [common, *[set(words[0])] * (len(words) - 1)]

@@ -327,7 +327,7 @@ class Comparison:
         first = self.rows[0]
         if first.error is not None:
             name = first.label or "the run as it is"
-            raise UserError(f"the first arm ({name}) is what the others are compared to, and it ended: {first.error}")
+            raise UserError(f"the first variant ({name}) is what the others are compared to, and it ended: {first.error}")
 
     def times(self) -> list[TimesToTarget]:
         """When each arm's seeds reached the target."""

@@ -126,7 +126,7 @@ class _Evidence:
         """The difference in words. Where a run's figure is only known to be at least so much, it is no difference."""
         if self.censored:
             mine, theirs, n = *self.reached, len(self.before)
-            return f"{self.figure.name}: {mine} of {n} seeds got there, and {theirs} of {n} of the first arm"
+            return f"{self.figure.name}: {mine} of {n} seeds got there, and {theirs} of {n} of the first variant"
         decides = f"allowed {self.margin:.2g}" if self.figure.needed else "it does not decide"
         return f"{self.figure.name} {in_words(*mean(self.worse_by, confidence))}, {decides}"
 
@@ -230,7 +230,7 @@ def _spread(name: str, runs: Sequence[TrainedRun]) -> str:
 def _without_test(runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> tuple[str, str] | None:
     """The outcome and the reason where no test is needed, or none is possible."""
     if failed := next((run for run in base if run.error), None):
-        return INCONCLUSIVE, f"the first arm's own run with seed {failed.seed} ended: {failed.error}"
+        return INCONCLUSIVE, f"the first variant's own run with seed {failed.seed} ended: {failed.error}"
     if failed := next((run for run in runs if run.error), None):
         return FAIL, f"the run with seed {failed.seed} ended: {failed.error}"
     return None
@@ -264,7 +264,7 @@ def _remarks(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[Traine
         metric = verdict.metric
         yield f"a technique that changes training may move the loss alone: judge=[{metric}] lets {metric} decide"
     if {run.samples for run in verdict.runs} != {run.samples for run in base}:
-        yield f"trained on {verdict.runs[0].samples:,} samples, the first arm on {base[0].samples:,}"
+        yield f"trained on {verdict.runs[0].samples:,} samples, the first variant on {base[0].samples:,}"
 
 
 # Trains an arm with the seed of this number, counted from 0.
