@@ -13,6 +13,7 @@ import drivetrain
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.chat import DEFAULT, ChatTemplate, messages_of
 from drivetrain.data.instructions import exercises, in_words
+from drivetrain.inference.loaded import load
 from tests.data.test_model_tokenizer import SIZES, tokenizer
 from tests.support.same_end import differences
 
@@ -295,3 +296,5 @@ def test_a_run_is_resumed_bit_for_bit(tmp_path, tiny):
     found = differences(Path(rest.run_dir), Path(whole.run_dir))
     assert not [name for name in found if name == "losses" or name.startswith((".weights", ".state.optimizer"))]
     assert rest.metrics == whole.metrics
+    loaded = load(whole.run_dir)
+    assert loaded.text_of(loaded.example())  # a page shows the texts of packed samples

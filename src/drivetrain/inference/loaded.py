@@ -15,7 +15,7 @@ from drivetrain.core import streams
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import DESCRIPTIONS, TargetKind
-from drivetrain.core.trees import Tree, described
+from drivetrain.core.trees import Tree, described, first
 from drivetrain.core.world import World
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
@@ -131,9 +131,9 @@ class LoadedRun:
         found = [of_source(source, f"{split}/{name}" if name else split, size) for name, source in sets.items()]
         return chain.from_iterable(items for items, _ in found), sum(count for _, count in found)
 
-    def text_of(self, x: torch.Tensor) -> str | None:
+    def text_of(self, x: Tree) -> str | None:
         """The text of an input's tokens; None where the run's data option cannot tell."""
-        return self._run.data.decode(x.flatten().tolist(), self._data)
+        return self._run.data.decode(first(x).flatten().tolist(), self._data)
 
     def in_units(self, target: torch.Tensor) -> torch.Tensor:
         """A target of the run's data in the units of its column."""
