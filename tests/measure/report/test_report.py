@@ -16,6 +16,7 @@ import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.target import Reach
 from drivetrain.data.tabular import data_file
+from drivetrain.measure.report import report
 from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
 from drivetrain.run.reader import differing, find, read
 from drivetrain.run.result import Result
@@ -395,3 +396,11 @@ def test_a_sweep_leaves_its_page_with_a_link_to_each_run(tiny, capsys):
     assert {"adamw", "sgd"} <= set(re.findall(r">(\w+)</text>", chart))
     assert "Best accuracy over runtime.seed" not in page
     assert re.search(r"<h2>Over seeds</h2>.*optimizer=sgd</th><td>[\d.]+ ± [\d.]+</td><td>2</td>", page)
+
+
+def test_samples_that_cannot_be_drawn_leave_the_page_as_it_is(train, monkeypatch):
+    """A run has finished when its page gets samples: nothing that they raise may end it."""
+    result = train("updates=1")
+    monkeypatch.setattr(report, "_drawn", lambda *_: {}["what a sample lacks"])
+    report.add_samples(result)
+    assert "There are none: KeyError" in (result.run_dir / "report.html").read_text()

@@ -91,13 +91,16 @@ def samples_of(run: RunFiles, count: int, most: int) -> list[Section]:
     title = "Samples with predictions"
     try:
         loaded, samples, total = _samples(run.path, most)
+        return _drawn(title, run, loaded, samples, total, count) if samples else under(title, words("There are none: no sample."))
     except (UserError, DataError) as error:
         return under(title, words(f"There are none: {error}"))
     except Exception as error:  # the run's own code, or its data, may fail in any way: the page has more to show
         said = next(iter(str(error).splitlines()), "")
         return under(title, words(f"There are none: {type(error).__name__}: {said}"))
-    if not samples:
-        return under(title, words("There are none: the set is empty."))
+
+
+def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sample], total: int, count: int) -> list[Section]:
+    """The samples as sections, for their kind."""
     worst = sorted(samples, key=lambda sample: -sample.loss)[:count]
     looked_at = f"{len(samples):,}{f' at random of {total:,}' if len(samples) < total else ''} of the {OF_SET} set"
     measured = remarks(f"The worst are those with the largest loss, of {looked_at}.")
