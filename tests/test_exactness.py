@@ -100,7 +100,7 @@ def test_the_set_on_the_device_is_sampled_alike(pictures):
 def test_sequences_in_buckets_too(loader, ranks):
     noise = np.random.default_rng(0)
     source = Texts([noise.integers(1, 255, 5 + 3 * n, dtype=np.uint8).tobytes() for n in range(FILES)], 24)
-    batch = Bucketed(global_batch=6, pad_to=4)
+    batch = Bucketed(global_batch=6, pad_to=4).over(shuffled(len(source)))
     batch.measure(source, 5, World())
     pipeline = Pipeline(source, (), None, 5)
 

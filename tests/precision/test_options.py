@@ -301,7 +301,10 @@ def test_masters_have_their_weights_strides(make):
 
 
 @masters
-@pytest.mark.parametrize("optimizer", slow.but({"sgd", "adamw", "muon", "lamb"}.__contains__, options()["optimizer"]))
+@pytest.mark.parametrize(
+    "optimizer",  # those that run an update's forward several times are refused with weights in 16 bits
+    slow.but({"sgd", "adamw", "muon", "lamb"}.__contains__, sorted({*options()["optimizer"]} - {"lbfgs", "sam"})),
+)
 def test_every_optimizer_updates_in_float32(make, master, optimizer):
     if optimizer.startswith("apex"):
         pytest.importorskip("apex")
@@ -699,10 +702,11 @@ def test_scaling_does_not_change_the_update(make):
 @pytest.mark.parametrize(("precision", "scale"), [(Precision(), 1), (Amp(init_scale=8.0), 8)])
 def test_the_weight_of_a_micro_batch_multiplies_its_gradients(precision, scale):
     x = torch.tensor([2.0, -3.0], requires_grad=True)
-    precision.setup(context())
+    precision.setup(of := context())
     for weight in (0.25, 0.5):
         precision.backward((x**2).sum(), torch.tensor(weight))
     torch.testing.assert_close(x.grad, scale * 2 * x.detach() * 0.75)
+    of.on_exit.close()
 
 
 def test_fp8_without_its_library_or_device_is_refused(problems, monkeypatch):

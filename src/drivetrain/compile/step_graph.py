@@ -80,7 +80,7 @@ class StepGraph(Dynamo):
         model = context.model
         self._step = WholeStep(
             step, model, context.optimizer, lambda: context.model_call.taking_batches(torch.compile(model)), self.cudagraph,
-            context.precision.update_state, context.loss.parts, context.parallel,
+            context.precision.update_state, context.parts, context.parallel,
         )  # fmt: skip
         return self._step
 
