@@ -13,7 +13,7 @@ import pytest
 
 # Bytecode is kept, whatever the machine prefers: each interpreter of a test would compile torch's thousand files again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the workers of xdist and the ranks share the cores already
+os.environ["OMP_NUM_THREADS"] = "1"  # whatever it is outside: the workers of xdist and the ranks share the cores already
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
 
 from drivetrain.core import signals
