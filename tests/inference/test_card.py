@@ -9,7 +9,8 @@ import yaml
 
 from drivetrain.cli import main
 from drivetrain.inference import card
-from drivetrain.run import reader, remarks
+from drivetrain.run import reader
+from drivetrain.run.result import interval
 from tests.support import made_pages
 
 
@@ -31,7 +32,7 @@ def test_a_card_of_a_run(tiny, capsys):
     assert head == named | {"pipeline_tag": "image-classification"}
     assert index["results"][0]["dataset"] == {"name": "synthetic", "type": "synthetic", "split": "test"}
     assert {each["type"]: each["value"] for each in index["results"][0]["metrics"]}["accuracy"] == found
-    low, high = remarks.interval(found, 20)
+    low, high = interval(found, 20)
     assert f"| `accuracy` | test | {found:.4f} | {low:.4f} to {high:.4f} (20 samples) |" in body
     titles = ["Intended use", "Training data", "Training", "Results", "Limits", "Licence", "Recipe"]
     assert re.findall(r"^## (.*)", body, re.M) == titles

@@ -16,8 +16,7 @@ from drivetrain.logger.files import Files
 from drivetrain.run import environment, reader, records, remarks
 from drivetrain.run.identity import differences
 from drivetrain.run.reader import Points, read
-from drivetrain.run.remarks import Counted
-from drivetrain.run.result import Result
+from drivetrain.run.result import Result, interval
 from drivetrain.saving import manifest
 from drivetrain.sweeps.store import Entry
 from drivetrain.ui import terminal
@@ -246,31 +245,75 @@ def test_curves(trained, evaluated, says):
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "counted", "says"),
+    ("accuracy", "samples", "commonest", "says"),
     [
-        (
-            0.9,
-            Counted(11, 0.5),
-            "few samples: the accuracy of 0.9 on the 11 samples of the test set may be anything from 0.61",
-        ),
-        (0.6, Counted(11, 0.5), "at chance: the accuracy of 0.6 on the 11 samples of the test set is not surely above"),
-        (0.9, Counted(10_000, 0.95), "at chance"),  # the commonest class alone is better
-        (0.9, Counted(10_000, 0.5), None),
-        (0.9, Counted(10_000), None),
-        (0.9, Counted(20), "few samples"),
-        (None, Counted(3, 0.5), None),
+        (0.9, 11, 0.5, "few samples: the accuracy of 0.9 on the 11 samples of the test set may be anything from 0.61"),
+        (0.6, 11, 0.5, "at chance: the accuracy of 0.6 on the 11 samples of the test set is not surely above"),
+        (0.9, 10_000, 0.95, "at chance"),  # the commonest class alone is better
+        (0.9, 10_000, 0.5, None),
+        (0.9, 10_000, None, None),
+        (0.9, 20, None, "few samples"),
+        (None, 3, 0.5, None),
     ],
 )
-def test_accuracies(accuracy, counted, says):
-    final = {} if accuracy is None else {"accuracy": accuracy}
-    said = list(remarks.of_test(Result(metrics={"test": {"final": final}}), {"": counted}))
+def test_accuracies(accuracy, samples, commonest, says):
+    final = {} if accuracy is None else {"accuracy": accuracy, "top5": 0.1}
+    result = Result(metrics={"test": {"final": final}}, shares={"accuracy": samples, "top5": samples})
+    said = list(remarks.of_test(result, {} if commonest is None else {"": commonest}))
     assert [line.startswith(says) for line in said] == [True] * (says is not None), said
 
 
 def test_named_sets():
-    result = Result(metrics={"test": {"final": {"clean/accuracy": 0.9, "noisy/accuracy": 0.5}}})
-    (said,) = remarks.of_test(result, {"clean": Counted(10_000, 0.5), "noisy": Counted(10_000, 0.5)})
+    found = {"clean/accuracy": 0.9, "noisy/accuracy": 0.5}
+    result = Result(metrics={"test": {"final": found}}, shares=dict.fromkeys(found, 10_000))
+    (said,) = remarks.of_test(result, {"clean": 0.5, "noisy": 0.5})
     assert "of the test set noisy" in said
+
+
+@pytest.mark.parametrize(
+    ("of_set", "name", "value", "samples", "says"),
+    [
+        ("test", "accuracy", 9 / 11, 11, "(11 samples: 0.52 to 0.95)"),
+        ("test", "top5", 0.97, 360, "(360 samples: 0.95 to 0.98)"),
+        ("test", "accuracy", 0.9, 100_000, ""),
+        ("validation", "accuracy", 9 / 11, 11, ""),  # models are selected by it
+        ("test", "loss", 0.3, 11, ""),
+        ("test", "accuracy", 1.5, 11, ""),  # whoever wrote that
+        ("test", "accuracy", 0.5, 0, ""),
+    ],
+)
+def test_the_interval_of_a_share(of_set, name, value, samples, says):
+    result = Result(shares={"accuracy": samples, "top5": samples})
+    assert result.uncertainty(of_set, name, value) == says
+
+
+def test_a_run_tells_the_intervals_of_its_shares(train, capsys):
+    """In the table at its end, in its page and in a notebook; of shares of the test set's samples alone."""
+    result = train("metrics=[top5,f1]", "metrics.top5.k=2", "updates=2", "data.test_samples=11")
+    assert result.shares == {"accuracy": 11, "top2": 11}
+    terminal.show_result(result)
+    out, page = capsys.readouterr().out, (result.run_dir / "report.html").read_text()
+    for name in result.shares:
+        said = result.uncertainty("test", name, result.tested()[name])
+        assert said.startswith("(11 samples: 0.")
+        for shown in (out, page, result._repr_html_()):
+            assert said in shown
+    assert f"accuracy {terminal.number(result.tested()['accuracy'])} (11 samples: " in page  # its first sentence
+    assert train("debug=fast", "data.test_samples=11").shares == {}  # which evaluates a part
+
+
+def test_answers_of_which_a_sample_has_several_have_no_interval():
+    scenes = [
+        "task=segmentation",
+        "data=digit_scenes",
+        "data.samples=40",
+        "data.test_samples=10",
+        "data.size=16",
+        "model.width=4",
+    ]
+    result = drivetrain.train([*scenes, "metrics=[accuracy,iou]", "epochs=1", "saving=none"])
+    assert "accuracy" in result.tested()
+    assert result.shares == {}
 
 
 def test_an_interval_covers_19_of_20():
@@ -278,7 +321,7 @@ def test_an_interval_covers_19_of_20():
     from math import comb
 
     for share in (0.1, 0.37, 0.8):
-        held = [k for k in range(41) if (i := remarks.interval(k / 40, 40)) and i[0] <= share <= i[1]]
+        held = [k for k in range(41) if (i := interval(k / 40, 40)) and i[0] <= share <= i[1]]
         assert 0.92 < sum(comb(40, k) * share**k * (1 - share) ** (40 - k) for k in held) < 0.98
 
 

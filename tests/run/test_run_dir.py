@@ -37,7 +37,7 @@ RESULT_KEYS = {
     "peak_memory_bytes", "time_to_first_step_s", "compile_s", "wall_s", "world_size", "device", "device_name",
     "overrides", "config_hash",
     "skipped_samples", "flops_per_sample", "mfu", "mfu_note", "selection", "stopped", "tables", "data",
-    "energy_joules", "resumed_at", "target", "batch", "own_process", "remarks", "test_samples",
+    "energy_joules", "resumed_at", "target", "batch", "own_process", "remarks", "shares",
 }  # fmt: skip
 TRAIN_KEYS = {
     "event",

@@ -14,9 +14,7 @@ import yaml
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.figure import Figure
 from drivetrain.core.typed import is_number
-from drivetrain.run import remarks
 from drivetrain.run.reader import RunFiles
 from drivetrain.saving import manifest
 from drivetrain.ui.output import plain
@@ -59,7 +57,7 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
     kind = "tokens" if about.get("vocabulary") else "image" if len(shape) == 3 else "values"
     task = TASKS.get((str(about.get("targets")), kind))
     name = f"{run.config.get('model', 'model')}-{run.config.get('data', 'data')}"
-    rows = list(_results(run, str(about.get("targets"))))
+    rows = list(_results(run))
     tested = {metric: value for metric, value, of_set, _ in rows if of_set == "test"}
     listed = [{"type": metric, "value": value, "name": f"{metric} on the test set"} for metric, value in tested.items()]
     data = {key: str(run.config.get("data", "unknown")) for key in ("name", "type")} | {"split": "test"}
@@ -130,18 +128,16 @@ def _training(run: RunFiles) -> Iterator[str]:
     )
 
 
-def _results(run: RunFiles, targets: str) -> Iterator[tuple[str, float, str, str]]:
+def _results(run: RunFiles) -> Iterator[tuple[str, float, str, str]]:
     """Yield metric, value, set and the 95 % interval of a share of samples: of the best evaluation, the test set first."""
     assert run.result is not None
     for of_set in sorted(run.result.metrics, key=lambda of: of != "test"):
         evaluations = run.result.metrics[of_set]
         for name, value in (evaluations.get("best") or evaluations.get("final") or {}).items():
-            figure = Figure.parse(name)
-            count = run.result.test_samples.get(figure.set, 0) if of_set == "test" else 0
-            is_share = targets == "class" and figure.metric == "accuracy" and count and 0 <= value <= 1
-            low, high = remarks.interval(value, count) if is_share else (0.0, 0.0)
             if name != "update" and is_number(value):
-                yield name, value, of_set, f"{low:.4f} to {high:.4f} ({count:,} samples)" if is_share else "–"
+                found = run.result.interval(of_set, name, value)
+                told = f"{found[0]:.4f} to {found[1]:.4f} ({run.result.shares[name]:,} samples)" if found else "–"
+                yield name, value, of_set, told
 
 
 def _measured(run: RunFiles, rows: Sequence[tuple[str, float, str, str]]) -> Iterator[str]:

@@ -30,6 +30,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
+from drivetrain.core.targets import kind_of
 from drivetrain.core.world import World
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
@@ -320,8 +321,7 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
 
         _show_tables(result, trainer, trainer.run_dir)
         result.data = fingerprint(trainer.train_data.source)
-        if trainer.evaluator.max_batches is None:
-            result.test_samples = {name: len(each.source) for name, each in trainer.evaluator.sets["test"].items()}
+        result.shares = _shares(staged)
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
         for remark in result.remarks:
             logger.info("%s", remark)
@@ -329,20 +329,33 @@ def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) 
 
 def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
     """What the run's curves and its accuracies say."""
-    evaluator = trainer.evaluator
     if not result.stopped:
         loss = str(Figure("loss", set=Figure.parse(trainer.selection.name).set))
         yield from remarks.of_curves(*reader.points(trainer.run_dir / "metrics.jsonl"), loss)
-    if evaluator.max_batches is None and trainer.train_data.classes and not trainer.train_data.masks:
-        yield from remarks.of_test(result, {name: counted(each.source) for name, each in evaluator.sets["test"].items()})
+    sets = trainer.evaluator.sets["test"] if result.shares else {}
+    yield from remarks.of_test(
+        result, {name: share for name, each in sets.items() if (share := commonest(each.source)) is not None}
+    )
 
 
-def counted(source: Source) -> remarks.Counted:
-    """How many samples a set has, and the share of its commonest class where its labels are known without reading the samples."""
+def _shares(staged: StagedRun) -> dict[str, int]:
+    """The figures of the test sets that are shares of their samples, of which each is one answer, and how many these are."""
+    evaluator = staged.trainer.evaluator
+    if evaluator.max_batches is not None or kind_of(staged.context.run) not in ("class", None):
+        return {}
+    names = [*evaluator.loss.counting, *(name for meter in evaluator.meters if meter.share for name in meter.directions)]
+    return {
+        str(Figure(name, averaged, of_set)): len(data.source)
+        for of_set, data in evaluator.sets["test"].items()
+        for averaged in {False, evaluator.ema.active}
+        for name in names
+    }
+
+
+def commonest(source: Source) -> float | None:
+    """The share of a set's commonest class, where its labels are known without reading the samples."""
     labels = source.labels() if source.own_code is None else None
-    commonest = None if labels is None or labels.ndim != 1 else labels.unique(return_counts=True)[1].max().item() / len(labels)
-    answers = 0 if labels is None and source.lengths is not None else len(source)  # of tokens there are several in a sample
-    return remarks.Counted(answers, commonest)
+    return None if labels is None or labels.ndim != 1 else labels.unique(return_counts=True)[1].max().item() / len(labels)
 
 
 def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:

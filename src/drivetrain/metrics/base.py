@@ -37,6 +37,7 @@ class Metric(Option):
     name: str  # of its option, and of its figure
     by_torchmetrics: ClassVar[bool] = False
     counts: ClassVar[bool] = False  # whether its figures count answers that are right or wrong
+    share: ClassVar[bool] = False  # whether its figure is the share of the answers that are right
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
     kind: TargetKind | None = None  # of the run's targets

@@ -43,6 +43,7 @@ class Accuracy(_Counted):
     """The share of the samples, pixels or tokens whose predicted class is right; of several labels, the share of right ones."""
 
     name = "accuracy"
+    share = True
     takes: tuple[TargetKind, ...] = ("class", "labels", "mask", "tokens", "words")
 
     def shape(self) -> tuple[int, ...]:

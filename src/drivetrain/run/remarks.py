@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from drivetrain.core.figure import Figure
 from drivetrain.run.reader import Points
@@ -15,21 +14,6 @@ LEARNT = 0.99  # times the first training loss, which one that has learnt is bel
 GROWN = 1.05  # times its least value: a loss on other data that has grown so much
 LATE, FELL = 0.25, 0.05  # a loss that fell by this share within the last part of the run, of this length
 WIDE = 0.1  # an interval of a share
-
-
-class Counted(NamedTuple):
-    """The samples of a set, and the share of its commonest class, where that is known."""
-
-    samples: int
-    commonest: float | None = None
-
-
-def interval(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share of so many samples (Wilson 1927)."""
-    z = 1.96
-    middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    scale = 1 + z * z / count
-    return (middle - width) / scale, (middle + width) / scale
 
 
 def of_curves(train: Points, evaluated: Points, name: str = "loss") -> Iterator[str]:
@@ -60,16 +44,16 @@ def of_curves(train: Points, evaluated: Points, name: str = "loss") -> Iterator[
         )
 
 
-def of_test(result: Result, sets: Mapping[str, Counted]) -> Iterator[str]:
-    """Yield which accuracies on test sets, by name, are not above chance, and which have too few samples to tell."""
-    for name, counted in sets.items():
-        accuracy = result.tested().get(str(Figure("accuracy", set=name)))
-        if accuracy is None or not counted.samples:
+def of_test(result: Result, commonest: Mapping[str, float]) -> Iterator[str]:
+    """Yield which accuracies are not above the share of a test set's commonest class, and which have too few samples to tell."""
+    for name, accuracy in result.tested().items():
+        figure, found = Figure.parse(name), result.interval("test", name, accuracy)
+        if found is None or figure != Figure("accuracy", set=figure.set):
             continue
-        low, high = interval(accuracy, counted.samples)
-        samples = f"{counted.samples:,} samples of the test set" + f" {name}" * bool(name)
-        if counted.commonest is not None and low <= counted.commonest:
-            alone = f"{counted.commonest:.4g} that its commonest class alone gives"
+        low, high = found
+        samples = f"{result.shares[name]:,} samples of the test set {figure.set}".rstrip()
+        if low <= commonest.get(figure.set, -1):
+            alone = f"{commonest[figure.set]:.4g} that its commonest class alone gives"
             yield f"at chance: the accuracy of {accuracy:.4g} on the {samples} is not surely above the {alone}"
         elif high - low > WIDE:
             yield f"few samples: the accuracy of {accuracy:.4g} on the {samples} may be anything from {low:.2f} to {high:.2f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
@@ -10,7 +11,17 @@ from typing import Any, get_type_hints
 
 from drivetrain.core.figure import Figure
 from drivetrain.core.files import read_json, write_json
-from drivetrain.core.typed import fits, is_table
+from drivetrain.core.typed import fits, is_number, is_table
+
+TOLD = 0.02  # the width from which an interval is told beside its figure
+
+
+def interval(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share of so many samples (Wilson 1927)."""
+    z = 1.96
+    middle, width = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    scale = 1 + z * z / count
+    return (middle - width) / scale, (middle + width) / scale
 
 
 @dataclass
@@ -40,7 +51,7 @@ class Result:
     peak_memory_bytes: int | None = None
     own_process: bool = False  # its process was started for this run alone: else a CPU's peak of memory includes other work
     energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null where nothing tells
-    test_samples: dict[str, int] = field(default_factory=dict)  # of each test set by its name; "" is that of one alone
+    shares: dict[str, int] = field(default_factory=dict)  # figure that is a share of a test set's samples → how many these are
     data: dict[str, Any] | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
     resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run
     time_to_first_step_s: float | None = None
@@ -82,6 +93,16 @@ class Result:
     def tested(self, evaluation: str = "final") -> dict[str, Any]:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""
         return self.metrics.get("test", {}).get(evaluation, {})
+
+    def interval(self, of_set: str, name: str, value: float) -> tuple[float, float] | None:
+        """The 95 % interval of a figure that is a share of a test set's samples; None: it is none."""
+        count = self.shares.get(name, 0) if of_set == "test" else 0
+        return interval(value, count) if count > 0 and is_number(value) and 0 <= value <= 1 else None
+
+    def uncertainty(self, of_set: str, name: str, value: float) -> str:
+        """What `interval` leaves open, in words; "" where the test set is large enough."""
+        low, high = self.interval(of_set, name, value) or (0.0, 0.0)
+        return f"({self.shares[name]:,} samples: {low:.2f} to {high:.2f})" if high - low > TOLD else ""
 
     def note_on_best(self, of_set: str, name: str, number: Callable[[float], str] = "{:.4g}".format) -> str:
         """What the best evaluation adds to a figure's final value, in words; "" where it adds nothing.
@@ -141,7 +162,9 @@ class Result:
         ]
         for figures in self.metrics:
             final = self.metrics[figures].get("final", {})
-            rows += [(f"{figures} {name}", f"{v:.4g} {self.note_on_best(figures, name)}".rstrip()) for name, v in final.items()]
+            for name, value in final.items():
+                words = f"{value:.4g}", self.uncertainty(figures, name, value), self.note_on_best(figures, name)
+                rows.append((f"{figures} {name}", " ".join(filter(None, words))))
         rows.append(("target", self.time_to_target))
         rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
         rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]

@@ -195,7 +195,8 @@ def show_result(result: Result) -> None:
     rows += [("note", remark) for remark in result.remarks]
     for figures, by_weights in result.metrics.items():
         for name, value in by_weights.get("final", {}).items():
-            rows.append((f"{figures} {name}", f"{number(value):<9}{result.note_on_best(figures, name, number)}".rstrip()))
+            notes = result.uncertainty(figures, name, value), result.note_on_best(figures, name, number)
+            rows.append((f"{figures} {name}", f"{number(value):<9}{' '.join(filter(None, notes))}".rstrip()))
     if result.time_to_target:
         rows.append(("target", result.time_to_target))
     rows += [

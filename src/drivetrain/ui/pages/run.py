@@ -110,7 +110,9 @@ def _figures(run: RunFiles) -> str:
         for of, each in known.items():
             when = next((when for when in ("best", "final") if is_number(evaluations.get(when, {}).get(each))), None)
             if when is not None:
-                found.append((f"{number(evaluations[when][each])} on the {of_set} set {of}".rstrip(), when))
+                value = evaluations[when][each]
+                words = number(value), run.result.uncertainty(of_set, each, value), f"on the {of_set} set", of
+                found.append((" ".join(filter(None, words)), when))
     which = f" ({_best(run)})" if {when for _, when in found} == {"best"} else ""
     return f"{figure.of_weights} {' and '.join(said for said, _ in found)}{which}" if found else ""
 
@@ -140,7 +142,12 @@ def _results(result: Result, run: RunFiles) -> list[Section]:
         if when == "final" and found.get((of_set, "best"), {}).get("update") == result.updates:
             continue  # it is the best
         best = len(rows) if best is None and when == "best" and words["best"] == "best checkpoint" else best
-        cells = [number(figures[name]) if is_number(figures.get(name)) else "–" for name in names]
+        cells = [
+            f"{number(figures[name])} {result.uncertainty(of_set, name, figures[name])}".rstrip()
+            if is_number(figures.get(name))
+            else "–"
+            for name in names
+        ]
         update = figures.get("update", result.updates if when == "final" else None)
         ended = ", at the end" if when == "best" and update == result.updates else ""
         rows.append([f"{of_set} set, {words.get(when, when)}{ended}", *cells, f"{update:,}" if isinstance(update, int) else "–"])
