@@ -308,7 +308,6 @@ def test_answers_of_which_a_sample_has_several_have_no_interval():
         "data=digit_scenes",
         "data.samples=40",
         "data.test_samples=10",
-        "data.size=16",
         "model.width=4",
     ]
     result = drivetrain.train([*scenes, "metrics=[accuracy,iou]", "epochs=1", "saving=none"])
