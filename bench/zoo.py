@@ -34,8 +34,8 @@ from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.claim import Against, Claim, Memory, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
-from drivetrain.sweeps import SweepJob
-from drivetrain.sweeps import prepare as prepare_sweep
+from drivetrain.sweeps.store import SweepJob
+from drivetrain.sweeps.store import prepare as prepare_sweep
 from drivetrain.ui.sheet import figure
 
 NOT_HERE = "not verified here"  # in the description of a recipe that needs data or a device which this machine has not

@@ -23,7 +23,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name
 from drivetrain.launch import launcher
-from drivetrain.model import Mlp
+from drivetrain.model.shipped import Mlp
 from drivetrain.optimizer import algorithms
 from drivetrain.precision import Precision
 from drivetrain.saving import manifest
@@ -266,7 +266,7 @@ def write_teacher(folder: Path) -> None:
     model = Mlp()
     safetensors.torch.save_file(model.create((3, 8, 8), 4).state_dict(), folder / "model.safetensors")
     knobs = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in vars(model).items())
-    (folder / "config.yaml").write_text(f"model:\n  _target_: drivetrain.model.Mlp\n{knobs}")
+    (folder / "config.yaml").write_text(f"model:\n  _target_: drivetrain.model.shipped.Mlp\n{knobs}")
 
 
 def words_of(option: Option) -> list[str]:
@@ -469,7 +469,7 @@ def test_what_an_option_builds_has_no_second_default(group, module):
 
 def test_the_checks_of_knobs_do_find_what_is_wrong():
     """The contract above trusts them."""
-    from drivetrain.clip import Norm
+    from drivetrain.clip.base import Norm
 
     assert len(list(check.knob_problems("clip", Norm, {"max_norm": -1.0, "norm_type": "two", "extra": 1}))) == 3
 

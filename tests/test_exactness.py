@@ -10,13 +10,21 @@ import pytest
 import torch
 from PIL import Image
 
-from drivetrain.augment import FlipCrop, RandomErasing, RandomResizedCrop
-from drivetrain.batch import Accumulate, Batch, Bucketed
+from drivetrain.augment.erasing import RandomErasing
+from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
+from drivetrain.batch.bucketed import Bucketed
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Normalize
 from drivetrain.data.text import Texts
-from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.auto import Auto
+from drivetrain.loader.device import Device
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from tests.support.sets import images_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose

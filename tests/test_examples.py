@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain import sweeps
 from drivetrain.cli.main import main
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.context import BuildContext
@@ -26,6 +25,7 @@ from drivetrain.engine import build
 from drivetrain.launch import launcher
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipe
+from drivetrain.sweeps import store
 from tests.support.command import ROOT, checkpoints, only_run, records, run
 
 HERE = ROOT / "examples/slow_loss"
@@ -105,7 +105,7 @@ def test_the_commands_of_its_readme_are_good(monkeypatch):
     assert {verb for verb, _ in commands} == {"train", "compare", "doctor"}
     for _, text in commands:
         words = [w for w in shlex.split(text.replace("-cd conf", "")) if not w.startswith(("prove=", "output_dir="))]
-        for job in sweeps.prepare(words, ["conf"]):
+        for job in store.prepare(words, ["conf"]):
             assert job.problems == []
     assert recipe.read(Path("find.yaml")).description
 
@@ -408,7 +408,7 @@ def test_the_commands_of_a_page_are_good(page, monkeypatch, my_pkg):
         if "hydra/sweeper=optuna" in given or "recipe=speed_ladder" in given:  # other grammars than a command's own
             continue
         try:
-            problems = [p for job in sweeps.prepare(words, dirs) for p in job.problems] if swept else prepare(words, dirs) and []
+            problems = [p for job in store.prepare(words, dirs) for p in job.problems] if swept else prepare(words, dirs) and []
         except UserError as error:
             problems = error.problems
         assert [p for p in problems if not re.search(READERS_OWN, p)] == [], text

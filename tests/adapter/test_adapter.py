@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import drivetrain
-from drivetrain.adapter import Dora, Lora, layers
+from drivetrain.adapter import layers
+from drivetrain.adapter.base import Dora, Lora
 from drivetrain.cli.main import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.low_rank import merged

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.augment import FlipCrop, RandomErasing, RandomResizedCrop, batch_crop, batch_flip
+from drivetrain.augment.erasing import RandomErasing
+from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop, batch_crop, batch_flip
 from drivetrain.config.catalog import option_files, target
 from drivetrain.core.microbatch import Request
 from drivetrain.core.tensors import Tensors

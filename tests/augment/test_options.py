@@ -8,22 +8,13 @@ import sys
 import pytest
 import torch
 
-from drivetrain.augment import (
-    ColorJitter,
-    CutMix,
-    FlipCrop,
-    Mixup,
-    RandAugment,
-    RandomErasing,
-    RandomResizedCrop,
-    base,
-    color,
-    mixing,
-    random_streams,
-)
+from drivetrain.augment import base, color, mixing, random_streams
 from drivetrain.augment import erasing as erasing_module
-from drivetrain.augment.geometry import _resize_matrix, _stretched, random_boxes, resized_crop, warp
-from drivetrain.augment.randaugment import OPERATIONS
+from drivetrain.augment.color import ColorJitter
+from drivetrain.augment.erasing import RandomErasing
+from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop, _resize_matrix, _stretched, random_boxes, resized_crop, warp
+from drivetrain.augment.mixing import CutMix, Mixup
+from drivetrain.augment.randaugment import OPERATIONS, RandAugment
 from drivetrain.core import rng
 
 functional = pytest.importorskip("torchvision.transforms.v2.functional")
@@ -88,8 +79,9 @@ def test_no_two_draws_share_a_stream():
 @pytest.mark.slow
 def test_torchvision_is_not_imported():
     code = (
-        "import sys, torch; from drivetrain import augment as a; x = torch.zeros(4, 3, 8, 8, dtype=torch.uint8); "
-        "[o()(x, 0, 0, torch.arange(4)) for o in (a.FlipCrop, a.RandomResizedCrop, a.ColorJitter, a.RandAugment)]; "
+        "import sys, torch; from drivetrain.augment import color, geometry, randaugment; "
+        "x, classes = torch.zeros(4, 3, 8, 8, dtype=torch.uint8), (geometry.FlipCrop, geometry.RandomResizedCrop); "
+        "[o()(x, 0, 0, torch.arange(4)) for o in (*classes, color.ColorJitter, randaugment.RandAugment)]; "
         "print('done', 'torchvision' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -459,7 +451,7 @@ def test_what_cannot_be_is_refused(problems, words, says):
 
 
 def test_a_loss_of_hard_labels_is_refused_with_both_names(problems, monkeypatch):
-    from drivetrain.loss import CrossEntropy
+    from drivetrain.loss.classification import CrossEntropy
 
     monkeypatch.setattr(CrossEntropy, "soft_targets", False)
     said = problems("augment=[cutmix]")

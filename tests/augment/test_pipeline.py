@@ -8,13 +8,20 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from drivetrain.augment import CutMix, FlipCrop, Mixup, RandAugment, RandomErasing, RandomResizedCrop
-from drivetrain.batch import Accumulate, Batch
+from drivetrain.augment.erasing import RandomErasing
+from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
+from drivetrain.augment.mixing import CutMix, Mixup
+from drivetrain.augment.randaugment import RandAugment
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
 from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Normalize, Tensors, decode
-from drivetrain.loader import Loader, Pipeline, Resident, Workers
+from drivetrain.data import Normalize, Tensors
+from drivetrain.data.decoding import decode
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.workers import Workers
 from tests.support.sets import images_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.batch import Auto, Batch, Critical
+from drivetrain.batch import Batch
+from drivetrain.batch.auto import Auto
+from drivetrain.batch.critical import Critical
 from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled

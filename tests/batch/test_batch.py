@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from drivetrain.batch import Accumulate, Batch
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
 from drivetrain.core import order as orders
 from drivetrain.core import rng
 from drivetrain.core.microbatch import Request

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from drivetrain.batch import Batch, Bucketed
-from drivetrain.batch.bucketed import padded, split_by_cost
+from drivetrain.batch import Batch
+from drivetrain.batch.bucketed import Bucketed, padded, split_by_cost
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled

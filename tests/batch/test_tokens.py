@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from drivetrain.batch import Accumulate, Batch
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World

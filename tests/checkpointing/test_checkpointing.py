@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drivetrain.checkpointing import Blocks, Checkpointing, Selective
+from drivetrain.checkpointing import Checkpointing
+from drivetrain.checkpointing.base import Blocks, Selective
 from drivetrain.checkpointing.offload import offload_forward
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError

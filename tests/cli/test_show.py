@@ -19,7 +19,9 @@ from drivetrain.cli import show
 from drivetrain.cli.main import main
 from drivetrain.cli.show_data import sheet_of
 from drivetrain.core.horizon import Horizon
-from drivetrain.data import DigitScenes, ImageFolder, Masks
+from drivetrain.data.digits import DigitScenes
+from drivetrain.data.images import ImageFolder
+from drivetrain.data.masks import Masks
 from drivetrain.launch.job import prepare
 from drivetrain.ui import plots
 from tests.support import sets
@@ -128,7 +130,7 @@ def test_remarks_are_made_and_problems_refused(capsys, tiny):
 
 
 def test_data_that_must_be_read_is_read(monkeypatch, capsys, tiny):
-    from drivetrain.data import Synthetic
+    from drivetrain.data.synthetic import Synthetic
 
     monkeypatch.setattr(Synthetic, "train_samples", lambda self: None)
     assert main(["show", *tiny("updates=null", "epochs=3")]) == 0

@@ -414,7 +414,7 @@ def own_option(place: Path, text: str, group: str = "model", name: str = "mynet"
     return place
 
 
-OWN_OPTION = "# my own network\n_target_: drivetrain.model.Own\ntarget: my_nets.Net\nkwargs: {}\n"
+OWN_OPTION = "# my own network\n_target_: drivetrain.model.own.Own\ntarget: my_nets.Net\nkwargs: {}\n"
 
 
 def test_own_option_that_names_an_own_class(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ WRONG = {  # what is wrong: its group, its text, what the answer must name
     "no mapping": ("model", "- a\n- b\n", ("mynet.yaml",)),
     "no target": ("model", "width: 3\n", ("_target_",)),
     "a network, not an option": ("model", "_target_: my_nets.Net\n", ("my_nets.Net", "model=own")),
-    "another group's": ("model", "_target_: drivetrain.data.Digits\n", ("drivetrain.data.Digits", "model")),
+    "another group's": ("model", "_target_: drivetrain.data.digits.Digits\n", ("drivetrain.data.digits.Digits", "model")),
 }
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from timm.utils.agc import adaptive_clip_grad
 
-from drivetrain.clip import Agc, Clip, Norm, Value
+from drivetrain.clip import Clip
+from drivetrain.clip.base import Agc, Norm, Value
 from drivetrain.parallel import Parallel
 
 SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1", "updates=1"]

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from drivetrain.compile import CudaGraph, Inductor
 from drivetrain.compile.captured_graph import CapturedGraph
+from drivetrain.compile.cudagraph import CudaGraph
+from drivetrain.compile.inductor import Inductor
 from drivetrain.compile.kernel_cache import drop_broken
 from drivetrain.compile.whole_step import WholeStep
 from tests.support import slow

@@ -18,7 +18,7 @@ from drivetrain.config.values import type_problems
 from drivetrain.core.allowed import FileName
 from drivetrain.data.base import Fraction
 from drivetrain.launch.job import prepare
-from drivetrain.optimizer import AdamW
+from drivetrain.optimizer.torch_optim import AdamW
 from drivetrain.recipe.safe_yaml import MAX_WHOLE
 from tests.support import composed
 

@@ -22,8 +22,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare, prepare_run
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps import prepare as prepare_sweep
 from drivetrain.sweeps.store import Sweep, one_job
+from drivetrain.sweeps.store import prepare as prepare_sweep
 
 SMALL = "defaults:\n  - override /optimizer: sgd\noptimizer:\n  lr: 0.05\n"
 
@@ -283,7 +283,7 @@ def test_a_typo_in_a_target_hides_no_other_mistake(tmp_path: Path) -> None:
     words = ["optimizer=mine", "trust=[drivetrain]", "epochs=0", "runtime.deterministic=true"]
     told = "\n".join(problems(lambda: prepare(words, [str(tmp_path)])))
     assert "optimizer._target_=drivetrain.optimizer.Sdg cannot be imported" in told
-    assert "'Sgd'" in told
+    assert "did you mean 'drivetrain.optimizer.torch_optim.Sgd'" in told
     assert "epochs=0" in told
     assert "runtime.cudnn_benchmark=false" in told, "the rule of another option"
 

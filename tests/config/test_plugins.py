@@ -19,7 +19,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.paths import add_working_directory
 from drivetrain.core.process import PACKAGE
 from drivetrain.launch.job import prepare
-from drivetrain.sweeps import prepare as prepare_sweep
+from drivetrain.sweeps.store import prepare as prepare_sweep
 from tests.support import pairwise, slow
 
 GROUPS = list(catalog.default_options())

@@ -11,14 +11,17 @@ import pytest
 import torch
 from PIL import Image
 
-from drivetrain.augment import FlipCrop
-from drivetrain.batch import Accumulate
+from drivetrain.augment.geometry import FlipCrop
+from drivetrain.batch.base import Accumulate
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import ImageFolder, Normalize, decode
-from drivetrain.data.decoding import BadSamples, Range
-from drivetrain.loader import Loader, Pipeline, Threads, Workers
+from drivetrain.data import Normalize
+from drivetrain.data.decoding import BadSamples, Range, decode
+from drivetrain.data.images import ImageFolder
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Cifar10, cifar10
+from drivetrain.data import cifar10
+from drivetrain.data.cifar10 import Cifar10
 
 CPU = torch.device("cpu")
 EACH = 8  # images in a file; the real ones have 10,000

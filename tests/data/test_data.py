@@ -12,7 +12,11 @@ from PIL import Image
 
 from drivetrain.core import rng
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Digits, ImageFolder, Normalize, Synthetic, decode, listing
+from drivetrain.data import Normalize, listing
+from drivetrain.data.decoding import decode
+from drivetrain.data.digits import Digits
+from drivetrain.data.images import ImageFolder
+from drivetrain.data.synthetic import Synthetic
 
 CPU = torch.device("cpu")
 COLOURS = {"cat": (200, 0, 0), "dog": (0, 200, 0), "eel": (0, 0, 200)}

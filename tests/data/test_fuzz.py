@@ -18,6 +18,13 @@ from hypothesis import note
 from hypothesis import strategies as st
 
 from drivetrain import data
+from drivetrain.data import cifar10 as cifar10_options
+from drivetrain.data import images
+from drivetrain.data import jsonl as jsonl_options
+from drivetrain.data import masks as masks_options
+from drivetrain.data import packed as packed_options
+from drivetrain.data import tabular as tabular_options
+from drivetrain.data import webdataset as webdataset_options
 from tests.support import odd, sets
 
 FIELDS = [(0, 100), (100, 8), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155)]  # where they begin in a tar's header; bytes
@@ -36,28 +43,28 @@ class Form(NamedTuple):
 
 
 def shards(folder: Path) -> data.Data:
-    return data.WebDataset(str(folder / "shard.tar"), size=8, holdout=0.2, cache=str(folder / "cache"))
+    return webdataset_options.WebDataset(str(folder / "shard.tar"), size=8, holdout=0.2, cache=str(folder / "cache"))
 
 
 def texts(**words: str) -> Callable[[Path], data.Data]:
-    return lambda folder: data.Jsonl(str(folder / "texts.jsonl"), length=8, holdout=0.2, **words)
+    return lambda folder: jsonl_options.Jsonl(str(folder / "texts.jsonl"), length=8, holdout=0.2, **words)
 
 
 FORMS = {
-    "packed": Form(("packed/*",), lambda f: data.Packed(root=str(f / "packed"))),
+    "packed": Form(("packed/*",), lambda f: packed_options.Packed(root=str(f / "packed"))),
     "jsonl": Form(("texts.jsonl",), texts()),
     "labelled": Form(("texts.jsonl",), texts(label="kind")),
     "labels_csv": Form(
         ("table.csv",),
-        lambda f: data.LabelsCsv(str(f / "table.csv"), root=str(f), target="kind", size=8, holdout=0.2), ("masked/images/*",),
+        lambda f: images.LabelsCsv(str(f / "table.csv"), root=str(f), target="kind", size=8, holdout=0.2), ("masked/images/*",),
     ),
-    "tabular": Form(("table.csv",), lambda f: data.Tabular(str(f / "table.csv"), target="kind", columns=["x"])),
+    "tabular": Form(("table.csv",), lambda f: tabular_options.Tabular(str(f / "table.csv"), target="kind", columns=["x"])),
     "masks": Form(
-        ("masked/masks/*", "masked/images/*"), lambda f: data.Masks(str(f / "masked"), classes=3, size=8, holdout=0.2)
+        ("masked/masks/*", "masked/images/*"), lambda f: masks_options.Masks(str(f / "masked"), classes=3, size=8, holdout=0.2)
     ),
     "webdataset": Form(("shard.tar",), shards),
     "index": Form(("cache/*",), shards, ("shard.tar",)),
-    "cifar10": Form(("cifar/*",), lambda f: data.Cifar10(root=str(f / "cifar"))),
+    "cifar10": Form(("cifar/*",), lambda f: cifar10_options.Cifar10(root=str(f / "cifar"))),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import HuggingFace
+from drivetrain.data.huggingface import HuggingFace
 
 CPU = torch.device("cpu")
 

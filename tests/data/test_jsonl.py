@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.data import Jsonl, LabelledTexts, Stdlib, TextFiles
+from drivetrain.data.jsonl import Jsonl, TextFiles
+from drivetrain.data.text import LabelledTexts, Stdlib
 from drivetrain.data.tokenizer import from_json
-from drivetrain.model import Gpt
+from drivetrain.model.shipped import Gpt
 
 CPU = torch.device("cpu")
 TEXTS = [f"the {'cat' if i % 2 else 'dog'} number {i} sat on the mat, and then the mat sat on it" for i in range(80)]

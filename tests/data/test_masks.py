@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import DigitScenes, Masks, Splits
+from drivetrain.data import Splits
 from drivetrain.data.base import IGNORE_INDEX
-from drivetrain.model import UNet
+from drivetrain.data.digits import DigitScenes
+from drivetrain.data.masks import Masks
+from drivetrain.model.shipped import UNet
 
 CPU = torch.device("cpu")
 

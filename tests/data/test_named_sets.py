@@ -13,7 +13,8 @@ from PIL import Image
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.selection import Selection
-from drivetrain.data import Own, Tabular
+from drivetrain.data.own import Own
+from drivetrain.data.tabular import Tabular
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load

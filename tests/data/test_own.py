@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Own
+from drivetrain.data.own import Own
 from drivetrain.launch.job import prepare
 from tests.data.test_packed import CPU
 

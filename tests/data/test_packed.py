@@ -17,11 +17,17 @@ import torch
 from PIL import Image
 
 import drivetrain
-from drivetrain.augment import RandomResizedCrop
+from drivetrain.augment.geometry import RandomResizedCrop
 from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Cifar10, Digits, ImageFolder, Packed, packing, stored
-from drivetrain.loader import Loader, Pipeline, Threads, Workers
+from drivetrain.data import packing, stored
+from drivetrain.data.cifar10 import Cifar10
+from drivetrain.data.digits import Digits
+from drivetrain.data.images import ImageFolder
+from drivetrain.data.packed import Packed
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from tests.data.test_cifar10 import write as write_cifar
 from tests.loader.test_loader import read as read_all
 from tests.loader.test_loader import requests
@@ -126,7 +132,7 @@ def test_any_data_of_whole_numbers_can_be_packed(tmp_path, data):
 def test_numbers_that_are_no_bytes_are_refused(tmp_path, capsys):
     assert main.main(["pack", "x", str(tmp_path / "packed"), "data=synthetic"]) == 2
     assert "neither data.root nor data.train" in capsys.readouterr().err
-    from drivetrain.data import Synthetic
+    from drivetrain.data.synthetic import Synthetic
 
     (tmp_path / "packed").mkdir()
     splits = Synthetic().load(CPU)
@@ -166,8 +172,8 @@ def test_larger_ones_are_shrunk_to_the_size_and_stay_like_themselves(tmp_path):
 
 
 def test_crops_are_cut_while_decoding_the_same_from_files_shards_and_packed_jpegs(images, tmp_path):
-    from drivetrain.augment import RandomResizedCrop
-    from drivetrain.data import WebDataset
+    from drivetrain.augment.geometry import RandomResizedCrop
+    from drivetrain.data.webdataset import WebDataset
 
     root = images(10, (60, 50))
     pack(root, tmp_path / "packed", "--jpeg", "--size", "64")

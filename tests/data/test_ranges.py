@@ -14,7 +14,8 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import DataError
-from drivetrain.data import ImageFolder, Masks
+from drivetrain.data.images import ImageFolder
+from drivetrain.data.masks import Masks
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Own
-from drivetrain.data.own import OwnCollate
+from drivetrain.data.own import Own, OwnCollate
 from drivetrain.data.samples import Stack, padding_for, split_sample
 from tests.data.test_packed import CPU
 from tests.support import command

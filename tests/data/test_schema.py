@@ -21,10 +21,11 @@ from pyarrow import parquet
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.overrides import parse
-from drivetrain.data import LabelsCsv, Tabular
 from drivetrain.data.base import Splits
+from drivetrain.data.images import LabelsCsv
 from drivetrain.data.schema import Schema, mean_and_std
 from drivetrain.data.tables import Cells, Form, of_array, open_table
+from drivetrain.data.tabular import Tabular
 from tests.data.test_tables import CPU, asked, predicted, written
 
 ROWS = 60
@@ -456,7 +457,7 @@ def test_reading_a_table_imports_no_pandas(tmp_path):
     )
     code = f"""
 import sys, torch
-from drivetrain.data import Tabular
+from drivetrain.data.tabular import Tabular
 option = Tabular({path!r}, target="y")
 splits = option.load(torch.device("cpu"))
 [read(slice(1)) for _, read in option.read_inputs([b"a,b,c,d\\n", b"1,2 %,x,2024-01-01\\n"], splits, 10).blocks]

@@ -10,7 +10,7 @@ import torch
 import drivetrain
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.world import World
-from drivetrain.data import Stream
+from drivetrain.data.stream import Stream
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.saving import checkpoint_io, manifest
 from tests.support import streams

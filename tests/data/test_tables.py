@@ -13,8 +13,9 @@ from PIL import Image
 
 from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
-from drivetrain.data import Diabetes, LabelsCsv, Tabular, Wine
 from drivetrain.data.base import Units
+from drivetrain.data.images import LabelsCsv
+from drivetrain.data.tabular import Diabetes, Tabular, Wine
 
 CPU = torch.device("cpu")
 Write = Callable[..., str]

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.batch import Accumulate, Batch, Bucketed
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
+from drivetrain.batch.bucketed import Bucketed
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Stdlib, Texts
 from drivetrain.data.base import IGNORE_INDEX
-from drivetrain.data.text import BEGIN, VOCABULARY
-from drivetrain.loss import NextToken
+from drivetrain.data.text import BEGIN, VOCABULARY, Stdlib, Texts
+from drivetrain.loss.language import NextToken
 
 CPU = torch.device("cpu")
 TEXT = ["data=stdlib", "data.root=library", "data.length=16", "data.holdout=0.3", "loss=next_token"]

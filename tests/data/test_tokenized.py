@@ -14,9 +14,12 @@ import torch
 
 from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import Jsonl, TextFiles, stored, tokenized
+from drivetrain.data import stored, tokenized
 from drivetrain.data.base import Splits, fingerprint
-from drivetrain.loader import Loader, Pipeline, Threads, Workers
+from drivetrain.data.jsonl import Jsonl, TextFiles
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from tests.loader.test_loader import requests
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

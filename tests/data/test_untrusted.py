@@ -54,7 +54,7 @@ def test_image_files_that_never_end(tmp_path):
 
 
 def test_texts_and_tables_that_never_end(monkeypatch):
-    from drivetrain.data import Jsonl
+    from drivetrain.data.jsonl import Jsonl
     from drivetrain.data.tables import Form, open_table
 
     monkeypatch.setattr(untrusted, "MOST_LINE", 1 << 20)

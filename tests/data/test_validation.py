@@ -17,8 +17,15 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.source import Source, Subset
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
-from drivetrain.data import Digits, DigitScenes, ImageFolder, Jsonl, Masks, Own, Stdlib, Synthetic, Tabular, Wine
 from drivetrain.data.base import Splits, chosen, count_held_out, hash_of, hold_out
+from drivetrain.data.digits import Digits, DigitScenes
+from drivetrain.data.images import ImageFolder
+from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.masks import Masks
+from drivetrain.data.own import Own
+from drivetrain.data.synthetic import Synthetic
+from drivetrain.data.tabular import Tabular, Wine
+from drivetrain.data.text import Stdlib
 from drivetrain.launch.job import prepare
 from drivetrain.loader.base import Loader
 from drivetrain.run.result import Result

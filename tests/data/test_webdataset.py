@@ -18,13 +18,18 @@ import torch
 from PIL import Image
 from safetensors.numpy import save_file
 
-from drivetrain.batch import Accumulate, Batch
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
 from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.order import Order, shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Packed, WebDataset, shards
-from drivetrain.loader import Loader, Pipeline, Threads, Workers
+from drivetrain.data import shards
+from drivetrain.data.packed import Packed
+from drivetrain.data.webdataset import WebDataset
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 CPU = torch.device("cpu")

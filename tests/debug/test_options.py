@@ -531,7 +531,9 @@ def test_gradcheck_finds_a_wrong_loss(make, monkeypatch, planted):
 
     planted()
     forgot = importlib.import_module("planted_faults").Forgot
-    monkeypatch.setattr("drivetrain.loss.CrossEntropy.__call__", lambda self, x, y: forgot.apply(x).square().mean())
+    monkeypatch.setattr(
+        "drivetrain.loss.classification.CrossEntropy.__call__", lambda self, x, y: forgot.apply(x).square().mean()
+    )
     with pytest.raises(WrongGradient, match=r"the loss of the whole model, with respect to head\.bias: "):
         make("debug=gradcheck")
 

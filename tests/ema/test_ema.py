@@ -16,7 +16,8 @@ from torch.optim import swa_utils
 
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.order import shuffled
-from drivetrain.ema import Average, PostHoc, profiles
+from drivetrain.ema import Average, profiles
+from drivetrain.ema.post_hoc import PostHoc
 from drivetrain.ema.profiles import Stored
 from drivetrain.inference.finished import checkpoint_of, chosen_weights
 from drivetrain.saving import checkpoint_io, manifest

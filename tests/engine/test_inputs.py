@@ -16,10 +16,10 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Subset
 from drivetrain.core.tensors import Tensors
-from drivetrain.data import digits
+from drivetrain.data import decoding, digits
 from drivetrain.engine import input_checks
 from drivetrain.loader import Loader, Pipeline
-from drivetrain.loss import CrossEntropy
+from drivetrain.loss.classification import CrossEntropy
 
 PACKAGE = Path(drivetrain.__file__).parent
 
@@ -152,7 +152,7 @@ def test_arrays_become_tensors_over_the_same_memory(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lazy.torch, "from_numpy", watched)  # what drivetrain.core.lazy gives
     Image.new("RGB", (12, 10), (10, 20, 30)).save(tmp_path / "a.png")
-    image = data.decode((tmp_path / "a.png").read_bytes(), "a.png", 8, 10**6)
+    image = decoding.decode((tmp_path / "a.png").read_bytes(), "a.png", 8, 10**6)
     assert len(arrays) == 1
     assert image.shape == (3, 8, 8)
     digits.read_digits()

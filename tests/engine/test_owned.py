@@ -11,7 +11,12 @@ from drivetrain.core.owned import OwnState
 from drivetrain.core.world import World
 from drivetrain.data.own import OwnCollate, OwnSource
 from drivetrain.data.samples import Stack
-from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.auto import Auto
+from drivetrain.loader.device import Device
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from drivetrain.parallel import Parallel
 from tests.support import stateful_parts
 from tests.support.stateful_parts import Centred, Curriculum, Holder

@@ -11,7 +11,13 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine import input_checks
 from drivetrain.engine.step_timer import Reading, StepTimer
-from drivetrain.loader import Auto, Dali, Device, Loader, Pipeline, Resident, Threads, Workers
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.auto import Auto
+from drivetrain.loader.dali import Dali
+from drivetrain.loader.device import Device
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from tests.support.waiting import until
 
 CPU, ONE = torch.device("cpu"), torch.ones(())

@@ -298,7 +298,7 @@ def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
     data = (f"data.path={train}", f"data.test={test}", "data.target=price", "data.columns={zone: category}")
     result = finished("task=regression", "data=tabular", *data, "model.hidden=[8]", "epochs=2")
     assert predict(result, "--data", "test", "--out", tmp_path / "a.csv") == 0
-    monkeypatch.setattr("drivetrain.data.Tabular.load", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr("drivetrain.data.tabular.Tabular.load", lambda *_: pytest.fail("the data was read"))
     assert predict(result, test, "--batch", 3, "--out", tmp_path / "b.csv") == 0
     a, b = rows(tmp_path / "a.csv"), rows(tmp_path / "b.csv")
     assert [row["value"] for row in a] == [row["value"] for row in b]

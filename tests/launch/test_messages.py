@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.cli import completion, verbs
 from drivetrain.core.errors import BAD_CONFIG, FAILED, Diverged, UserError
-from drivetrain.data import Own
+from drivetrain.data.own import Own
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.launch import elastic, machine_limits
 from drivetrain.launch.job import prepare

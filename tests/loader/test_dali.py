@@ -7,13 +7,14 @@ import torch
 from PIL import Image
 
 import drivetrain
-from drivetrain.augment import FlipCrop, RandomResizedCrop
+from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
 from drivetrain.batch import Batch
 from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.loader import Dali, Loader, Pipeline
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.dali import Dali
 from tests.support.sets import images_of
 
 pytest.importorskip("nvidia.dali")

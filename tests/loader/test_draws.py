@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from drivetrain.batch import Accumulate
+from drivetrain.batch.base import Accumulate
 from drivetrain.core import streams
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Own
-from drivetrain.data.own import OwnCollate, OwnSource
+from drivetrain.data.own import Own, OwnCollate, OwnSource
 from drivetrain.data.samples import Stack
-from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers
+from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.auto import Auto
+from drivetrain.loader.device import Device
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from tests.support import drawing_sets
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.augment import FlipCrop
-from drivetrain.batch import Accumulate, Batch
+from drivetrain.augment.geometry import FlipCrop
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
 from drivetrain.core import signals
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -25,8 +26,12 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
-from drivetrain.loader import Auto, Device, Loader, Pipeline, Resident, Threads, Workers, threads, workers
-from drivetrain.loader.auto import Cost, CostPerBatch
+from drivetrain.loader import Loader, Pipeline, threads, workers
+from drivetrain.loader.auto import Auto, Cost, CostPerBatch
+from drivetrain.loader.device import Device
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
 from tests.support.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores: on purpose

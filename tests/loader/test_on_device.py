@@ -11,17 +11,27 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import drivetrain
-from drivetrain.augment import Augment, CutMix, FlipCrop, Mixup, RandomErasing, RandomResizedCrop
-from drivetrain.batch import Accumulate, Batch
+from drivetrain.augment import Augment
+from drivetrain.augment.erasing import RandomErasing
+from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
+from drivetrain.augment.mixing import CutMix, Mixup
+from drivetrain.batch import Batch
+from drivetrain.batch.base import Accumulate
 from drivetrain.config.catalog import options
 from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data import Normalize, Tensors, Texts
+from drivetrain.data import Normalize, Tensors
+from drivetrain.data.text import Texts
 from drivetrain.launch import launcher
-from drivetrain.loader import Dali, Device, Loader, Pipeline, Resident, Threads, Workers, dali, side_stream
-from drivetrain.precision import Bf16
+from drivetrain.loader import Loader, Pipeline, dali, side_stream
+from drivetrain.loader.dali import Dali
+from drivetrain.loader.device import Device
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
+from drivetrain.loader.workers import Workers
+from drivetrain.precision.base import Bf16
 from tests.support import sets
 from tests.support.cuda_streams import CUDA, Event, Stream, StreamedDevice, streamed_device
 from tests.support.sets import images_of

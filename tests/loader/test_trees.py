@@ -4,16 +4,19 @@ import pytest
 import torch
 from torch.utils._pytree import tree_structure
 
-from drivetrain.augment import FlipCrop
-from drivetrain.batch import Accumulate
+from drivetrain.augment.geometry import FlipCrop
+from drivetrain.batch.base import Accumulate
 from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.source import Source
 from drivetrain.core.world import World
-from drivetrain.data import Own, Tensors
-from drivetrain.loader import Loader, Pipeline, Resident, Threads
+from drivetrain.data import Tensors
+from drivetrain.data.own import Own
+from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.base import in_memory_format
+from drivetrain.loader.resident import Resident
+from drivetrain.loader.threads import Threads
 from tests.data.test_packed import CPU
 from tests.loader.test_loader import LOADERS
 from tests.support import command

@@ -14,10 +14,12 @@ from PIL import Image
 import drivetrain
 from drivetrain.config import validate as check
 from drivetrain.core.errors import UserError
-from drivetrain.logger import Files, Guarded, Logger, TensorBoard, Wandb, guarded
-from drivetrain.logger.files import as_rows
+from drivetrain.logger import Logger
+from drivetrain.logger.files import Files, as_rows
+from drivetrain.logger.guarded import Guarded, guarded
+from drivetrain.logger.tensorboard import TensorBoard
 from drivetrain.logger.tracker import TrackedRun, known_ids, write_ids
-from drivetrain.logger.wandb import has_login
+from drivetrain.logger.wandb import Wandb, has_login
 from tests.support import slow
 
 
@@ -279,7 +281,7 @@ def test_what_cannot_start_is_one_line_and_a_resumed_run_goes_on_without_it(make
 def test_csv_is_a_whole_table_at_any_time(tmp_path):
     import csv
 
-    from drivetrain.logger import Csv
+    from drivetrain.logger.files import Csv
 
     table = Csv()
     table.start(tmp_path, 0)

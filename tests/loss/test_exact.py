@@ -5,21 +5,13 @@ import torch
 
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.tensors import Tensors
-from drivetrain.loss import (
-    L1,
-    Bce,
-    Contrastive,
-    CrossEntropy,
-    Dice,
-    Focal,
-    Huber,
-    Mse,
-    NextToken,
-    Own,
-    Quantile,
-    Sum,
-    Triplet,
-)
+from drivetrain.loss.classification import Bce, CrossEntropy, Focal
+from drivetrain.loss.embedding import Contrastive, Triplet
+from drivetrain.loss.language import NextToken
+from drivetrain.loss.own import Own
+from drivetrain.loss.regression import L1, Huber, Mse, Quantile
+from drivetrain.loss.segmentation import Dice
+from drivetrain.loss.sum import Sum
 from tests.loss.exactness import update
 from tests.support.context import context
 

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from drivetrain.loss import CrossEntropy, NextToken, language
+from drivetrain.loss import language
+from drivetrain.loss.classification import CrossEntropy
+from drivetrain.loss.language import NextToken
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
 TARGET = torch.tensor([0, 2, 0])

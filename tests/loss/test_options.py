@@ -13,7 +13,10 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.update_step import TwoPasses, Weighed
 from drivetrain.launch import launcher
-from drivetrain.loss import Contrastive, Focal, Own, Sum
+from drivetrain.loss.classification import Focal
+from drivetrain.loss.embedding import Contrastive
+from drivetrain.loss.own import Own
+from drivetrain.loss.sum import Sum
 
 BOTH = "loss=[cross_entropy,focal]"
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drivetrain.loss import CrossEntropy, NextToken
+from drivetrain.loss.classification import CrossEntropy
+from drivetrain.loss.language import NextToken
 
 Z = 0.3
 

@@ -10,8 +10,9 @@ from PIL import Image
 from sklearn import metrics as sk
 from sklearn.preprocessing import label_binarize
 
-from drivetrain import metrics
 from drivetrain.core import tables
+from drivetrain.metrics import counts as counts_options
+from drivetrain.metrics import curves, language, own, regression
 from drivetrain.parallel import Parallel
 from drivetrain.ui import table_picture
 from drivetrain.ui.pages import classes
@@ -66,7 +67,7 @@ SCORES = {"precision": sk.precision_score, "recall": sk.recall_score, "f1": sk.f
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted"])
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_of_classes_and_labels_are_scikit_learns(classified, labelled, name, average):
-    cls = {"precision": metrics.Precision, "recall": metrics.Recall, "f1": metrics.F1}[name]
+    cls = {"precision": counts_options.Precision, "recall": counts_options.Recall, "f1": counts_options.F1}[name]
     output, target = classified
     expected = SCORES[name](target, output.argmax(1), average=average, zero_division=0)
     assert figure(built(cls(average), "class"), *classified) == pytest.approx(expected, abs=1e-12)
@@ -77,20 +78,20 @@ def test_scores_of_classes_and_labels_are_scikit_learns(classified, labelled, na
 
 def test_accuracies(classified, labelled):
     output, target = classified
-    assert figure(built(metrics.Accuracy(), "class"), *classified) == sk.accuracy_score(target, output.argmax(1))
-    assert measured(built(metrics.TopK(2), "class"), *classified)[0] == {
+    assert figure(built(counts_options.Accuracy(), "class"), *classified) == sk.accuracy_score(target, output.argmax(1))
+    assert measured(built(counts_options.TopK(2), "class"), *classified)[0] == {
         "top2": sk.top_k_accuracy_score(target, output, k=2, labels=range(COUNT))
     }
-    assert figure(built(metrics.TopK(9), "class"), *classified) == 1.0
+    assert figure(built(counts_options.TopK(9), "class"), *classified) == 1.0
     output, target = labelled
-    assert figure(built(metrics.Accuracy(), "labels"), *labelled) == pytest.approx(1 - sk.hamming_loss(target, output > 0))
+    assert figure(built(counts_options.Accuracy(), "labels"), *labelled) == pytest.approx(1 - sk.hamming_loss(target, output > 0))
 
 
 def test_areas_under_curves(labelled):
     torch.manual_seed(2)
     output, target = torch.randn(80, COUNT), torch.arange(80) % COUNT
     probabilities, there = output.softmax(1), label_binarize(target, classes=range(COUNT))
-    auroc, precision = metrics.AUROC, metrics.AveragePrecision
+    auroc, precision = curves.AUROC, curves.AveragePrecision
     expected = sk.roc_auc_score(target, probabilities, multi_class="ovr")
     assert figure(built(auroc(), "class"), output, target) == pytest.approx(expected, abs=1e-6)
     expected = sk.average_precision_score(there, probabilities)
@@ -108,9 +109,9 @@ def test_a_class_that_does_not_occur_has_no_curve(classified):
     output, target = classified
     probabilities = output.softmax(1)
     areas = [sk.roc_auc_score(target == n, probabilities[:, n]) for n in range(COUNT - 1)]
-    assert figure(built(metrics.AUROC(), "class"), *classified) == pytest.approx(np.mean(areas), abs=1e-6)
+    assert figure(built(curves.AUROC(), "class"), *classified) == pytest.approx(np.mean(areas), abs=1e-6)
     areas = [sk.average_precision_score(target == n, probabilities[:, n]) for n in range(COUNT - 1)]
-    assert figure(built(metrics.AveragePrecision(), "class"), *classified) == pytest.approx(np.mean(areas), abs=1e-6)
+    assert figure(built(curves.AveragePrecision(), "class"), *classified) == pytest.approx(np.mean(areas), abs=1e-6)
 
 
 def test_a_batch_of_small_logits_is_no_batch_of_probabilities():
@@ -118,7 +119,7 @@ def test_a_batch_of_small_logits_is_no_batch_of_probabilities():
     target = torch.tensor([0, 1, 0, 1])
     output = torch.tensor([[0.9, 0.1], [0.6, 0.5], [9.0, -9.0], [-9.0, 9.0]])
     expected = sk.roc_auc_score(target, output.softmax(1)[:, 1])
-    assert figure(built(metrics.AUROC(), "class", 2), output, target, 2) == pytest.approx(expected)
+    assert figure(built(curves.AUROC(), "class", 2), output, target, 2) == pytest.approx(expected)
 
 
 def test_calibration(classified, labelled):
@@ -129,23 +130,23 @@ def test_calibration(classified, labelled):
     for one in bins.unique():
         of_bin = bins == one
         expected += float((right[of_bin].mean() - confidence[of_bin].mean()).abs() * of_bin.double().mean())
-    assert figure(built(metrics.CalibrationError(bins=10), "class"), *classified) == pytest.approx(expected, abs=1e-6)
-    assert 0 < figure(built(metrics.CalibrationError(), "labels"), *labelled) < 1
+    assert figure(built(curves.CalibrationError(bins=10), "class"), *classified) == pytest.approx(expected, abs=1e-6)
+    assert 0 < figure(built(curves.CalibrationError(), "labels"), *labelled) < 1
 
 
 def test_tables(classified, labelled):
     output, target = classified
-    figures, tables = measured(built(metrics.ConfusionMatrix(), "class", names=list("abcde")), *classified)
+    figures, tables = measured(built(counts_options.ConfusionMatrix(), "class", names=list("abcde")), *classified)
     matrix = sk.confusion_matrix(target, output.argmax(1), labels=range(COUNT)).tolist()
     assert (figures, tables) == ({}, {"confusion_matrix": {"rows": [*"abcde"], "columns": [*"abcde"], "values": matrix}})
-    (table,) = measured(built(metrics.PerClass(), "class"), *classified)[1].values()
+    (table,) = measured(built(counts_options.PerClass(), "class"), *classified)[1].values()
     of_each = sk.precision_recall_fscore_support(target, output.argmax(1), labels=range(COUNT), zero_division=0)
     assert table["columns"] == ["precision", "recall", "f1", "samples"]
     np.testing.assert_allclose(np.array(table["values"]).T, of_each)
     assert table["values"][4][3] == 0
 
     output, target = labelled
-    (table,) = measured(built(metrics.ConfusionMatrix(), "labels"), *labelled)[1].values()
+    (table,) = measured(built(counts_options.ConfusionMatrix(), "labels"), *labelled)[1].values()
     (tn, fp), (fn, tp) = sk.multilabel_confusion_matrix(target, output > 0).transpose(1, 2, 0)
     assert table["columns"][0] == "true positives"
     np.testing.assert_array_equal(np.array(table["values"]).T, [tp, fp, fn, tn])
@@ -157,9 +158,9 @@ def test_values_are_scikit_learns_in_double_precision():
     output = target + torch.randn(70, 3)
     a, b = target.double(), output.double()
     for cls, reference in (
-        (metrics.MAE, sk.mean_absolute_error),
-        (metrics.RMSE, lambda t, o: math.sqrt(sk.mean_squared_error(t, o))),
-        (metrics.R2, sk.r2_score),
+        (regression.MAE, sk.mean_absolute_error),
+        (regression.RMSE, lambda t, o: math.sqrt(sk.mean_squared_error(t, o))),
+        (regression.R2, sk.r2_score),
     ):
         assert figure(built(cls(), "values"), output, target) == pytest.approx(reference(a, b), rel=1e-9)
         assert figure(built(cls(), "values"), output[:, :1], target[:, 0]) == pytest.approx(reference(a[:, 0], b[:, 0]), rel=1e-9)
@@ -172,20 +173,20 @@ def test_pixels():
     target[:, 0] = -100
     there, predicted = target.flatten(), output.argmax(1).flatten()
     there, predicted = there[there >= 0], predicted[target.flatten() >= 0]
-    assert figure(built(metrics.IoU(), "mask", 3), output, target, 4) == pytest.approx(
+    assert figure(built(counts_options.IoU(), "mask", 3), output, target, 4) == pytest.approx(
         sk.jaccard_score(there, predicted, average="macro")
     )
-    assert figure(built(metrics.Dice(background=False), "mask", 3), output, target, 4) == pytest.approx(
+    assert figure(built(counts_options.Dice(background=False), "mask", 3), output, target, 4) == pytest.approx(
         sk.f1_score(there, predicted, average="macro", labels=[1, 2])
     )
-    assert figure(built(metrics.Accuracy(), "mask", 3), output, target, 4) == sk.accuracy_score(there, predicted)
-    (table,) = measured(built(metrics.PerClass(), "mask", 3), output, target)[1].values()
+    assert figure(built(counts_options.Accuracy(), "mask", 3), output, target, 4) == sk.accuracy_score(there, predicted)
+    (table,) = measured(built(counts_options.PerClass(), "mask", 3), output, target)[1].values()
     assert table["columns"] == ["precision", "recall", "f1", "iou", "pixels"]
     assert sum(row[-1] for row in table["values"]) == len(there)
 
     output, target = output[:, :1], (target == 1).long()
     expected = sk.jaccard_score(target.flatten(), output.flatten() > 0, average="macro")
-    assert figure(built(metrics.IoU(), "mask", 1), output, target, 4) == pytest.approx(expected)
+    assert figure(built(counts_options.IoU(), "mask", 1), output, target, 4) == pytest.approx(expected)
 
 
 def test_tokens():
@@ -193,18 +194,18 @@ def test_tokens():
     output, target = torch.randn(6, 10, COUNT), torch.randint(COUNT, (6, 10))
     target[:, 8:] = -100
     nats = torch.nn.functional.cross_entropy(output.double().flatten(0, 1), target.flatten()).item()
-    assert figure(built(metrics.Perplexity(), "tokens"), output, target, 2) == pytest.approx(math.exp(nats))
-    assert figure(built(metrics.BitsPerByte(), "tokens"), output, target, 2) == pytest.approx(nats / math.log(2))
+    assert figure(built(language.Perplexity(), "tokens"), output, target, 2) == pytest.approx(math.exp(nats))
+    assert figure(built(language.BitsPerByte(), "tokens"), output, target, 2) == pytest.approx(nats / math.log(2))
     lengths = torch.tensor([1, 2, 3, 4, 5])
     length = lengths[target[target >= 0]].sum().item()
     expected = nats * 48 / math.log(2) / length
-    assert figure(built(metrics.BitsPerByte(), "tokens", token_bytes=lengths), output, target, 2) == pytest.approx(expected)
+    assert figure(built(language.BitsPerByte(), "tokens", token_bytes=lengths), output, target, 2) == pytest.approx(expected)
     right = (output.argmax(-1) == target)[:, :8].double().mean().item()
-    assert figure(built(metrics.Accuracy(), "tokens"), output, target, 2) == right
+    assert figure(built(counts_options.Accuracy(), "tokens"), output, target, 2) == right
 
 
 def test_every_metric_begins_anew_after_a_reset(classified):
-    for cls in (metrics.F1, metrics.AUROC, metrics.Accuracy):
+    for cls in (counts_options.F1, curves.AUROC, counts_options.Accuracy):
         metric = built(cls(), "class")
         first = measured(metric, *classified)
         metric.reset()
@@ -213,7 +214,7 @@ def test_every_metric_begins_anew_after_a_reset(classified):
 
 def test_bfloat16_outputs_count_like_float32(classified):
     output, target = classified[0].bfloat16(), classified[1]
-    for cls in (metrics.Accuracy, metrics.AUROC, metrics.CalibrationError):
+    for cls in (counts_options.Accuracy, curves.AUROC, curves.CalibrationError):
         assert measured(built(cls(), "class"), output, target) == measured(built(cls(), "class"), output.float(), target)
 
 
@@ -229,7 +230,7 @@ BATCHES = {
     "words": lambda: (torch.randn(6, 7, 5), torch.ones(6, 7, dtype=torch.int64)),
 }
 CASES = [
-    (name, kind) for (group, name), cls in CLASSES.items() if group == "metrics" and cls is not metrics.Own for kind in cls.takes
+    (name, kind) for (group, name), cls in CLASSES.items() if group == "metrics" and cls is not own.Own for kind in cls.takes
 ]
 
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from drivetrain.data import Texts
-from drivetrain.loss import NextToken
+from drivetrain.data.text import Texts
+from drivetrain.loss.language import NextToken
 from drivetrain.model.gpt import Gpt, Ngrams, apply_rotary, rotary_table
 
 LENGTH = 24

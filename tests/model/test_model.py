@@ -8,8 +8,10 @@ import torch
 from drivetrain.config import validate
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.model import Gpt, Mlp, Own, ResNet9, Timm
 from drivetrain.model.gpt import DropPath
+from drivetrain.model.own import Own
+from drivetrain.model.shipped import Gpt, Mlp, ResNet9
+from drivetrain.model.timm import Timm
 from drivetrain.parallel import tensor
 
 OWN = '''

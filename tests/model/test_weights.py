@@ -10,7 +10,8 @@ from torch import nn
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.model import Mlp, ResNet9, Timm
+from drivetrain.model.shipped import Mlp, ResNet9
+from drivetrain.model.timm import Timm
 from drivetrain.model.weights import load_into
 
 SHAPE, CLASSES = (3, 8, 8), 4

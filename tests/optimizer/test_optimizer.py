@@ -14,16 +14,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import drivetrain
-from drivetrain import optimizer as options
-from drivetrain import optimizer as ours
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import machine_local_keys, validate
 from drivetrain.core.errors import UserError
 from drivetrain.model.mlp import Mlp
 from drivetrain.model.resnet9 import ResNet9
-from drivetrain.optimizer import Sam
+from drivetrain.optimizer import layerwise, torch_optim
 from drivetrain.optimizer.algorithms.lamb import Lamb
 from drivetrain.optimizer.algorithms.lars import Lars
+from drivetrain.optimizer.closures import Sam
 from drivetrain.optimizer.groups import layer_decay_factors
 from drivetrain.recipe.reader import read
 from drivetrain.run.identity import config_hash
@@ -39,15 +38,15 @@ IMPLEMENTATIONS = {
 }
 OPTIMIZERS = {
     "sgd": (
-        lambda how: ours.Sgd(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, **how),
+        lambda how: torch_optim.Sgd(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, **how),
         lambda groups, how: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, **how),
     ),
     "sgd without momentum": (
-        lambda how: ours.Sgd(lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.01, **how),
+        lambda how: torch_optim.Sgd(lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.01, **how),
         lambda groups, how: torch.optim.SGD(groups, lr=0.1, **how),
     ),
     "adamw": (
-        lambda how: ours.AdamW(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.01, **how),
+        lambda how: torch_optim.AdamW(lr=0.1, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.01, **how),
         lambda groups, how: torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), eps=1e-6, **how),
     ),
 }
@@ -86,14 +85,14 @@ def test_ours_equals_torchs_own_step_for_step(name, how):
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_the_implementation_is_the_one_that_was_asked_for(how):
     knobs, torchs = IMPLEMENTATIONS[how]
-    built = ours.AdamW(**knobs).create(net())
+    built = torch_optim.AdamW(**knobs).create(net())
     assert {k: bool(built.defaults[k]) for k in ("fused", "foreach")} == {"fused": False, "foreach": False, **torchs}
 
 
 def test_decay_without_gradient_moves_matrices_alone():
     model = net()
     start = [p.clone() for p in model.parameters()]
-    built = ours.Sgd(lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.1).create(model)
+    built = torch_optim.Sgd(lr=1.0, momentum=0.0, nesterov=False, weight_decay=0.1).create(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     built.step()
@@ -102,19 +101,19 @@ def test_decay_without_gradient_moves_matrices_alone():
 
 
 def test_the_factor_multiplies_the_learning_rate():
-    assert {g["lr"] for g in ours.Sgd(lr=0.1).create(net(), 4.0).param_groups} == {0.4}
+    assert {g["lr"] for g in torch_optim.Sgd(lr=0.1).create(net(), 4.0).param_groups} == {0.4}
 
 
 def test_its_state_goes_into_torchs_own_optimizer_and_back():
     a = net()
-    mine = ours.AdamW().create(a)
+    mine = torch_optim.AdamW().create(a)
     for p in a.parameters():
         p.grad = torch.ones_like(p)
     mine.step()
     theirs = torch.optim.AdamW([{"params": [p for p in net().parameters() if p.ndim > 1]},
                                 {"params": [p for p in net().parameters() if p.ndim < 2]}])  # fmt: skip
     theirs.load_state_dict(mine.state_dict())
-    back = ours.AdamW().create(net())
+    back = torch_optim.AdamW().create(net())
     back.load_state_dict(theirs.state_dict())
     states = [list(o.state_dict()["state"].values()) for o in (mine, back)]
     assert len(states[0]) == 6
@@ -265,18 +264,20 @@ def mlp() -> Mlp:
 
 def test_decay_is_off_for_norms_biases_and_listed_names() -> None:
     model = ResNet9((1, 8, 8), 10, 4, bias=True)
-    plain = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5))
+    plain = by_name(model, torch_optim.AdamW(lr=0.1, weight_decay=0.5))
     assert {n for n, (_, decay) in plain.items() if decay} == {n for n, p in model.named_parameters() if p.ndim > 1}
-    listed = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5, no_weight_decay=["head", "features.0.?.weight"]))
+    listed = by_name(model, torch_optim.AdamW(lr=0.1, weight_decay=0.5, no_weight_decay=["head", "features.0.?.weight"]))
     off = {n for n in plain if plain[n][1] and not listed[n][1]}
     assert off == {"head.weight", "features.0.0.weight"}
-    everything = by_name(model, options.AdamW(lr=0.1, weight_decay=0.5, decay_norm_and_bias=True, no_weight_decay=["head.bias"]))
+    everything = by_name(
+        model, torch_optim.AdamW(lr=0.1, weight_decay=0.5, decay_norm_and_bias=True, no_weight_decay=["head.bias"])
+    )
     assert {n for n, (_, decay) in everything.items() if not decay} == {"head.bias"}
 
 
 def test_without_decay_there_is_one_group() -> None:
-    assert len(options.Sgd(weight_decay=0.0).create(mlp()).param_groups) == 1
-    assert len(options.Sgd(weight_decay=0.5).create(mlp()).param_groups) == 2
+    assert len(torch_optim.Sgd(weight_decay=0.0).create(mlp()).param_groups) == 1
+    assert len(torch_optim.Sgd(weight_decay=0.5).create(mlp()).param_groups) == 2
 
 
 def test_the_models_own_list_is_followed() -> None:
@@ -284,29 +285,29 @@ def test_the_models_own_list_is_followed() -> None:
         def no_weight_decay(self) -> set[str]:
             return {"weight"}
 
-    assert by_name(Own(3, 3), options.Sgd(weight_decay=0.5))["weight"][1] == 0
-    assert by_name(Own(3, 3), options.Sgd(weight_decay=0.5, decay_norm_and_bias=True))["weight"][1] == 0.5
+    assert by_name(Own(3, 3), torch_optim.Sgd(weight_decay=0.5))["weight"][1] == 0
+    assert by_name(Own(3, 3), torch_optim.Sgd(weight_decay=0.5, decay_norm_and_bias=True))["weight"][1] == 0.5
 
 
 def test_frozen_parameters_are_left_out() -> None:
     model = mlp()
     model.head.requires_grad_(False)
-    assert not any(n.startswith("head") for n in by_name(model, options.Lamb()))
+    assert not any(n.startswith("head") for n in by_name(model, layerwise.Lamb()))
     model.requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter"):
-        options.Lamb().create(model)
+        layerwise.Lamb().create(model)
 
 
 def test_lr_of_multiplies_and_the_first_group_has_the_plain_rate() -> None:
     model = mlp()
     given = {"head": 10, "*.bias": 0.5, "layers": {"0": {"linear": {"weight": 3}}}}
-    rates = {n: round(lr, 9) for n, (lr, _) in by_name(model, options.AdamW(lr=0.1, lr_multipliers=given)).items()}
+    rates = {n: round(lr, 9) for n, (lr, _) in by_name(model, torch_optim.AdamW(lr=0.1, lr_multipliers=given)).items()}
     assert rates["layers.0.linear.weight"] == 0.3
     assert rates["layers.1.linear.weight"] == 0.1
     assert rates["layers.1.linear.bias"] == 0.05
     assert rates["head.weight"] == 1.0
     assert rates["head.bias"] == 0.5  # both patterns
-    assert options.AdamW(lr=0.1, lr_multipliers=given).create(model).param_groups[0]["lr"] == 0.1
+    assert torch_optim.AdamW(lr=0.1, lr_multipliers=given).create(model).param_groups[0]["lr"] == 0.1
 
 
 def test_layer_decay_by_repeated_blocks() -> None:
@@ -317,7 +318,7 @@ def test_layer_decay_by_repeated_blocks() -> None:
     assert resnet["head.weight"] == 1.0
     assert sorted(set(resnet.values())) == [0.125, 0.25, 0.5, 1.0]  # stem, two residuals, head
     assert resnet["features.0.0.weight"] == 0.125
-    rates = by_name(mlp(), options.AdamW(lr=1.0, layer_decay=0.5, lr_multipliers={"head": 4}))
+    rates = by_name(mlp(), torch_optim.AdamW(lr=1.0, layer_decay=0.5, lr_multipliers={"head": 4}))
     assert rates["layers.0.linear.weight"][0] == 0.125
     assert rates["head.weight"][0] == 4.0
 
@@ -330,7 +331,7 @@ def test_layer_decay_by_timms_own_layers() -> None:
     names = {p: n for n, p in model.named_parameters()}
     groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.7)
     theirs = {names[p]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
-    assert by_name(model, options.AdamW(lr=1.0, weight_decay=0.05, layer_decay=0.7)) == theirs
+    assert by_name(model, torch_optim.AdamW(lr=1.0, weight_decay=0.05, layer_decay=0.7)) == theirs
     assert theirs["pos_embed"][1] == 0
 
 
@@ -372,20 +373,20 @@ def test_layer_decay_follows_the_forward_in_timms_families(name: str, kwargs: di
 
 def test_patterns_without_effect_are_named() -> None:
     with pytest.raises(UserError) as caught:
-        options.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).create(mlp())
+        torch_optim.Sgd(no_weight_decay=["haed", "layers"], lr_multipliers={"layers.7": 2}).create(mlp())
     assert len(caught.value.problems) == 2
     assert "optimizer.no_weight_decay: 'haed' matches no trainable parameter" in caught.value.problems[0]
     assert "'head'" in caught.value.problems[0]
     assert "optimizer.lr_multipliers: 'layers.7'" in caught.value.problems[1]
     with pytest.raises(UserError, match=r"layer_decay=0.5 wants a model of several layers"):
-        options.Sgd(layer_decay=0.5).create(torch.nn.Linear(3, 3))
+        torch_optim.Sgd(layer_decay=0.5).create(torch.nn.Linear(3, 3))
 
 
 def test_the_schedule_keeps_the_multiples() -> None:
-    from drivetrain.scheduler import Cosine
+    from drivetrain.scheduler.decay import Cosine
 
     model = mlp()
-    optimizer = options.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
+    optimizer = layerwise.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
     schedule = Cosine()
     schedule.bind(optimizer, 10)
     schedule.step(5)
@@ -439,7 +440,7 @@ def test_bad_values_are_refused(word: str, said: str) -> None:
 def test_brackets_are_no_patterns() -> None:
     """A YAML of one's own could have them; the dotted keys of a recipe could not."""
     run = validate(compose([]))
-    assert "no brackets" in next(options.Sgd(lr_multipliers={"head[0]": 2}).validate(run))
+    assert "no brackets" in next(torch_optim.Sgd(lr_multipliers={"head[0]": 2}).validate(run))
 
 
 # --- optimizers that run an update's forward and backward themselves: L-BFGS and SAM against loops by hand ---

@@ -20,12 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import drivetrain
-from drivetrain import optimizer as options
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
-from drivetrain.optimizer import apex, torch_wrappers
+from drivetrain.core.user_code import import_name
+from drivetrain.optimizer import apex, layerwise, torch_optim, torch_wrappers
+from drivetrain.optimizer import lion as lion_options
+from drivetrain.optimizer import muon as muon_options
+from drivetrain.optimizer import schedulefree as schedulefree_options
+from drivetrain.optimizer import timm as by_timm
 from drivetrain.optimizer.hyperparameters import Hyperparameters
 from tests.support import stand_ins
 
@@ -46,7 +50,7 @@ def problems(*words: str, needs_torch: bool = False) -> list[str]:
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_yaml_and_constructor_say_the_same(file: Path) -> None:
     knobs = yaml.safe_load(file.read_text())
-    cls = getattr(options, knobs.pop("_target_").rpartition(".")[2])
+    cls = import_name(knobs.pop("_target_"))
     assert set(knobs) == set(inspect.signature(cls).parameters)
 
 
@@ -119,7 +123,7 @@ def test_timm_says_what_it_has(words: list[str], said: str) -> None:
 
 def test_timm_takes_its_arguments_and_our_groups() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
-    knobs = options.Timm(
+    knobs = by_timm.Timm(
         name="lamb", lr=0.1, weight_decay=0.3, lr_multipliers={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True}
     )
     optimizer = knobs.create(model)
@@ -127,9 +131,9 @@ def test_timm_takes_its_arguments_and_our_groups() -> None:
     assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.1, 0.3), (0.1, 0.0), (0.2, 0.3), (0.2, 0.0)}
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
     assert optimizer.param_groups[0]["trust_clip"] is True
-    assert options.Timm(name="adamw").create(model).param_groups[0]["fused"] is True
+    assert by_timm.Timm(name="adamw").create(model).param_groups[0]["fused"] is True
     with pytest.raises(UserError, match=r"optimizer.name=lamb cannot be built"):
-        options.Timm(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).create(model)
+        by_timm.Timm(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).create(model)
 
 
 APEX = {"apex_adam": "adamw", "apex_sgd": "sgd", "apex_lamb": "nvlamb", "apex_novograd": "novograd"}
@@ -181,14 +185,14 @@ def test_apex_trains_saves_and_goes_on(name, tiny, train, tmp_path, monkeypatch)
 
 def test_muon_without_a_hidden_matrix_is_refused() -> None:
     with pytest.raises(UserError, match="finds no weight"):
-        options.Muon().create(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
+        muon_options.Muon().create(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)))
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     with pytest.raises(UserError, match="finds no weight"):
-        options.Muon(adamw=["1", "2"]).create(model)
+        muon_options.Muon(adamw=["1", "2"]).create(model)
     with pytest.raises(UserError, match=r"optimizer.adamw: '9' matches no trainable parameter"):
-        options.Muon(adamw=["9"]).create(model)
+        muon_options.Muon(adamw=["9"]).create(model)
     names = {p: n for n, p in model.named_parameters()}
-    muon, adamw = options.Muon(adamw=["1"]).create(model).members
+    muon, adamw = muon_options.Muon(adamw=["1"]).create(model).members
     assert [names[p] for g in muon.param_groups for p in g["params"]] == ["2.weight"]
     assert len([p for g in adamw.param_groups for p in g["params"]]) == 7
 
@@ -209,13 +213,13 @@ def test_what_is_hidden_in_a_transformer() -> None:
 
 
 def test_unset_forms_take_the_fastest() -> None:
-    assert options.AdamW().implementation("cpu", 10**9) == "fused"
-    assert options.AdamW(foreach=True).implementation("cuda", 10) == "foreach"
-    assert options.AdamW(fused=False, foreach=False).implementation("cuda", 10) == "loop"
-    assert options.RmsProp().implementation("cuda", 10**9) == "foreach"
-    assert options.RmsProp().implementation("cpu", 10**4) == "foreach"
-    assert options.RmsProp().implementation("cpu", 10**9) == "loop"  # measured: on a CPU multi-tensor operations leave the cache
-    for option in (options.Lars, options.NovoGrad, options.Lion, options.ScheduleFree):
+    assert torch_optim.AdamW().implementation("cpu", 10**9) == "fused"
+    assert torch_optim.AdamW(foreach=True).implementation("cuda", 10) == "foreach"
+    assert torch_optim.AdamW(fused=False, foreach=False).implementation("cuda", 10) == "loop"
+    assert torch_optim.RmsProp().implementation("cuda", 10**9) == "foreach"
+    assert torch_optim.RmsProp().implementation("cpu", 10**4) == "foreach"
+    assert torch_optim.RmsProp().implementation("cpu", 10**9) == "loop"  # measured: on a CPU many tensors leave the cache
+    for option in (layerwise.Lars, layerwise.NovoGrad, lion_options.Lion, schedulefree_options.ScheduleFree):
         assert option().implementation("cpu", 10**9) == "foreach"  # in chunks
 
 
@@ -231,7 +235,7 @@ def test_a_bad_optimizer_is_answered_without_torch() -> None:
 
 def test_every_docstring_names_its_source() -> None:
     """A paper, or the library's class: the rules must be findable."""
-    classes: list[Any] = [getattr(options, yaml.safe_load(f.read_text())["_target_"].rpartition(".")[2]) for f in FILES]
+    classes: list[Any] = [import_name(yaml.safe_load(f.read_text())["_target_"]) for f in FILES]
     for cls in classes:
         assert re.search(r"\d{4}\)|torch\.optim|timm\.optim|apex\.optimizers|NVIDIA", cls.__doc__), cls
 
@@ -258,13 +262,15 @@ def test_a_key_is_not_held_against_the_default_where_the_option_is_misspelt(prob
 
 
 def test_a_fused_kernel_is_looked_up_where_it_would_run():
-    assert options.Sgd().has_fused("cpu")
-    assert options.AdamW().has_fused("cuda")
-    assert not options.RmsProp().has_fused("cuda"), "torch has none"
-    assert not options.AdamW().has_fused("lazy"), "a device without such kernels"
+    assert torch_optim.Sgd().has_fused("cpu")
+    assert torch_optim.AdamW().has_fused("cuda")
+    assert not torch_optim.RmsProp().has_fused("cuda"), "torch has none"
+    assert not torch_optim.AdamW().has_fused("lazy"), "a device without such kernels"
 
 
-@pytest.mark.parametrize("option", [options.Adagrad(), options.Muon(), options.Timm(name="adamw"), options.Timm(name="adagrad")])
+@pytest.mark.parametrize(
+    "option", [torch_optim.Adagrad(), muon_options.Muon(), by_timm.Timm(name="adamw"), by_timm.Timm(name="adagrad")]
+)
 def test_a_kernel_is_not_used_where_the_class_refuses_it(monkeypatch, option):
     """As torch 2.11's Adagrad refuses the one for CUDA, which is there, in its first update."""
     name = option.fused_class

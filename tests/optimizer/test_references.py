@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain import optimizer as options
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
-from drivetrain.model import Mlp
+from drivetrain.model.shipped import Mlp
+from drivetrain.optimizer import layerwise, muon, shampoo, soap, torch_optim
+from drivetrain.optimizer import lion as lion_options
+from drivetrain.optimizer import schedulefree as schedulefree_options
 from tests.support.context import context
 
 STEPS = 12
@@ -142,24 +144,24 @@ def schedulefree(s: State, w: Any, g: Any, t: int, lr: float, decay: float, k: A
 
 
 CASES: dict[str, tuple[type, dict[str, Any], Callable[..., Any]]] = {
-    "sgd": (options.Sgd, {}, sgd),
-    "sgd plain": (options.Sgd, {"nesterov": False, "momentum": 0.5}, sgd),
-    "adam": (options.Adam, {"weight_decay": 0.1}, adam),
-    "adamw": (options.AdamW, {"weight_decay": 0.1}, adamw),
-    "rmsprop": (options.RmsProp, {"weight_decay": 0.1}, rmsprop),
-    "rmsprop centered": (options.RmsProp, {"momentum": 0.9, "centered": True}, rmsprop),
-    "adagrad": (options.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1}, adagrad),
-    "adafactor": (options.Adafactor, {"weight_decay": 0.1, "eps1": 1e-16}, adafactor),
-    "lars": (options.Lars, {"weight_decay": 0.1}, lars),
-    "lars nesterov": (options.Lars, {"nesterov": True, "trust": 0.02}, lars),
-    "lamb": (options.Lamb, {"weight_decay": 0.1}, lamb),
-    "lamb uncorrected": (options.Lamb, {"bias_correction": False, "weight_decay": 0.0}, lamb),
-    "nvlamb": (options.NvLamb, {"weight_decay": 0.1}, nvlamb),
-    "nvlamb loose": (options.NvLamb, {"max_grad_norm": 1e6}, nvlamb),
-    "novograd": (options.NovoGrad, {"weight_decay": 0.1}, novograd),
-    "novograd averaging": (options.NovoGrad, {"grad_averaging": True}, novograd),
-    "lion": (options.Lion, {}, lion),
-    "schedulefree": (options.ScheduleFree, {"weight_decay": 0.1}, schedulefree),
+    "sgd": (torch_optim.Sgd, {}, sgd),
+    "sgd plain": (torch_optim.Sgd, {"nesterov": False, "momentum": 0.5}, sgd),
+    "adam": (torch_optim.Adam, {"weight_decay": 0.1}, adam),
+    "adamw": (torch_optim.AdamW, {"weight_decay": 0.1}, adamw),
+    "rmsprop": (torch_optim.RmsProp, {"weight_decay": 0.1}, rmsprop),
+    "rmsprop centered": (torch_optim.RmsProp, {"momentum": 0.9, "centered": True}, rmsprop),
+    "adagrad": (torch_optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1}, adagrad),
+    "adafactor": (torch_optim.Adafactor, {"weight_decay": 0.1, "eps1": 1e-16}, adafactor),
+    "lars": (layerwise.Lars, {"weight_decay": 0.1}, lars),
+    "lars nesterov": (layerwise.Lars, {"nesterov": True, "trust": 0.02}, lars),
+    "lamb": (layerwise.Lamb, {"weight_decay": 0.1}, lamb),
+    "lamb uncorrected": (layerwise.Lamb, {"bias_correction": False, "weight_decay": 0.0}, lamb),
+    "nvlamb": (layerwise.NvLamb, {"weight_decay": 0.1}, nvlamb),
+    "nvlamb loose": (layerwise.NvLamb, {"max_grad_norm": 1e6}, nvlamb),
+    "novograd": (layerwise.NovoGrad, {"weight_decay": 0.1}, novograd),
+    "novograd averaging": (layerwise.NovoGrad, {"grad_averaging": True}, novograd),
+    "lion": (lion_options.Lion, {}, lion),
+    "schedulefree": (schedulefree_options.ScheduleFree, {"weight_decay": 0.1}, schedulefree),
 }
 FORMS = {
     "fused": {"fused": True},
@@ -246,7 +248,7 @@ def test_soap_equals_the_paper(frequency: int, tolerance: float) -> None:
     """A matrix by algorithm 3 of Vyas et al. 2024, with its power iteration; a vector by Adam. The library's QR is in float32."""
     torch.manual_seed(3)
     model = torch.nn.Linear(5, 4).double()
-    knobs = options.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
+    knobs = soap.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
     optimizer = knobs.create(model)
     w, bias = (p.detach().numpy().copy() for p in model.parameters())
     beta, products, bases = 0.95, [np.zeros((4, 4)), np.zeros((5, 5))], []
@@ -285,7 +287,7 @@ def test_shampoo_equals_the_paper(monkeypatch: pytest.MonkeyPatch, exact: bool, 
         monkeypatch.setattr("pytorch_optimizer.optimizer.utils.preconditioner.compute_power_schur_newton", root)
     torch.manual_seed(3)
     model = torch.nn.Linear(5, 4).double()
-    optimizer = options.Shampoo(lr=0.01, weight_decay=0.1, beta2=0.9, start=2, precondition_frequency=1, eps=1e-3).create(model)
+    optimizer = shampoo.Shampoo(lr=0.01, weight_decay=0.1, beta2=0.9, start=2, precondition_frequency=1, eps=1e-3).create(model)
     w, bias = (p.detach().numpy().copy() for p in model.parameters())
     left, right, m, m_sgd, m_bias = 1e-3 * np.eye(4), 1e-3 * np.eye(5), 0 * w, 0 * w, 0 * bias
     for t in range(4):
@@ -305,12 +307,12 @@ def test_shampoo_equals_the_paper(monkeypatch: pytest.MonkeyPatch, exact: bool, 
 
 def test_the_forms_are_taken() -> None:
     """A knob that is not in effect would make all forms equal."""
-    sgd = {f: options.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}
+    sgd = {f: torch_optim.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}
     assert [(g["fused"], g["foreach"]) for g in sgd.values()] == [(True, False), (False, True), (False, False)]
-    lamb = {f: options.Lamb(**FORMS[f]).create(net()) for f in FORMS}
+    lamb = {f: layerwise.Lamb(**FORMS[f]).create(net()) for f in FORMS}
     assert [o.loop for o in lamb.values()] == [False, False, True]
     assert lamb["fused"]._moments is not lamb["foreach"]._moments
-    assert options.Lamb().create(net())._moments is lamb["fused"]._moments
+    assert layerwise.Lamb().create(net())._moments is lamb["fused"]._moments
 
 
 def test_muon_equals_torch_on_matrices() -> None:
@@ -350,7 +352,7 @@ def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
     model = torch.nn.Sequential(conv(2, 4, 3), conv(4, 8, 3), torch.nn.BatchNorm2d(8), linear(8, 24), linear(24, 3)).double()
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
-    knobs = options.Muon(lr=0.1, adamw_lr=0.01, weight_decay=0.1, nesterov=True)
+    knobs = muon.Muon(lr=0.1, adamw_lr=0.01, weight_decay=0.1, nesterov=True)
     weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
     states: dict[str, State] = {n: {} for n in weights}
     optimizer = knobs.create(model)
@@ -387,7 +389,7 @@ class Reader(torch.nn.Module):
         self.head = torch.nn.Linear(8, 9)
 
 
-def built(knobs: options.Muon, model: torch.nn.Module) -> Any:
+def built(knobs: muon.Muon, model: torch.nn.Module) -> Any:
     batch = type("Batch", (), {"lr_factor": lambda self: 2.0, "decay_factor": lambda self: 1.0})()
     return knobs.build(context(run=RunSpec({}, {}, {"model": Mlp()}), model=model, batch=batch))
 
@@ -397,7 +399,7 @@ def test_muons_adamw_has_a_rate_for_each_kind() -> None:
     torch.manual_seed(0)
     model = Reader().double()
     rates = {"embedding_lr": 0.2, "head_lr": 0.004, "scalar_lr": 0.5}
-    knobs = options.Muon(adamw_lr=0.01, weight_decay=0.1, **rates)
+    knobs = muon.Muon(adamw_lr=0.01, weight_decay=0.1, **rates)
     of = {"table.weight": 0.2, "head.weight": 0.004, "head.bias": 0.004, "places": 0.01, "body.0.weight": 0.01}
     of |= {n: 0.5 for n, p in model.named_parameters() if p.ndim == 1 and n != "head.bias"}
     hidden = {"body.1.weight", "body.2.weight"}
@@ -414,17 +416,17 @@ def test_muons_adamw_has_a_rate_for_each_kind() -> None:
         optimizer.step()
     for n in of:
         np.testing.assert_allclose(dict(model.named_parameters())[n].detach().numpy(), weights[n], rtol=1e-10, atol=1e-10)
-    plain = built(options.Muon(adamw_lr=0.01), Reader())
+    plain = built(muon.Muon(adamw_lr=0.01), Reader())
     assert [g["lr"] for member in plain.members for g in member.param_groups] == [0.04, 0.02, 0.02]
 
 
 def test_a_rate_for_what_a_model_has_not_is_refused() -> None:
     with pytest.raises(UserError, match=r"optimizer\.embedding_lr=0\.2: the model has no trainable embedding"):
-        options.Muon(embedding_lr=0.2).create(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4))))
+        muon.Muon(embedding_lr=0.2).create(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4))))
     tied = Reader()
     tied.head.weight, tied.head.bias = tied.table.weight, None
     with pytest.raises(UserError, match=r"optimizer\.head_lr=0\.1: the model has no trainable weight of an output layer"):
-        built(options.Muon(head_lr=0.1), tied)
+        built(muon.Muon(head_lr=0.1), tied)
 
 
 def test_orthogonalised_has_singular_values_near_one() -> None:
@@ -461,7 +463,7 @@ def test_lars_on_vectors_equals_lars_on_tensors(case: str, monkeypatch: pytest.M
 def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
     """After lr falls to almost nothing the momentum goes on with its old size: that is the paper's, not SGD's, order."""
     model = torch.nn.Linear(8, 8, bias=False)
-    optimizer = options.Lars(lr=1.0).create(model)
+    optimizer = layerwise.Lars(lr=1.0).create(model)
     model.weight.grad = torch.ones(8, 8)
     before = model.weight.detach().clone()
     optimizer.step()
@@ -474,7 +476,7 @@ def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
 
 def test_lamb_adapts_without_decay_where_its_kind_decays() -> None:
     """weight_decay=0 does not turn LAMB into Adam, and NVLAMB adapts vectors too."""
-    for option, bias_adapts in ((options.Lamb, False), (options.NvLamb, True)):
+    for option, bias_adapts in ((layerwise.Lamb, False), (layerwise.NvLamb, True)):
         model = net()
         with torch.no_grad():
             model.head.bias.fill_(5.0)

@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import optimizer as options
+from drivetrain.optimizer import adamw8bit as adamw8bit_options
+from drivetrain.optimizer import layerwise, lion, muon, schedulefree, shampoo, soap, timm, torch_optim
 
-OURS = [options.Lars, options.Lamb, options.NvLamb, options.NovoGrad, options.Lion, options.ScheduleFree, options.Muon]
-TORCHS = [options.Sgd, options.Adam, options.AdamW, options.RmsProp, options.Adagrad, options.Adafactor]
+OURS = [layerwise.Lars, layerwise.Lamb, layerwise.NvLamb, layerwise.NovoGrad, lion.Lion, schedulefree.ScheduleFree, muon.Muon]
+TORCHS = [torch_optim.Sgd, torch_optim.Adam, torch_optim.AdamW, torch_optim.RmsProp, torch_optim.Adagrad, torch_optim.Adafactor]
 TIMMS = ["nadamw", "lookahead_lamb"]
 ROOTS = {"precondition_frequency": 2, "start": 2}  # of Shampoo
 ALL = [
-    pytest.param(options.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
-    *(pytest.param(options.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
-    pytest.param(options.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
+    pytest.param(soap.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
+    *(pytest.param(shampoo.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
+    pytest.param(shampoo.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
-    *(pytest.param(options.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
+    *(pytest.param(timm.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
     *(
-        pytest.param(o, {}, layout, id=f"{o.__name__} {layout}", marks=[] if o is options.Muon else pytest.mark.slow)
+        pytest.param(o, {}, layout, id=f"{o.__name__} {layout}", marks=[] if o is muon.Muon else pytest.mark.slow)
         for o in OURS
         for layout in ("channels_last", "bf16")
     ),
@@ -100,7 +101,7 @@ def test_resume_is_exact(option: type, knobs: dict[str, Any], layout: str) -> No
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("option", [o for o in OURS if o is not options.Muon])
+@pytest.mark.parametrize("option", [o for o in OURS if o is not muon.Muon])
 def test_memory_order_and_width_change_nothing(option: type) -> None:
     """Channels-last parameters are updated like others; a bfloat16 parameter like a float32 one, then rounded."""
     plain, last = net(), net().to(memory_format=torch.channels_last)
@@ -176,7 +177,7 @@ def test_gradients_that_come_and_go() -> None:
     """A parameter without a gradient keeps weight, state and its own count; its neighbours are not touched by that."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    optimizer = options.Lamb(weight_decay=0.1).create(model)
+    optimizer = layerwise.Lamb(weight_decay=0.1).create(model)
     for step in range(4):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -193,7 +194,7 @@ def test_gradients_that_come_and_go() -> None:
 def test_new_storage_is_found() -> None:
     """A parameter whose tensor was exchanged behind the optimizer's back is updated where it now lies."""
     model = torch.nn.Linear(3, 3)
-    optimizer = options.Lars(lr=10.0).create(model)
+    optimizer = layerwise.Lars(lr=10.0).create(model)
     for _ in range(2):
         model.weight.data = model.weight.data.clone()
         before = model.weight.detach().clone()
@@ -205,7 +206,7 @@ def test_new_storage_is_found() -> None:
 
 def test_schedulefree_comes_back_on_an_exception() -> None:
     model = net()
-    knobs = options.ScheduleFree()
+    knobs = schedulefree.ScheduleFree()
     optimizer = knobs.create(model)
     train(model, optimizer, 0, 4)
     trained = [p.detach().clone() for p in model.parameters()]
@@ -226,8 +227,9 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
 def test_steps_do_not_import_the_compiler() -> None:
     """1.4 s of every start: building and stepping any of ours must not import torch._dynamo."""
     code = (
-        "import sys, torch\nfrom drivetrain import optimizer as o\n"
-        "for option in (o.AdamW, o.Lamb, o.Lars, o.NovoGrad, o.Lion, o.Muon, o.ScheduleFree):\n"
+        "import sys, torch\nfrom drivetrain.optimizer import layerwise as l, lion, muon, schedulefree, torch_optim\n"
+        "own = (l.Lamb, l.Lars, l.NovoGrad, lion.Lion, muon.Muon, schedulefree.ScheduleFree)\n"
+        "for option in (torch_optim.AdamW, *own):\n"
         "    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
         "    optimizer = option().create(model)\n"
         "    model(torch.ones(2, 4)).sum().backward()\n"
@@ -273,7 +275,7 @@ def test_small_tensors_keep_float32_moments_and_are_adamw() -> None:
     torch.manual_seed(0)
     models = [torch.nn.Linear(20, 20) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    for model, option in zip(models, (options.AdamW8bit, options.AdamW), strict=True):
+    for model, option in zip(models, (adamw8bit_options.AdamW8bit, torch_optim.AdamW), strict=True):
         optimizer = option(**KNOBS).create(model)
         for step in range(5):
             for p in model.parameters():
@@ -286,24 +288,24 @@ def test_small_tensors_keep_float32_moments_and_are_adamw() -> None:
 @needs_torchao
 def test_it_trains_as_adamw_with_a_quarter_of_the_state() -> None:
     losses, sizes, weights = {}, {}, {}
-    for option in (options.AdamW8bit, options.AdamW):
+    for option in (adamw8bit_options.AdamW8bit, torch_optim.AdamW):
         model = net_of_large_layers()
         optimizer = option(**KNOBS).create(model)
         losses[option], sizes[option] = train_eight_bits(model, optimizer, 0, 100), state_bytes(optimizer)
         weights[option] = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert losses[options.AdamW][-1] < 0.5 * losses[options.AdamW][0]
-    assert losses[options.AdamW8bit][-1] == pytest.approx(losses[options.AdamW][-1], rel=0.05)
-    apart = (weights[options.AdamW8bit] - weights[options.AdamW]).norm() / weights[options.AdamW].norm()
+    assert losses[torch_optim.AdamW][-1] < 0.5 * losses[torch_optim.AdamW][0]
+    assert losses[adamw8bit_options.AdamW8bit][-1] == pytest.approx(losses[torch_optim.AdamW][-1], rel=0.05)
+    apart = (weights[adamw8bit_options.AdamW8bit] - weights[torch_optim.AdamW]).norm() / weights[torch_optim.AdamW].norm()
     assert 0 < apart < 0.1  # rounded, and no more than that
     packed = 2 * (64 * 128 + 4 * 64 * 128 // 256) * 2  # two moments of two weights: a byte each, and 4 for each block of 256
-    assert sizes[options.AdamW8bit] == packed + (128 + 64) * 2 * 4 + 4 * 4  # biases in float32; steps
-    assert sizes[options.AdamW8bit] < 0.28 * sizes[options.AdamW]
+    assert sizes[adamw8bit_options.AdamW8bit] == packed + (128 + 64) * 2 * 4 + 4 * 4  # biases in float32; steps
+    assert sizes[adamw8bit_options.AdamW8bit] < 0.28 * sizes[torch_optim.AdamW]
 
 
 @needs_torchao
 def test_adamw8bit_refuses_sparse_gradients() -> None:
     model = torch.nn.Linear(4, 4)
-    optimizer = options.AdamW8bit().create(model)
+    optimizer = adamw8bit_options.AdamW8bit().create(model)
     model.weight.grad = torch.ones(4, 4).to_sparse()
     with pytest.raises(TypeError, match="sparse=False"):
         optimizer.step()

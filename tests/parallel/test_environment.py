@@ -8,8 +8,9 @@ from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
-from drivetrain.parallel import Ddp, Tensor
+from drivetrain.parallel.ddp import Ddp
 from drivetrain.parallel.environment import launched, world_of_environment
+from drivetrain.parallel.tensor import Tensor
 from tests.support import command
 from tests.support.context import context
 

@@ -9,7 +9,8 @@ import safetensors.torch
 import torch
 
 from drivetrain.core.world import World
-from drivetrain.parallel import Ddp, Parallel
+from drivetrain.parallel import Parallel
+from drivetrain.parallel.ddp import Ddp
 from drivetrain.saving import checkpoint_io
 from tests.clip.test_clip import BITES
 from tests.support.context import context

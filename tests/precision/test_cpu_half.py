@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from drivetrain.parallel import Parallel
-from drivetrain.precision import Amp, Bf16, cpu_half
+from drivetrain.precision import cpu_half
+from drivetrain.precision.base import Amp, Bf16
 from drivetrain.precision.cpu_half import Slowness
 from tests.support.context import context
 

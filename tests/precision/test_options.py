@@ -14,7 +14,8 @@ from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.world import World
-from drivetrain.precision import Amp, Precision, float32_products
+from drivetrain.precision import Precision, float32_products
+from drivetrain.precision.base import Amp
 from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.precision.fp8 import Fp8
 from drivetrain.precision.one_pixel_conv import without_strides
@@ -63,7 +64,7 @@ def traced_types(trainer, tmp_path, names=("aten::addmm", "aten::mm", "aten::mkl
 
 
 def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatch):
-    monkeypatch.setattr("drivetrain.loss.CrossEntropy.__call__", lambda *_: 1 / 0)
+    monkeypatch.setattr("drivetrain.loss.classification.CrossEntropy.__call__", lambda *_: 1 / 0)
     for words in (ALL["tf32"], ALL["bf16"]):
         assert train(*words).status == "failed"
         assert not torch.is_autocast_enabled("cpu")

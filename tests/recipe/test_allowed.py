@@ -260,7 +260,7 @@ def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:
 
 def test_a_teachers_config_is_held_to_the_same(tmp_path: Path) -> None:
     """A distilled run builds its teacher as the config.yaml in the teacher's folder says, which may be a stranger's."""
-    config = {"model": {"_target_": "drivetrain.model.Timm", "name": "resnet18", "kwargs": {"checkpoint_path": "x"}}}
+    config = {"model": {"_target_": "drivetrain.model.timm.Timm", "name": "resnet18", "kwargs": {"checkpoint_path": "x"}}}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     context: Any = SimpleNamespace(run=SimpleNamespace(values={"trust": []}))
     with pytest.raises(UserError, match=r"model\.kwargs\.checkpoint_path"):
@@ -304,7 +304,7 @@ def test_an_entry_is_held_to_its_mappings_rule() -> None:
 
 def test_the_contract_asks_for_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A knob whose annotation leaves its text open fails the contract test, which every option is held to."""
-    cls = import_name("drivetrain.stop.Early")
+    cls = import_name("drivetrain.stop.base.Early")
     annotations = {**inspect.get_annotations(cls.__init__), "metric": "str | None"}
     monkeypatch.setattr(cls.__init__, "__annotations__", annotations)
     recipe_checks._hints.cache_clear()

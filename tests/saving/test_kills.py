@@ -21,7 +21,8 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.launch import elastic
-from drivetrain.loader import Pipeline, Workers, workers
+from drivetrain.loader import Pipeline, workers
+from drivetrain.loader.workers import Workers
 from drivetrain.logger.files import Files
 from drivetrain.saving import checkpoint_io
 from tests.support import same_end

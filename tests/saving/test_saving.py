@@ -18,7 +18,6 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain import saving
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.progress import Progress
 from drivetrain.launch.worker import AVERAGED
@@ -27,9 +26,9 @@ from drivetrain.parallel.base import Parallel
 from drivetrain.run import records
 from drivetrain.run.directory import Held
 from drivetrain.run.result import Result
-from drivetrain.saving import Best, checkpoint_io, manifest, space
+from drivetrain.saving import checkpoint_io, manifest, options, space
 from drivetrain.saving.divided import whole
-from drivetrain.saving.options import Last
+from drivetrain.saving.options import Best, Last
 from drivetrain.saving.writer import Writer
 from tests.saving.test_host_copy import stub
 from tests.support.command import records as records_of
@@ -69,7 +68,7 @@ def test_the_end_of_a_run_in_the_middle_of_an_epoch_is_saved(make, tmp_path):
 def test_the_sooner_of_the_two_counts(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    last = saving.Last(every_updates=10, every_minutes=1.0)
+    last = options.Last(every_updates=10, every_minutes=1.0)
     last.restart(5)
     assert not last.due(14)
     assert last.due(15)

@@ -20,7 +20,13 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.option import Option
 from drivetrain.launch import launcher
-from drivetrain.scheduler import Cosine, OneCycle, Scheduler
+from drivetrain.scheduler import Scheduler
+from drivetrain.scheduler import cyclic as cycles
+from drivetrain.scheduler import decay as decays
+from drivetrain.scheduler import plateau as plateau_options
+from drivetrain.scheduler import steps as steps_options
+from drivetrain.scheduler.cyclic import OneCycle
+from drivetrain.scheduler.decay import Cosine
 
 UPDATES, LR = 240, 0.5
 OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
@@ -77,20 +83,20 @@ SAME = {
         ours.Scheduler(warmup="2ep", warmup_start=0.1),
         warmed(lambda o: theirs.ConstantLR(o, 1.0), 24, 0.1),
     ),
-    "step": (ours.Step(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
-    "multistep": (ours.MultiStep([0.25, 100, "15ep"], 0.2), lambda o: theirs.MultiStepLR(o, [60, 100, 180], 0.2)),
-    "cosine": (ours.Cosine(), lambda o: theirs.CosineAnnealingLR(o, UPDATES)),
-    "cosine, warm-up": (ours.Cosine(warmup=0.1), warmed(lambda o: theirs.CosineAnnealingLR(o, 216), 24)),
-    "cosine, 4 cycles": (ours.Cosine(cycles=4), lambda o: theirs.CosineAnnealingWarmRestarts(o, 60)),
-    "cosine, 4 doubling cycles": (ours.Cosine(cycles=4, cycle_mult=2), lambda o: theirs.CosineAnnealingWarmRestarts(o, 16, 2)),
-    "linear": (ours.Linear(final=0.25), lambda o: theirs.LinearLR(o, 1.0, 0.25, UPDATES)),
-    "linear, short": (ours.Linear(length=100), lambda o: theirs.LinearLR(o, 1.0, 0.0, 100)),
-    "poly": (ours.Poly(power=2.5), lambda o: theirs.PolynomialLR(o, UPDATES, 2.5)),
-    "poly, warm-up": (ours.Poly(power=0.9, warmup=40), warmed(lambda o: theirs.PolynomialLR(o, 200, 0.9), 40)),
-    "exponential": (ours.Exponential(gamma=0.98, every=1), lambda o: theirs.ExponentialLR(o, 0.98)),
-    "exponential, epochs": (ours.Exponential(gamma=0.9, every="1ep"), lambda o: theirs.ExponentialLR(o, 0.9 ** (1 / 12))),
+    "step": (steps_options.Step(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
+    "multistep": (steps_options.MultiStep([0.25, 100, "15ep"], 0.2), lambda o: theirs.MultiStepLR(o, [60, 100, 180], 0.2)),
+    "cosine": (decays.Cosine(), lambda o: theirs.CosineAnnealingLR(o, UPDATES)),
+    "cosine, warm-up": (decays.Cosine(warmup=0.1), warmed(lambda o: theirs.CosineAnnealingLR(o, 216), 24)),
+    "cosine, 4 cycles": (decays.Cosine(cycles=4), lambda o: theirs.CosineAnnealingWarmRestarts(o, 60)),
+    "cosine, 4 doubling cycles": (decays.Cosine(cycles=4, cycle_mult=2), lambda o: theirs.CosineAnnealingWarmRestarts(o, 16, 2)),
+    "linear": (decays.Linear(final=0.25), lambda o: theirs.LinearLR(o, 1.0, 0.25, UPDATES)),
+    "linear, short": (decays.Linear(length=100), lambda o: theirs.LinearLR(o, 1.0, 0.0, 100)),
+    "poly": (decays.Poly(power=2.5), lambda o: theirs.PolynomialLR(o, UPDATES, 2.5)),
+    "poly, warm-up": (decays.Poly(power=0.9, warmup=40), warmed(lambda o: theirs.PolynomialLR(o, 200, 0.9), 40)),
+    "exponential": (decays.Exponential(gamma=0.98, every=1), lambda o: theirs.ExponentialLR(o, 0.98)),
+    "exponential, epochs": (decays.Exponential(gamma=0.9, every="1ep"), lambda o: theirs.ExponentialLR(o, 0.9 ** (1 / 12))),
     "wsd": (
-        ours.Wsd(warmup=24, decay=0.25),
+        decays.Wsd(warmup=24, decay=0.25),
         lambda o: theirs.SequentialLR(
             o,
             [theirs.LinearLR(o, 1 / 25, 1.0, 24), theirs.ConstantLR(o, 1.0), theirs.LinearLR(o, 1.0, 0.0, 60)],
@@ -127,15 +133,15 @@ def cyclic(up: int, **kwargs: Any) -> Callable[[Optimizer], Any]:
 
 
 CYCLING = {
-    "onecycle": (lambda m: ours.OneCycle(momentum=m), one_cycle()),
-    "onecycle, linear": (lambda m: ours.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
+    "onecycle": (lambda m: cycles.OneCycle(momentum=m), one_cycle()),
+    "onecycle, linear": (lambda m: cycles.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
                          one_cycle(pct_start=0.25, div_factor=10, final_div_factor=100, anneal_strategy="linear")),
-    "onecycle, three phases": (lambda m: ours.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
-    "onecycle, at the top": (lambda m: ours.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
-    "cyclic": (lambda m: ours.Cyclic(up="2ep", momentum=m), cyclic(24)),
-    "cyclic, lopsided": (lambda m: ours.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
-    "cyclic, triangular2": (lambda m: ours.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
-    "cyclic, exp_range": (lambda m: ours.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
+    "onecycle, three phases": (lambda m: cycles.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
+    "onecycle, at the top": (lambda m: cycles.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
+    "cyclic": (lambda m: cycles.Cyclic(up="2ep", momentum=m), cyclic(24)),
+    "cyclic, lopsided": (lambda m: cycles.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
+    "cyclic, triangular2": (lambda m: cycles.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
+    "cyclic, exp_range": (lambda m: cycles.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
                           cyclic(20, mode="exp_range", gamma=0.99)),
 }  # fmt: skip
 
@@ -162,16 +168,16 @@ def test_leaves_momentum_alone_unless_asked(name: str) -> None:
 
 def test_beta2_stays() -> None:
     optimizer = adam()
-    our_curve(ours.OneCycle(momentum=RANGE), optimizer)
+    our_curve(cycles.OneCycle(momentum=RANGE), optimizer)
     assert optimizer.param_groups[0]["betas"][1] == 0.999
 
 
 @pytest.mark.parametrize(
     ("scheduler", "make"),
     [
-        (ours.Cosine(cycles=3, cycle_mult=1.5, cycle_decay=0.6, final=0.05),
+        (decays.Cosine(cycles=3, cycle_mult=1.5, cycle_decay=0.6, final=0.05),
          lambda o: CosineLRScheduler(o, 240 / 4.75, 0.05 * LR, 1.5, cycle_decay=0.6, cycle_limit=3, t_in_epochs=False)),
-        (ours.Poly(power=0.7, final=0.1),
+        (decays.Poly(power=0.7, final=0.1),
          lambda o: PolyLRScheduler(o, UPDATES, power=0.7, lr_min=0.1 * LR, t_in_epochs=False)),
     ],
     ids=["cosine with decaying cycles", "poly with a floor"],
@@ -190,14 +196,14 @@ def test_equals_timm(scheduler: ours.Scheduler, make: Callable[[Optimizer], Any]
     [("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2), ("sqrt", lambda t: 1 - math.sqrt(t))],
 )
 def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
-    scheduler = ours.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
+    scheduler = decays.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
     scheduler.set_horizon(OVER)
     assert {scheduler.lr_factor(u) for u in range(180)} == {1.0}
     assert [scheduler.lr_factor(180 + u) for u in range(60)] == pytest.approx([0.1 + 0.9 * height(u / 60) for u in range(60)])
 
 
 def test_wsd_exponential() -> None:
-    scheduler = ours.Wsd(warmup=0, decay=60, shape="exponential", final=0.01)
+    scheduler = decays.Wsd(warmup=0, decay=60, shape="exponential", final=0.01)
     scheduler.set_horizon(OVER)
     assert [scheduler.lr_factor(u) for u in (179, 180, 210, 240)] == pytest.approx([1.0, 1.0, 0.1, 0.01])
 
@@ -205,10 +211,10 @@ def test_wsd_exponential() -> None:
 @pytest.mark.parametrize(
     ("scheduler", "last"),
     [
-        (ours.Cosine(final=0.2), 0.2), (ours.Cosine(cycles=3, final=0.2), 0.2), (ours.Cosine(length=100, final=0.2), 0.2),
-        (ours.Linear(final=0.3), 0.3), (ours.Poly(), 0.0), (ours.Wsd(final=0.1), 0.1),
-        (ours.OneCycle(div=5, final_div=4), 0.05), (ours.OneCycle(div=5, final_div=4, length=0.5), 0.05),
-        (ours.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (ours.MultiStep(), 0.01),
+        (decays.Cosine(final=0.2), 0.2), (decays.Cosine(cycles=3, final=0.2), 0.2), (decays.Cosine(length=100, final=0.2), 0.2),
+        (decays.Linear(final=0.3), 0.3), (decays.Poly(), 0.0), (decays.Wsd(final=0.1), 0.1),
+        (cycles.OneCycle(div=5, final_div=4), 0.05), (cycles.OneCycle(div=5, final_div=4, length=0.5), 0.05),
+        (cycles.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (steps_options.MultiStep(), 0.01),
     ],
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
@@ -218,13 +224,13 @@ def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: flo
 
 
 def test_steps_are_counted_from_the_start_of_the_run_also_where_it_warms_up() -> None:
-    scheduler = ours.Step(every=8, gamma=0.5, warmup=6)
+    scheduler = steps_options.Step(every=8, gamma=0.5, warmup=6)
     scheduler.set_horizon(OVER)
     assert [scheduler.lr_factor(u) for u in (6, 7, 8, 15, 16, 24)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
 
 
 def test_momentum_holds_after_the_end() -> None:
-    scheduler = ours.OneCycle(momentum=RANGE, length=100)
+    scheduler = cycles.OneCycle(momentum=RANGE, length=100)
     scheduler.set_horizon(OVER)
     assert [scheduler.momentum_at(u) for u in (99, 150, 300)] == pytest.approx([0.95] * 3)
     assert scheduler.momentum_at(29) == pytest.approx(0.922, abs=0.2)
@@ -233,7 +239,7 @@ def test_momentum_holds_after_the_end() -> None:
 def test_a_graph_keeps_its_rate_as_a_tensor() -> None:
     rate = torch.tensor(LR)
     optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=rate, capturable=True)
-    our_curve(ours.Linear(), optimizer, updates=121)
+    our_curve(decays.Linear(), optimizer, updates=121)
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == LR / 2
 
@@ -276,7 +282,7 @@ class TestPlateau:
             "cooldown": cooldown,
         }
         optimizer, reference = adam(), adam()
-        mine = ours.Plateau(**knobs, final=0.1)
+        mine = plateau_options.Plateau(**knobs, final=0.1)
         mine.bind(optimizer, *OVER)
         other = theirs.ReduceLROnPlateau(reference, **knobs, min_lr=0.1 * LR)
         rates = []
@@ -291,7 +297,7 @@ class TestPlateau:
 
     def test_a_resumed_one_goes_on_alike(self) -> None:
         for cut in range(len(self.LOSSES)):
-            one, two = ours.Plateau(patience=1), ours.Plateau(patience=1)
+            one, two = plateau_options.Plateau(patience=1), plateau_options.Plateau(patience=1)
             for scheduler in (one, two):
                 scheduler.bind(adam(), *OVER)
             for loss in self.LOSSES[:cut]:
@@ -304,7 +310,7 @@ class TestPlateau:
             assert two.lr_factor(5) == one.lr_factor(5) < 1
 
     def test_warms_up_to_where_it_stands(self) -> None:
-        scheduler = ours.Plateau(warmup=9)
+        scheduler = plateau_options.Plateau(warmup=9)
         scheduler.bind(adam(), *OVER)
         assert [scheduler.lr_factor(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
 
@@ -474,13 +480,13 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
         job.run.scheduler.bind(adagrad, *OVER)
-    ours.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
+    cycles.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):
-    from drivetrain import data
     from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
+    from drivetrain.data import digits as digits_options
     from drivetrain.engine import build
 
     def build_run(job: Any) -> None:
@@ -488,7 +494,7 @@ def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(
         with context.on_exit:
             build.build(context, [])
 
-    monkeypatch.setattr(data.Digits, "train_samples", lambda self: None)
+    monkeypatch.setattr(digits_options.Digits, "train_samples", lambda self: None)
     job = prepare(["model=mlp", "scheduler=wsd", "scheduler.decay=200"])
     with pytest.raises(UserError, match="more than the run's 165"):
         build_run(job)

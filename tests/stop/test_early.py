@@ -15,7 +15,7 @@ from drivetrain.launch import launcher
 from drivetrain.measure.benchmark import quality
 from drivetrain.run import records
 from drivetrain.run.result import Result
-from drivetrain.stop import Early
+from drivetrain.stop.base import Early
 
 EPOCHS = ["updates=null", "epochs=9"]  # 4 updates each
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain.loss import CrossEntropy
+from drivetrain.loss.classification import CrossEntropy
 
 
 class Data(torch.utils.data.Dataset):

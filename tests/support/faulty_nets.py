@@ -94,7 +94,7 @@ class Faulty(torch.nn.Module):
 
     @staticmethod
     def logger_fails(y: torch.Tensor) -> torch.Tensor:
-        from drivetrain.logger import Csv
+        from drivetrain.logger.files import Csv
 
         def log(self: Csv, record: object) -> None:
             raise ConnectionError("the server is gone")

@@ -46,10 +46,10 @@ def train() -> None:
 
 def sweep() -> None:
     """The jobs of a sweep, two at a time, each with a device of its own."""
-    from drivetrain import sweeps
+    from drivetrain.sweeps import driver
 
     words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "optimizer.lr=0.1,0.2"]
-    sweeps.run([*TINY, *words], quiet=True)
+    driver.run([*TINY, *words], quiet=True)
 
 
 def compare() -> None:

@@ -18,8 +18,8 @@ def images_of(files: Sequence[tuple[Path | str, int]], *how: Any) -> Any:
     """Image files, each with its class, as a source; `how` begins with the size."""
     import torch
 
-    from drivetrain.data import Images
     from drivetrain.data.decoding import Decoding
+    from drivetrain.data.images import Images
 
     return Images("", [str(path) for path, _ in files], torch.tensor([label for _, label in files]), Decoding(*how))
 

@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import UserError
-from drivetrain.surgery import ChannelsLast, FusedNorm, NoBiasBeforeNorm, apply_all, partial_statistics
-from drivetrain.surgery.fused_norm import fuse, recognise
+from drivetrain.surgery.base import apply_all
+from drivetrain.surgery.channels_last import ChannelsLast
+from drivetrain.surgery.fused_norm import FusedNorm, fuse, recognise
+from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
 from drivetrain.surgery.sync_batchnorm import synchronise
+from drivetrain.surgery.sync_bn import partial_statistics
 
 RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -337,7 +340,7 @@ def test_one_sample_under_batch_norm_is_known_before_the_run(train, words, says)
 
 def test_a_model_without_batch_norm_is_refused():
     from drivetrain.core.errors import UserError
-    from drivetrain.surgery import SyncBn
+    from drivetrain.surgery.sync_bn import SyncBn
 
     with pytest.raises(UserError, match=r"surgery=sync_bn has no effect"):
         apply_all([SyncBn()], nn.Linear(2, 2), torch.zeros(2, 2))

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from drivetrain.run import directory
-from drivetrain.sweeps import launchers, prepare
+from drivetrain.sweeps import launchers
+from drivetrain.sweeps.store import prepare
 from tests.support.command import (
     OWN,
     ROOT,

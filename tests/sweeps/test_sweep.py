@@ -17,7 +17,7 @@ from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps import optuna, prepare, store
+from drivetrain.sweeps import optuna, store
 from drivetrain.sweeps.driver import Grid, LiveTable, ProgressLines, progress, row
 from drivetrain.sweeps.launchers import _parameters, own_device
 from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
@@ -32,6 +32,7 @@ from drivetrain.sweeps.store import (
     common,
     merge_overrides,
     one_job,
+    prepare,
     read,
     unfinished,
     write_summary,

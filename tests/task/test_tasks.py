@@ -147,7 +147,7 @@ def test_the_two_views_of_a_sample_differ_and_depend_on_its_number_alone():
 
 
 def test_a_mask_moves_with_its_image():
-    from drivetrain.augment import FlipCrop
+    from drivetrain.augment.geometry import FlipCrop
     from drivetrain.core.microbatch import Request
     from drivetrain.core.tensors import Tensors
     from drivetrain.loader import Pipeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative
-from drivetrain.loss import CrossEntropy
+from drivetrain.loss.classification import CrossEntropy
 
 
 class Poly1(CrossEntropy):

@@ -1,5 +1,5 @@
 """Adapters: small trained corrections of a model whose own weights are frozen."""
 
-from drivetrain.adapter.base import Adapter, Dora, Lora
+from drivetrain.adapter.base import Adapter
 
-__all__ = ["Adapter", "Dora", "Lora"]
+__all__ = ["Adapter"]

@@ -1,5 +1,5 @@
 """Activation checkpointing: less memory for more computation."""
 
-from drivetrain.checkpointing.base import Blocks, Budget, Checkpointing, EveryK, Offload, Selective
+from drivetrain.checkpointing.base import Checkpointing
 
-__all__ = ["Blocks", "Budget", "Checkpointing", "EveryK", "Offload", "Selective"]
+__all__ = ["Checkpointing"]

@@ -121,7 +121,7 @@ def _evaluate(given: RunArguments) -> int:
     if given.paths:
         raise UserError(f"drivetrain evaluate takes one run, and was given {', '.join(given.paths)} too")
     from drivetrain.inference.evaluation import evaluate
-    from drivetrain.parallel import launched, world_of_environment
+    from drivetrain.parallel.environment import launched, world_of_environment
 
     found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
     if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints

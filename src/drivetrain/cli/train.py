@@ -93,23 +93,31 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 
 
 def _train(given: argparse.Namespace) -> int:
-    from drivetrain import sweeps
     from drivetrain.config import hydra_settings
+    from drivetrain.sweeps.store import is_sweep_recipe
+
+    mode = hydra_settings.split(given.overrides)[0].given.get("mode")
+    if given.multirun or mode == "MULTIRUN" or is_sweep_recipe(given.overrides):
+        from drivetrain.measure.report import report
+
+        return report.sweep(given.overrides, given.config_dir, given.quiet)[1]
+    job = prepare_run(given.overrides, given.config_dir)  # first: a wrong word is answered without what runs are started by
+    return _run(job, given.quiet)
+
+
+def _run(job: Job, quiet: bool) -> int:
     from drivetrain.core.forking import end_with_parent
     from drivetrain.launch import launcher
     from drivetrain.measure.report import report
-    from drivetrain.parallel import launched
+    from drivetrain.parallel.environment import launched
     from drivetrain.ui import terminal
 
-    mode = hydra_settings.split(given.overrides)[0].given.get("mode")
-    if given.multirun or mode == "MULTIRUN" or sweeps.is_sweep_recipe(given.overrides):
-        return report.sweep(given.overrides, given.config_dir, given.quiet)[1]
     if launcher.started_from_python():
         end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
-    ended = launcher.launch(prepare_run(given.overrides, given.config_dir), quiet=given.quiet)
+    ended = launcher.launch(job, quiet=quiet)
     if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
         terminal.show_result(ended.result)
-        if not given.quiet:
+        if not quiet:
             report.add_samples(ended.result)
     if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it
         for line in ended.result.error.splitlines():

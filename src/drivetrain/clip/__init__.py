@@ -1,5 +1,5 @@
 """Gradient clipping: config group `clip`."""
 
-from drivetrain.clip.base import Agc, Clip, Norm, Value
+from drivetrain.clip.base import Clip
 
-__all__ = ["Agc", "Clip", "Norm", "Value"]
+__all__ = ["Clip"]

@@ -15,9 +15,12 @@ from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.paths import conf_dir
 
-SUMS = {"loss": "drivetrain.loss.Sum"}  # groups of which several options may be added up, as loss=[a,b], and the class that does
+# groups of which several options may be added up, as loss=[a,b], and the class that does
+SUMS = {"loss": "drivetrain.loss.sum.Sum"}
 LISTS = ("surgery", "augment", "metrics", "logger")  # groups of which several options are chosen at once
 EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as Hydra's users name it
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
 
 _KEY = re.compile(r"(?P<key>\w+): (?P<default>.*\S)\s*# (?P<doc>.+)")
 _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
@@ -90,7 +93,7 @@ def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str
 
 @lru_cache(maxsize=512)
 def _keys(file: Path) -> frozenset[str]:
-    return frozenset(map(str, OmegaConf.load(file)))
+    return frozenset(map(str, yaml.load(file.read_text(encoding="utf-8"), _Loader)))
 
 
 def one_or_several(group: str, option: Any) -> Any:

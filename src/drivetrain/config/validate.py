@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from drivetrain.config.stages import Planned
 from drivetrain.config.values import Where, nowhere, type_problems
 from drivetrain.core import paths, phases, selection, target, user_code
 from drivetrain.core import stages as core_stages
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import UserError
 from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Given, NotGiven, Option, RunSpec
@@ -211,7 +212,7 @@ def _class(prefix: str, section: dict[str, Any], trusted: Collection[str], probl
     try:
         cls = user_code.import_name(target)
     except (ImportError, AttributeError, ValueError) as error:
-        problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target)}")
+        problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target, group)}")
         return None
     wrong = list(_class_problems(group, cls, target))
     problems += wrong
@@ -234,11 +235,13 @@ def _make(
     return None if wrong or None in knobs.get("parts", {}).values() else cls(**knobs)
 
 
-def _near(target: str) -> str:
-    """The end of a message about a class that is not in its module: the names that are near; "" where the module is missing."""
-    module = sys.modules.get(target.rpartition(".")[0])
-    names = [name for name, value in vars(module).items() if isinstance(value, type)] if module is not None else []
-    return f": {did_you_mean(target.rpartition('.')[2], names)}" if names else ""
+def _near(target: str, group: str) -> str:
+    """The end of a message about a class that cannot be imported: similar ones there and in drivetrain; "" without one."""
+    known = {name.rpartition(".")[2]: name for name in shipped_targets(group)}
+    if module := sys.modules.get(target.rpartition(".")[0]):
+        known |= {name: f"{module.__name__}.{name}" for name, value in vars(module).items() if isinstance(value, type)}
+    near = get_close_matches(target.rpartition(".")[2], known)
+    return f": did you mean {' or '.join(repr(known[name]) for name in near)}?" if near else ""
 
 
 def _decode(composed: Composed, prefix: str, hints: Mapping[str, Any], values: dict[str, Any]) -> None:

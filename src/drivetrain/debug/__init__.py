@@ -1,5 +1,5 @@
 """Debugging options, off by default."""
 
-from drivetrain.debug.base import Anomaly, Debug, Fast
+from drivetrain.debug.base import Debug
 
-__all__ = ["Anomaly", "Debug", "Fast"]
+__all__ = ["Debug"]

@@ -1,7 +1,5 @@
 """A moving average of the weights: config group `ema`."""
 
-from drivetrain.ema.base import Average, Ema
-from drivetrain.ema.post_hoc import PostHoc
-from drivetrain.ema.swa import Swa
+from drivetrain.ema.base import Average
 
-__all__ = ["Average", "Ema", "PostHoc", "Swa"]
+__all__ = ["Average"]

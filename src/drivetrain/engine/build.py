@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from drivetrain import surgery
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
 from drivetrain.compile import Compile
@@ -43,6 +42,8 @@ from drivetrain.loader import Pipeline
 from drivetrain.loss import Loss
 from drivetrain.loss.embedding import ComparingLoss
 from drivetrain.saving.writer import Writer
+from drivetrain.surgery.base import apply_all
+from drivetrain.surgery.sync_bn import partial_statistics
 
 FEW_TOKENS = 16
 USUAL_OUTPUTS = ("logits", "output", "out", "prediction")
@@ -296,7 +297,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     run.checkpointing.apply(model)
     # Sharding is in place too; compile traces the sharded modules.
     context.parallel.shard(model, context.precision.gathered_dtype(), example)
-    _log(surgery.partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
+    _log(partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
     return model, model_flops
 
@@ -318,7 +319,7 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     )
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)
-    _log(surgery.apply_all(run.surgery, model, example))
+    _log(apply_all(run.surgery, model, example))
     return model
 
 

@@ -16,7 +16,7 @@ from drivetrain.data.tokenizer import SETTINGS
 from drivetrain.inference import card
 from drivetrain.inference.finished import Finished, chosen_weights
 from drivetrain.inference.loaded import LoadedRun, open_run
-from drivetrain.model import Transformers
+from drivetrain.model.transformers import Transformers
 from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io
 

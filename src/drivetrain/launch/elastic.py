@@ -32,7 +32,7 @@ from drivetrain.core.forking import ForkedProcess, disown_garbage, end_openmp_th
 from drivetrain.core.signals import StopFlag, comes_again, handled_by
 from drivetrain.launch.job import Job
 from drivetrain.launch.worker import run_rank
-from drivetrain.parallel import world_of_environment
+from drivetrain.parallel.environment import world_of_environment
 from drivetrain.run import directory
 from drivetrain.run.directory import Held
 from drivetrain.run.result import Result

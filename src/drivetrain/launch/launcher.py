@@ -29,7 +29,7 @@ from drivetrain.launch.job import Job, prepare_run, recorded_environment
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.trials import Trials
 from drivetrain.launch.worker import run_rank
-from drivetrain.parallel import launched, world_of_environment
+from drivetrain.parallel.environment import launched, world_of_environment
 from drivetrain.recipe import fetch
 from drivetrain.run import directory
 from drivetrain.run.directory import Held

@@ -455,7 +455,8 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import facts
     from drivetrain.engine.stages import StagedRun
-    from drivetrain.logger import Files, guarded
+    from drivetrain.logger.files import Files
+    from drivetrain.logger.guarded import guarded
 
     staged = StagedRun(context, writers)
     trainer = staged.build()

@@ -1,5 +1,5 @@
 """The number formats of a step."""
 
-from drivetrain.precision.base import Amp, Bf16, Precision, Tf32
+from drivetrain.precision.base import Precision
 
-__all__ = ["Amp", "Bf16", "Precision", "Tf32"]
+__all__ = ["Precision"]

@@ -1,5 +1,5 @@
 """When a run ends before its last epoch: config group `stop`."""
 
-from drivetrain.stop.base import Early, Stop
+from drivetrain.stop.base import Stop
 
-__all__ = ["Early", "Stop"]
+__all__ = ["Stop"]

@@ -189,7 +189,7 @@ RANKS = '''
 """Two ways in which ranks go wrong."""
 from dataclasses import dataclass, replace
 import torch
-from drivetrain.parallel import Ddp
+from drivetrain.parallel.ddp import Ddp
 
 @dataclass(eq=False)
 class Watched:
@@ -254,7 +254,7 @@ def test_faults_of_ranks_are_named(tmp_path: Path) -> None:
     (tmp_path / "conf/parallel").mkdir(parents=True)
     ddp = (conf_dir() / "parallel/ddp.yaml").read_text()
     for name, kind in (("ddp_sums", "Sums"), ("ddp_per_rank", "PerRank")):
-        text = ddp.replace("drivetrain.parallel.Ddp", f"faulty_ranks.{kind}")
+        text = ddp.replace("drivetrain.parallel.ddp.Ddp", f"faulty_ranks.{kind}")
         assert text != ddp
         (tmp_path / f"conf/parallel/{name}.yaml").write_text(text)
     own = ["--config-dir", "conf", "trust=[faulty_ranks]", "parallel.nproc=2"]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from drivetrain import sweeps
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
 from drivetrain.core import accelerators, process
@@ -24,7 +23,9 @@ from drivetrain.recipe.reader import Recipe
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read
 from drivetrain.run.result import Result
-from drivetrain.sweeps import SignalForwarder, SweepJob, run_one
+from drivetrain.sweeps import store
+from drivetrain.sweeps.launchers import SignalForwarder, run_one
+from drivetrain.sweeps.store import SweepJob
 
 # Of every arm whose overrides do not name saving: it leaves no checkpoints behind. An arm that cannot run without them keeps
 # the run's own saving.
@@ -112,7 +113,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
         foreign = [word for word in job.overrides if number not in homes.get(word, [number])]
         if foreign:
             words = [word for word in job.overrides[: len(job.overrides) - len(job.cell)] if word not in foreign]
-            job = sweeps.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
+            job = store.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
             if any(job.overrides == other.overrides for other in found):
                 continue
             notes.append(f"{' '.join(foreign)} is not for the variant {job.label}, whose option has no such key: it runs without")
@@ -122,10 +123,10 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
 
 def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[SweepJob]:
     """The jobs of all combinations, without saving where each can do without."""
-    jobs = sweeps.prepare(without_saving(overrides), config_dirs)
+    jobs = store.prepare(without_saving(overrides), config_dirs)
     if all(job.job is not None for job in jobs):
         return jobs
-    saving = sweeps.prepare(overrides, config_dirs)
+    saving = store.prepare(overrides, config_dirs)
     needed = any(job.job is None and other.job is not None for job, other in zip(jobs, saving, strict=True))
     return saving if needed else jobs
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain import sweeps
 from drivetrain.core import tables
 from drivetrain.core.errors import DONE, DataError, UserError
 from drivetrain.core.option import CountOrZero
@@ -31,6 +30,7 @@ from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
 from drivetrain.run.result import Result
+from drivetrain.sweeps import driver
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages import run as run_page
@@ -520,7 +520,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
 
 def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
     """Run a sweep, and write the page and the CSV of its runs into its folder; return that, and the exit code."""
-    folder, code = sweeps.run(overrides, config_dirs, quiet)
+    folder, code = driver.run(overrides, config_dirs, quiet)
     with suppress(OSError, UserError):  # a full disk, or no job that began
         _write(*_of_several(find([folder]), None, folder), folder)
     return folder, code

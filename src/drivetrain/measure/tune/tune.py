@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from drivetrain.compile import eager_only_settings
+from drivetrain.compile.step_graph import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
 from drivetrain.core import accelerators
 from drivetrain.core.cpus import usable_cores
