@@ -9,13 +9,14 @@ from importlib import import_module
 from pathlib import Path
 
 from drivetrain.cli import arguments, completion
-from drivetrain.config import catalog
+from drivetrain.config import catalog, from_timm
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
+from drivetrain.core import files
 from drivetrain.core.errors import DONE, OperatorGives, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import checked
-from drivetrain.recipe import fetch, places
+from drivetrain.recipe import fetch, places, write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import recipe_file
 from drivetrain.ui import fetched, terminal
@@ -68,9 +69,11 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ
   drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
+  drivetrain recipe from timm ARGS.yaml [FILE]         the recipe of a run of timm's train.py, and what of it has no counterpart
 
   target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
   set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
+  devices=8             of from: on how many the run was, which timm's file does not say; 1
   --quick               of verify: the speed alone, without whole trainings
   seeds=5               of verify: trainings, with seeds that the claim did not have
   rounds=20, block_s=0.4  of verify: as for `drivetrain compare`
@@ -89,7 +92,10 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}' is none of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
-        wanted = "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B or schema [FILE]"
+        wanted = (
+            "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B, schema [FILE] or "
+            "from timm ARGS.yaml [FILE]"
+        )
         raise UserError(f"drivetrain recipe needs {wanted}: {given}")
     return VERBS[argv[0]](argv[1:])
 
@@ -169,6 +175,36 @@ def _schema(argv: Sequence[str]) -> int:
     return DONE
 
 
+def _from(argv: Sequence[str]) -> int:
+    """Write the recipe of a run of timm's, or print it, and say what of the run has no counterpart here."""
+    from drivetrain.measure.claims.export import as_comments, check_file
+
+    devices = next((word.partition("=")[2] for word in argv if key_of(word) == "devices"), "1")
+    tool, source, *rest = [*(word for word in argv if key_of(word) != "devices"), "", ""]
+    if tool != "timm" or not source or len(rest) > 3 or not devices.isdecimal() or not int(devices):
+        raise UserError("drivetrain recipe from wants: timm ARGS.yaml [FILE.yaml] [devices=8]")
+    try:
+        found = from_timm.translate(files.read_yaml(Path(source)), int(devices))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except UserError as error:
+        raise UserError(f"{source}: {problem}" for problem in error.problems) from None
+    said = write.text(
+        None, f"{found.values['model.name']}, as timm's train.py trained it", (found.options, found.values), ({}, {})
+    )
+    said = as_comments([f"not translated: {line}" for line in found.left]) + said
+    file = Path(rest[0]) if len(rest) == 3 else None
+    check_file(file)
+    if file is None:
+        echo(said, end="")
+        return DONE
+    file.write_text(said, encoding="utf-8")
+    echo("\n".join([f"written to {file}", *(f"  not translated: {line}" for line in found.left)]))
+    echo("\n  ".join([f"{file}: valid", *check(places.read(str(file)))]))
+    echo(f"drivetrain train {shlex.join([f'recipe={file}', *found.words])}")
+    return DONE
+
+
 def _measured(module: str) -> Callable[[Sequence[str]], int]:
     """A verb of measured claims, in a module of its own."""
 
@@ -181,7 +217,7 @@ def _measured(module: str) -> Callable[[Sequence[str]], int]:
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "show": _show, "fetch": _fetch, "check": _check, "schema": _schema,
+    "list": _list, "show": _show, "fetch": _fetch, "check": _check, "schema": _schema, "from": _from,
     "export": _measured("drivetrain.measure.claims.export"), "verify": _measured("drivetrain.measure.claims.verify"),
     "diff": _measured("drivetrain.measure.claims.diff"),
 }  # fmt: skip

@@ -87,7 +87,7 @@ UNCHANGED = "unchanged:  # the defaults of that time, spelled out: the run stays
 
 
 def text(
-    header: Header,
+    header: Header | None,
     description: str,
     chosen: tuple[Mapping[str, Any], Mapping[str, Any]],
     unchanged: tuple[Mapping[str, Any], Mapping[str, Any]],
@@ -97,7 +97,9 @@ def text(
 
     `more` is YAML that stands between them: comments, or further sections.
     """
-    lines = header.lines() + ([f"description: {json.dumps(description, ensure_ascii=False)}"] if description else [])
+    lines = (header.lines() if header is not None else []) + (
+        [f"description: {json.dumps(description, ensure_ascii=False)}"] if description else []
+    )
     rest = "".join(f"  {line}\n" for line in _section(*unchanged).splitlines())
     return "\n".join(lines) + "\n" + _section(*chosen) + more + (f"\n{UNCHANGED}\n{rest}" if rest else "")
 
