@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drivetrain.config.elsewhere import ELSEWHERE, NOT_HERE
@@ -42,7 +42,7 @@ SILENT = (  # of this machine, or what follows from the data, or what only names
     "wandb_project", "wandb_tags", "synchronize_step", "no_ddp_bb", "resplit", "amp_impl", "torchcompile_mode",
 )  # fmt: skip
 DEFAULTS = {"worker_seeding": "all", "lr_k_decay": 1, "sched_on_updates": True, "input_img_mode": "RGB", "bce_sum": False}
-OFF = (None, False, 0, "", [], {})
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 @dataclass
@@ -366,4 +366,4 @@ def _pretrained(name: str) -> dict[str, Any]:
     except ImportError:
         return {}
     found = get_pretrained_cfg(name, allow_unregistered=True)
-    return found.to_dict() if found is not None else {}
+    return asdict(found) if found is not None else {}
