@@ -226,6 +226,11 @@ class Drawn:
         """The numbers of the planted lines."""
         return [n for n, line in enumerate(self.text.splitlines(), 1) if line.endswith("# planted")]
 
+    @property
+    def marks(self) -> list[str]:
+        """The planted lines, as the doctor names them."""
+        return [f"{self.module}.py:{n} " for n in self.planted]
+
     def write(self, folder: Path) -> list[str]:
         """Write the program, and return the overrides of its run."""
         (folder / f"{self.module}.py").write_text(self.text)
@@ -237,6 +242,23 @@ class Drawn:
             f"loader={'sync' if self.place == 'data' else 'resident'}",
             "evaluate_every=1000", "epochs=1000", "log_every=100", "runtime.device=cpu", "optimizer=sgd",
         ]  # fmt: skip
+
+
+# Costs of about a tenth of the step, at the head of the forward: the doctor must name each, however busy the machine is.
+TENTHS = {
+    "a tensor built anew": "torch.linspace(0, 1, 20000)",
+    "a collection of garbage": "gc.collect(0)",
+    "a sleep": "time.sleep(0.0002)",
+    "an fsync": WAITS["fsync"],
+    "a detour through float64": ON_PATH["sine in float64"],
+}
+THREADS = "threads set to 1"
+
+
+def tenth(kind: str) -> Drawn:
+    """A program of an mlp with one of the TENTHS, or with THREADS."""
+    line = "torch.set_num_threads(1)  # planted" if kind == THREADS else f"for _ in times(): {TENTHS[kind]}  # planted"
+    return _program(0, kind, "head", "mlp", 0.1, [line], kind == "a detour through float64")
 
 
 def draw(seed: int) -> Drawn:
@@ -251,6 +273,10 @@ def draw(seed: int) -> Drawn:
     line = f"for _ in times(): {'; '.join(works)}  # planted"
     lines = [line] * (3 if place == "spread" else 1)
     model = random_.choice(sorted(MODELS))
+    return _program(seed, " + ".join(kinds), place, model, round(random_.uniform(0.18, 0.6), 2), lines, on_path)
+
+
+def _program(seed: int, kind: str, place: str, model: str, share: float, lines: list[str], differentiated: bool) -> Drawn:
     shape, _, body = MODELS[model]
     where = "helper" if place == "spread" else place
     filled = {p.replace(" ", "_"): "pass" for p in PLACES}
@@ -258,7 +284,7 @@ def draw(seed: int) -> Drawn:
     filled[where.replace(" ", "_")] = f"\n{indent}".join(lines)
     last = {"mlp": 256, "convnet": 16, "transformer": 64}[model]
     text = PROGRAM.format(shape=shape, body=body, last=last, **filled)
-    return Drawn(seed, " + ".join(kinds), place, model, round(random_.uniform(0.18, 0.6), 2), text, on_path)
+    return Drawn(seed, kind, place, model, share, text, differentiated)
 
 
 def main() -> None:
@@ -305,7 +331,7 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
         repeats, costs, inside, planted, clean = child.ask(job.run, measure, drawn.kind)
         problems = sorted(diagnose(planted, job), key=lambda p: -p.share)
         without = sorted(diagnose(clean, job), key=lambda p: -p.share)
-    marks = [f"{drawn.module}.py:{n} " for n in drawn.planted]
+    marks = drawn.marks
     told = sum(line.share for line in planted.lines if any(mark in line.place for mark in marks))
     return {
         "kind": drawn.kind, "place": drawn.place, "model": drawn.model, "repeats": repeats,
@@ -315,6 +341,31 @@ def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
         "evidence": problems[0].evidence,
         "clean": without[0].name in ("compute", "batch"), "verdict without it": without[0].verdict,
     }  # fmt: skip
+
+
+def sevenths(profile_s: float) -> dict[str, str]:
+    """The doctor's verdict on each of the TENTHS, on THREADS and on none of them; "" where it is not the right one."""
+    found = {kind: examine(tenth(kind), profile_s) for kind in TENTHS}
+    said = {kind: f["evidence"] if f["named"] else "" for kind, f in found.items()}
+    said["none"] = "" if (bad := [f for f in found.values() if not f["clean"]]) else "no bottleneck"
+    print({kind: (f["cost"], f["told"], f["verdict"]) for kind, f in found.items()}, bad, flush=True)
+    said[THREADS] = _threads(profile_s)
+    return said
+
+
+def _threads(profile_s: float) -> str:
+    """What the doctor says of a step that sets its threads to 1; "" where it does not name that line."""
+    from drivetrain.engine import child
+    from drivetrain.launch.job import prepare
+    from drivetrain.measure.profile.doctor import diagnose
+    from drivetrain.measure.profile.step import profile_step
+
+    drawn = tenth(THREADS)
+    with tempfile.TemporaryDirectory() as folder, _within(folder):
+        job = prepare([*drawn.write(Path(folder)), "runtime.threads=2"], [])
+        profile = child.ask(job.run, partial(profile_step, profile_s=profile_s), THREADS)
+        problems = list(diagnose(profile, job))
+    return next((p.evidence for p in problems if p.name == "threads" and drawn.marks[0] in p.evidence), "")
 
 
 def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, float, Any, Any]:
@@ -372,7 +423,7 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
             raise RuntimeError(f"{drawn.kind} in {drawn.place}: the planted line costs nothing")
     costs = max(cost(repeats), 0.05)
     repeats = max(1, round(repeats * drawn.share / (1 - drawn.share) / (costs / (1 - costs))))
-    while (before := cost(repeats)) < MIN_COST:
+    while (before := cost(repeats)) < min(MIN_COST, 0.8 * drawn.share):
         repeats *= 2
     for _ in range(ATTEMPTS):
         planted = profile_step(trainer, profile_s)

@@ -24,6 +24,7 @@ from drivetrain.measure.intervals import Interval
 from drivetrain.measure.leave import origin
 from drivetrain.measure.profile.doctor import Diagnosis, Gain, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
+from drivetrain.measure.profile.sampler import Line
 from drivetrain.measure.report import report
 from drivetrain.measure.report import report as report_page
 from drivetrain.measure.tune import tune
@@ -97,8 +98,9 @@ def comparison(quality: bool = True) -> Comparison:
 
 def profile() -> Any:
     """Where an update's time goes: a fifth waits for data, and a line of the user's own takes half."""
-    line = SimpleNamespace(place="net.py:12 in forward", text=HOSTILE, share=0.5, layers=0.2)
+    line = Line("net.py:12 in forward", HOSTILE, share=0.5, layers=0.2, looks=(0.4, 0.6, 0.5, 0.5))
     return SimpleNamespace(
+        queued=0.4, start_s=2.0,
         step_ms=100.0, phases={"data wait": 20.0, "forward": 80.0}, utilization={"in operations": 0.9}, evaluation_s=1.0,
         saving_s=0.1, lines=[line], rest={"the update": 0.2}, roofline=(1e12, 1e10, 1e9),
     )  # fmt: skip

@@ -70,6 +70,14 @@ def mean(values: Sequence[float], confidence: float = 0.95) -> Interval:
     return Interval(middle, middle - half_width, middle + half_width)
 
 
+def around(middle: float, looks: Sequence[float]) -> Interval:
+    """A share, and its 95 % interval by the spread of what several looks saw of it; without these it has no width."""
+    if not looks:
+        return Interval(middle, middle, middle)
+    spread = mean(looks)
+    return Interval(middle, max(0.0, middle + spread.low - spread.middle), min(1.0, middle + spread.high - spread.middle))
+
+
 def deviation(values: Sequence[float]) -> float:
     """The sample standard deviation; nan where a value is not finite (statistics.stdev raises there)."""
     return statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -268,12 +269,12 @@ def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets, began):
 
 
 def problems(*lines: Line) -> list[diagnosis.Problem]:
-    profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0)
+    profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0, queued=0.0)
     return list(diagnosis._own_lines(profile))
 
 
-def test_any_line_above_a_tenth_is_named_and_what_is_known_only_adds_advice():
-    (named,) = problems(Line("a.py:3 in forward", "odd(x)", share=0.3), Line("a.py:4 in forward", share=0.09, layers=0.8))
+def test_any_line_that_certainly_costs_is_named_and_what_is_known_only_adds_advice():
+    (named,) = problems(Line("a.py:3 in forward", "odd(x)", share=0.3), Line("a.py:4 in forward", share=0.04, layers=0.8))
     assert (named.share, named.verdict) == (0.3, "a line of your own takes 30% of the step")
     assert named.evidence.startswith("a.py:3 in forward: `odd(x)`")
     said = {
@@ -293,7 +294,7 @@ def test_a_cost_that_is_spread_over_a_function_is_named_too():
     lines = [Line(f"a.py:{n} in f", share=0.04) for n in range(5)] + [Line("b.py:1 in g", share=0.02)]
     (named,) = problems(*lines)
     assert (named.share, named.verdict) == (pytest.approx(0.2), "the lines of f in a.py take 20% of the step")
-    assert "a.py:0 in f, 4%" in named.evidence
+    assert named.evidence == "20%, most of all a.py:0 in f, 4%; a.py:1 in f, 4%; a.py:2 in f, 4%"
 
 
 # --- what the device does during an update, from a profile's events ---
@@ -385,7 +386,8 @@ def profile(**given: Any) -> Any:
     """An update of 100 ms, 100 of them in an epoch of 10 s."""
     usual: dict[str, Any] = {
         "step_ms": 100.0, "phases": {"data wait": 0.0, "forward": 100.0}, "lines": [], "evaluation_s": 0.0, "saving_s": None,
-        "updates": 100, "larger_batch": None, "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": None,
+        "updates": 100, "run_updates": 10_000, "queued": 0.0, "rest": {}, "start_s": 1.0, "utilization": {},
+        "larger_batch": None, "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": None, "roofline": (1e12, 1e10, 0.0),
     }  # fmt: skip
     return SimpleNamespace(**{**usual, **given})
 
@@ -432,26 +434,118 @@ def told(*lines: Line, device: str = "cpu") -> list[tuple[str, float]]:
 
 
 def test_lines():
-    assert told(Line("a.py:1 in f", share=0.09)) == []
-    assert told(Line("a.py:1 in f", share=0.11)) == [("line", 0.11)]
-    assert told(Line("a.py:1 in f", share=0.04, small_operations=99)) == []
-    assert told(Line("a.py:1 in f", share=0.06, small_operations=63)) == []
-    assert told(Line("a.py:1 in f", share=0.06, small_operations=64)) == [("loop", 0.06)]
-    assert told(Line("a.py:1 in f", share=0.06, created=0.9)) == [("created", 0.06)]
-    assert told(Line("a.py:1 in f", share=0.06, created=0.5)) == []
-    assert told(Line("a.py:1 in f", share=0.06), Line("a.py:2 in f", share=0.03)) == []
-    assert told(Line("a.py:1 in f", share=0.06), Line("a.py:2 in f", share=0.06)) == [("lines", 0.12)]
+    assert told(Line("a.py:1 in f", share=0.049)) == []
+    assert told(Line("a.py:1 in f", share=0.051)) == [("line", 0.051)]
+    assert told(Line("a.py:1 in f", share=0.029, small_operations=99)) == []
+    assert told(Line("a.py:1 in f", share=0.04, small_operations=63)) == []
+    assert told(Line("a.py:1 in f", share=0.04, small_operations=64)) == [("loop", 0.04)]
+    assert told(Line("a.py:1 in f", share=0.04, created=0.9)) == [("created", 0.04)]
+    assert told(Line("a.py:1 in f", share=0.04, created=0.5)) == []
+    assert told(Line("a.py:1 in f", share=0.03), Line("a.py:2 in f", share=0.019)) == []
+    assert told(Line("a.py:1 in f", share=0.03), Line("a.py:2 in f", share=0.03)) == [("lines", 0.06)]
+
+
+# A line's share in eight looks, of a machine at rest and of a busy one: by such looks the answer has to be the same each time.
+STEADY = (0.097, 0.103, 0.095, 0.106, 0.099, 0.101, 0.098, 0.102)
+UNSTEADY = (0.05, 0.16, 0.08, 0.12, 0.09, 0.11, 0.14, 0.07)
+HOPELESS = (0.0, 0.4, 0.01, 0.2, 0.0, 0.02, 0.15, 0.02)
+
+
+def seen(shares: Sequence[float], **more: Any) -> Line:
+    return Line("net.py:12 in forward", "odd(x)", share=sum(shares) / len(shares), looks=tuple(shares), **more)
+
+
+# Seven costs of a tenth of the step, as the live form in test_doctor.py plants them, by what is seen of their lines.
+SEVEN = {
+    "a tensor built anew": ({"operations": 2, "created": 1.0, "created_ms": {"linspace": 1.0}}, "tensors are made"),
+    "a collection of garbage": ({}, "computes there, outside of torch"),
+    "a sleep": ({"waits": 0.95}, "sleeps, or waits"),
+    "an fsync": ({"waits": 0.9}, "waits for a file"),
+    "a detour through float64": ({"operations": 9, "wide": 0.9, "names": ("sin",)}, "compute in float64"),
+}
+
+
+@pytest.mark.parametrize("looks", [STEADY, UNSTEADY])
+@pytest.mark.parametrize("kind", SEVEN)
+def test_a_cost_of_a_tenth_is_named_each_time_by_lines_that_scatter(kind, looks):
+    what, words = SEVEN[kind]
+    (named,) = problems(seen(looks, **what), Line("net.py:13 in forward", share=0.01, layers=0.7))
+    assert words in named.verdict + named.evidence
+    assert named.evidence.startswith("net.py:12 in forward")
+
+
+def test_threads_that_a_line_sets_are_named_also_where_the_machine_is_too_busy_to_tell():
+    used = Threads(1, 2, 0.0, 0.0, "net.py:9 in forward")
+    assert list(doctor._threads(profile(threads=used))) == []
+    (named,) = doctor._threads(profile(threads=used, queued=0.5))
+    assert (named.verdict, named.share) == ("torch computes with 1 of 2 cores", doctor.HOST_READ_SHARE)
+    assert named.evidence.startswith("net.py:9 in forward sets their number; whether more of them would help cannot be told")
+
+
+def bottom(**given: Any) -> str:
+    """The verdict where no problem is certain."""
+    values = SimpleNamespace(precision=SimpleNamespace(full_float32=False), compile=SimpleNamespace(active=True),
+                             checkpointing=SimpleNamespace(active=False))  # fmt: skip
+    with mock.patch.object(doctor, "with_channels_last", return_value=[]):
+        (problem,) = doctor._compute(profile(**given), SimpleNamespace(run=values))
+    return f"{problem.verdict}\n{problem.evidence}"
+
+
+def test_where_nothing_is_certain_the_verdict_says_so_and_names_the_largest_line_all_the_same():
+    assert bottom() == "no bottleneck: the step computes, most of all in the forward\nno line of your own takes 3% of the step"
+    small = seen([share / 2.5 for share in STEADY])
+    assert problems(small) == []
+    assert bottom(lines=[small]).endswith("most: net.py:12 in forward: `odd(x)`: 4% (4 to 4%) of the step")
+    assert problems(seen(HOPELESS)) == []
+    assert bottom(lines=[seen(HOPELESS)]).startswith("no bottleneck is certain: a line of your own may take 22% of the step")
+    assert "certain, as this machine is too busy to tell: a line" in bottom(lines=[seen(HOPELESS)], queued=0.6)
+
+
+def test_the_interval_is_that_of_the_looks_and_several_lines_have_one_together():
+    low, high = seen(STEADY).interval[1:]
+    assert (low, high) == (pytest.approx(0.0971, abs=1e-3), pytest.approx(0.1029, abs=1e-3))
+    assert seen(UNSTEADY).interval.low < 0.08 < 0.13 < seen(UNSTEADY).interval.high
+    # What one line loses another one has: together they are certain, and each alone is not.
+    there, here = [0.0, 0.14] * 4, [0.14, 0.0] * 4
+    assert problems(seen(there)) == []
+    (named,) = problems(seen(there), seen(here))
+    assert (named.name, named.share) == ("lines", pytest.approx(0.14))
+
+
+def test_saving_and_evaluating_are_no_cost_of_a_run_of_seconds():
+    assert list(doctor._saving(profile(saving_s=2.0, run_updates=400), None)) == []
+    assert len(list(doctor._saving(profile(saving_s=2.0, run_updates=600), None))) == 1
+    assert list(doctor._evaluation(profile(evaluation_s=4.0, run_updates=200), 1)) == []
+    assert len(list(doctor._evaluation(profile(evaluation_s=4.0, run_updates=300), 1))) == 1
+
+
+def test_the_shares_of_each_table_add_up_and_own_lines_stand_there_with_their_interval():
+    lines = [seen(STEADY), Line("net.py:13 in forward", share=0.02, layers=0.5)]
+    of_phases = {"forward": 60.0, "backward": 30.0, step.REST: 10.0}
+    given = profile(phases=of_phases, step_ms=104.0, queued=0.3, lines=lines, rest={"the update": 0.3})
+    found = doctor.Diagnosis(given, [diagnosis.Problem(0.1, "line", "v", "e")], [])
+    phases, notes, by_line, beside = doctor.profiled(found)
+    assert [row[0] for row in phases.rows] == ["forward", "backward", step.REST, "an update"]
+    assert phases.texts()[-1] == ["an update", "100.00 ms", "100%"]
+    assert by_line.texts()[2] == ["net.py:12 in forward: odd(x)", "10%", "10 to 10%", ""]
+    assert ["all else", "8%", "", ""] in by_line.texts()
+    assert ["an update, not profiled", "104.00 ms"] in beside.texts()
+    assert "the step waited for one for 30% of the time" in notes.text
+    assert [(line["place"], line["share"]) for line in found.as_dict()["lines"]] == [
+        ("net.py:12 in forward", pytest.approx(0.1, abs=1e-3))
+    ]
+    assert 0.09 < found.as_dict()["lines"][0]["low"] < 0.1
 
 
 def test_a_value_that_is_read_back_costs_its_line_on_a_device_alone():
-    line = Line("a.py:1 in f", share=0.08, host_reads=1)
+    line = Line("a.py:1 in f", share=0.04, host_reads=1)
     assert told(line) == [("sync", doctor.HOST_READ_SHARE)]
-    assert told(line, device="cuda") == [("sync", 0.08)]
+    assert told(line, device="cuda") == [("sync", 0.04)]
 
 
-@pytest.mark.parametrize(("share", "told"), [(0.09, []), (0.11, [0.11])])
-def test_threads(share, told):
-    assert shares(doctor._threads(profile(threads=Threads(1, 2, share)))) == told
+@pytest.mark.parametrize(("certain", "told"), [(0.04, []), (0.06, [0.11])])
+def test_threads(certain, told):
+    assert shares(doctor._threads(profile(threads=Threads(1, 2, 0.11, certain)))) == told
     assert list(doctor._threads(profile())) == []
 
 

@@ -1,5 +1,6 @@
 """`drivetrain doctor`: the planted bottleneck is the one that it names, with its line, and what it prescribes is proven."""
 
+import json
 import os
 import re
 import subprocess
@@ -48,13 +49,15 @@ def test_what_was_found_is_shown_and_left(tiny, monkeypatch, capsys):
     assert "\nalso: the step waits for data 30% of its time\n  loader=sync\n" in said
     assert "no bottleneck" not in said
     (page,) = Path("outputs/doctor").rglob("doctor.html")
-    assert f"written to {page}" in said
+    assert f"written to {page.parent}/doctor.json and doctor.html" in said
+    (line,) = json.loads((page.parent / "doctor.json").read_text())["lines"]
+    assert (line["place"], line["share"], round(line["low"], 2)) == ("net.py:12 in forward", 0.5, 0.37)
     assert "<h1>A line of your own takes 50% of the step.</h1>" in page.read_text()
     assert "<b>A line of your own takes 50% of the step.</b>" in found._repr_html_()
-    phases, lines = (section for section in profiled(found) if isinstance(section, Table))
+    phases, lines, _ = (section for section in profiled(found) if isinstance(section, Table))
     assert ["data wait", "20.00 ms", "20%"] in phases.texts()
-    assert lines.texts()[0][1:] == ["50%", "20%"]
-    assert lines.texts()[-1] == ["all else", "10%", ""]
+    assert lines.texts()[0][1:] == ["50%", "37 to 63%", "20%"]
+    assert lines.texts()[-1] == ["all else", "10%", "", ""]
 
 
 SHORT = ("slow data", "workers", "saving")  # costs that no busy machine hides
@@ -105,7 +108,17 @@ def test_what_nobody_told_it_of_is_named_too():
     assert sum(f["clean"] for f in found.values()) >= 19, [f for f in found.values() if not f["clean"]]
 
 
+@pytest.mark.slow
+def test_seven_costs_of_a_tenth_are_named():
+    """The short form, from shares that scatter, is in test_attribution.py."""
+    said = attribution.sevenths(2.0)
+    assert all(said.values()), said
+
+
 def test_drawn_programs_are_sound():
+    for kind in (*attribution.TENTHS, attribution.THREADS):
+        compile(attribution.tenth(kind).text, kind, "exec")
+        assert len(attribution.tenth(kind).planted) == 1
     drawn = [draw(seed) for seed in range(60)]
     for program in drawn:
         compile(program.text, program.module, "exec")

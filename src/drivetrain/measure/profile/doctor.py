@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,12 +17,13 @@ from drivetrain.core.option import Count, Positive
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import arguments, intervals, leave
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row, no_gain
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
+from drivetrain.measure.intervals import Interval
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -32,9 +34,13 @@ if TYPE_CHECKING:
     from drivetrain.measure.profile.step import StepProfile
 
 
-# The least share of the time that is reported: of waiting (for data, ranks, evaluation), of saving, of a line beyond what the
-# model's layers need, of one whose remedy is known: created tensors, and loops.
-MIN_WAIT, MIN_SAVING, MIN_LINE, MIN_KNOWN = 0.2, 0.1, 0.1, 0.05
+# The least share of the time that is reported: of waiting (for data, ranks, evaluation) and of saving.
+MIN_WAIT, MIN_SAVING = 0.2, 0.1
+MIN_RUN_S = 10.0  # seconds of the whole run that saving or evaluating takes: less is no cost to speak of, whatever its share
+# Each own line from MIN_LISTED on is listed, with its interval. The verdict names one that certainly takes MIN_CERTAIN, or
+# MIN_LISTED where its remedy is known: created tensors, and loops.
+MIN_LISTED, MIN_CERTAIN = 0.03, 0.05
+BUSY = 0.2  # of the time the step waits for a core: then it is said
 COMPUTE = "compute"  # the problem of a step that has none
 LOOP_OPERATIONS = 64  # small operations of one line in one update: a loop over elements
 UNFILLED = 1.5  # times the samples a second with a larger batch: the device is not filled
@@ -61,7 +67,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     own = [*_own_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
-    if all(problem.share < MIN_KNOWN for problem in own) and _workers(job) <= usable_cores():
+    if all(problem.share < MIN_CERTAIN for problem in own) and _workers(job) <= usable_cores():
         yield from _batch(profile, job)
     yield from _compute(profile, job)
 
@@ -80,7 +86,7 @@ def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
             (f"loader.num_workers={cores}", f"loader.num_workers={max(1, cores // 2)}", "loader=threads", "loader=sync"),
         )
         return
-    own = [line for line in profile.lines if line.reads_data and line.share > MIN_LINE]
+    own = [line for line in profile.lines if line.reads_data and line.interval.low > MIN_CERTAIN]
     if own or wait > MIN_WAIT:
         wait = max(wait, sum(line.share for line in own))
         where = f"; most of it in {own[0].place}" if own else ""
@@ -123,7 +129,7 @@ def _saving(profile: StepProfile, every_updates: int | None) -> Iterator[Problem
     epoch_s = _epoch_s(profile)
     saves = 1 + (profile.updates // every_updates if every_updates else 0)  # one at the epoch's end
     share = saves * profile.saving_s / (saves * profile.saving_s + epoch_s)
-    if share > MIN_SAVING:
+    if share > MIN_SAVING and saves * profile.saving_s * _epochs(profile) > MIN_RUN_S:
         yield Problem(
             share,
             "saving",
@@ -133,10 +139,14 @@ def _saving(profile: StepProfile, every_updates: int | None) -> Iterator[Problem
         )
 
 
+def _epochs(profile: StepProfile) -> float:
+    return profile.run_updates / max(1, profile.updates)
+
+
 def _evaluation(profile: StepProfile, evaluate_every: int) -> Iterator[Problem]:
     epoch_s, evaluation_s = _epoch_s(profile), profile.evaluation_s / evaluate_every
     share = evaluation_s / (evaluation_s + epoch_s)
-    if share > MIN_WAIT:
+    if share > MIN_WAIT and evaluation_s * _epochs(profile) > MIN_RUN_S:
         yield Problem(
             share,
             "evaluation",
@@ -150,12 +160,13 @@ def _own_lines(profile: StepProfile) -> Iterator[Problem]:
     """The problems of the user's own lines, whatever they do; for what is known, with its remedy."""
     spread: defaultdict[str, list[Line]] = defaultdict(list)  # over several lines of a function, each of which takes little
     for line in (line for line in profile.lines if not line.reads_data):
-        created, created_ms = line.created * line.share, sum(line.created_ms.values())
-        if line.small_operations >= LOOP_OPERATIONS and line.share > MIN_KNOWN:
+        certain, created_ms = line.interval.low, sum(line.created_ms.values())
+        created = line.created * line.share
+        if line.small_operations >= LOOP_OPERATIONS and certain > MIN_LISTED:
             advice = "use one operation on whole tensors instead (gather, cumsum, bucketize, einsum)"
             evidence = f"{line.place}: {line.operations} operations and {_of_step(line)}: {advice}"
             yield Problem(line.share, "loop", "a Python loop over elements takes the time", evidence)
-        elif created > MIN_KNOWN and line.created > 0.5:
+        elif line.created > 0.5 and line.created * certain > MIN_LISTED:
             names = ", ".join(f"torch.{name}" for name in line.created_ms)
             where = "anew in each step" if profile.device == "cpu" else "on the CPU"
             yield Problem(
@@ -165,7 +176,7 @@ def _own_lines(profile: StepProfile) -> Iterator[Problem]:
                 f"{line.place}: {names}, {created_ms:.1f} ms and {created:.0%} of the step: pass device=…, create it once, or "
                 "draw fewer numbers",
             )
-        elif line.share > MIN_LINE:
+        elif certain > MIN_CERTAIN:
             verdict = f"a line of your own takes {line.share:.0%} of the step"
             yield Problem(line.share, "line", verdict, f"{line.place}: `{line.text}`: {_of_step(line)}: {_what(line)}")
         else:
@@ -179,29 +190,44 @@ def _own_lines(profile: StepProfile) -> Iterator[Problem]:
                 "and read it every hundred updates",
             )
     for function, lines in spread.items():
-        share = sum(line.share for line in lines)
-        if share > MIN_LINE:
+        looks = [sum(shares) for shares in zip(*(line.looks for line in lines), strict=False)]
+        together = intervals.around(sum(line.share for line in lines), looks)
+        if together.low > MIN_CERTAIN:
             most = "; ".join(f"{line.place}, {line.share:.0%}" for line in lines[:3])
-            yield Problem(share, "lines", f"the lines of {function} take {share:.0%} of the step", f"most of all {most}")
+            evidence = f"{_percent(together.middle)}{_range(together)}, most of all {most}"
+            yield Problem(together.middle, "lines", f"the lines of {function} take {together.middle:.0%} of the step", evidence)
 
 
 def _threads(profile: StepProfile) -> Iterator[Problem]:
     used = profile.threads
-    if used is None or used.share < MIN_LINE:
+    if used is None or used.number >= used.cores:
         return
     where = f"{used.place} sets their number" if used.place else "runtime.threads or your own code sets their number"
+    if used.certain > MIN_CERTAIN:
+        gain = f"with a thread for each core an update takes {used.share:.0%} less time, at least {used.certain:.0%}"
+    elif used.place and profile.queued > BUSY:
+        gain = "whether more of them would help cannot be told while the cores are busy"
+    else:
+        return
     yield Problem(
-        used.share,
+        max(used.share, HOST_READ_SHARE),
         "threads",
         f"torch computes with {used.number} of {used.cores} cores",
-        f"{where}; with a thread for each core an update takes {used.share:.0%} less time",
-        () if used.place else (f"runtime.threads={used.cores}",),
+        f"{where}; {gain}",
+        () if used.place else ("runtime.threads=auto",),
     )
 
 
 def _of_step(line: Line) -> str:
     backward = f", {line.backward:.0%} in its backward" if line.backward > 0.005 else ""
-    return f"{line.share:.0%} of the step{backward}"
+    return f"{line.share:.0%}{_range(line.interval)} of the step{backward}"
+
+
+def _range(interval: Interval, form: str = " ({})") -> str:
+    """An interval of shares in words; "" where it has no width."""
+    if interval.low == interval.high:
+        return ""
+    return form.format(f"{100 * interval.low:.0f} to {interval.high:.0%}")
 
 
 def _what(line: Line) -> str:
@@ -243,7 +269,19 @@ def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
         candidates.append("checkpointing=none")
     candidates += [f"{precision} {layout}" for precision in precisions for layout in layouts]
     verdict = f"no bottleneck: the step computes, most of all in the {top}"
-    yield Problem(HOST_READ_SHARE / 2, COMPUTE, verdict, roofline_text(profile), tuple(candidates))
+    own = [line for line in profile.lines if not line.reads_data]
+    if own and own[0].interval.high > 2 * MIN_CERTAIN:
+        busy = ", as this machine is too busy to tell" if profile.queued > BUSY else ""
+        verdict = f"no bottleneck is certain{busy}: a line of your own may take {own[0].interval.high:.0%} of the step"
+    yield Problem(HOST_READ_SHARE / 2, COMPUTE, verdict, _largest(profile), tuple(candidates))
+
+
+def _largest(profile: StepProfile) -> str:
+    """The own line that takes most, in words."""
+    line = max(profile.lines, key=lambda line: line.share, default=None)
+    if line is None or line.share < MIN_LISTED:
+        return f"no line of your own takes {MIN_LISTED:.0%} of the step"
+    return f"of your own lines most: {line.place}: `{line.text}`: {_of_step(line)}"
 
 
 def roofline_text(profile: StepProfile) -> str:
@@ -256,7 +294,6 @@ def roofline_text(profile: StepProfile) -> str:
     return text
 
 
-MIN_SHOWN = 0.02  # the least share of a line in the table
 SHARE = "of the update"
 
 
@@ -281,44 +318,58 @@ def verdicts(found: Diagnosis) -> Part:
     """The evidence of the largest problem, and the other problems."""
     first, *others = found.problems
     also = [problem for problem in others if problem.name != COMPUTE]
-    page = words(first.evidence, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
+    most = [_largest(found.profile)] if first.name not in (COMPUTE, "line", "loop", "created") else []
+    page = words(first.evidence, *most, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
     lines = [f"also: {problem.verdict}\n  {problem.evidence}" for problem in also]
-    return Part(page.html, "\n".join([f"\nverdict: {first.verdict}\n  {first.evidence}", *lines]))
+    return Part(page.html, "\n".join([f"\nverdict: {first.verdict}", *(f"  {line}" for line in (first.evidence, *most)), *lines]))
 
 
 def profiled(found: Diagnosis) -> list[Section]:
-    """Where an update's time goes: by its phases, and by the lines of the user's code."""
-    return [_phases(found.profile), words(*found.notes, roofline_text(found.profile)), _lines(found.profile)]
+    """Where an update's time goes: by its phases, and by the lines of the user's code; and what is beside the updates."""
+    profile = found.profile
+    notes = [*found.notes, roofline_text(profile)]
+    if profile.queued > BUSY:
+        notes.insert(
+            0,
+            f"The cores of this machine are busy: the step waited for one for {profile.queued:.0%} of the time. That is in no "
+            "figure here, but the intervals are wider for it: ask again when it is idle, or set runtime.threads=auto.",
+        )
+    if profile.utilization:
+        notes.append("of that time: " + ", ".join(f"{name} {share:.0%}" for name, share in profile.utilization.items()))
+    return [_phases(profile), words(*notes), _lines(profile), _beside(profile)]
 
 
 def _phases(profile: StepProfile) -> Table:
+    """The phases of an update, whose shares add up to 100 %."""
     total = sum(profile.phases.values())
-    rows = [(name, f"{ms:.2f} ms", ms / total) for name, ms in profile.phases.items()]
-    rows += [(name, f"{share * profile.step_ms:.2f} ms", share) for name, share in profile.utilization.items()]
-    rows += [
-        ("an update, not profiled", f"{profile.step_ms:.2f} ms", 0.0),
-        ("an evaluation", f"{profile.evaluation_s:.2f} s", 0.0),
-    ]
+    phases = {**profile.phases, "an update": total}
+    shares = [ms / total for ms in phases.values()]
+    return _table("Phases", {"phase": list(phases), "time": [f"{ms:.2f} ms" for ms in phases.values()]}, shares)
+
+
+def _beside(profile: StepProfile) -> Table:
+    """What is no part of an update: it is paid once, or now and then."""
+    rows = [("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s")]
+    rows.append(("an evaluation", f"{profile.evaluation_s:.2f} s"))
     if profile.saving_s is not None:
-        rows.append(("a checkpoint", f"{1e3 * profile.saving_s:.0f} ms", 0.0))
-    names, times, shares = zip(*rows, strict=True)
-    return _table("Phases", {"phase": names, "time": times}, shares)
+        rows.append(("a checkpoint", f"{1e3 * profile.saving_s:.0f} ms"))
+    return Table(("beside the updates", "time"), rows, "Beside the updates")
 
 
 def _lines(profile: StepProfile) -> Table:
-    """The lines that an update's time goes to; their shares add up to 100 %."""
-    shares = [(f"{line.place}: {line.text}", line.share, line.layers) for line in profile.lines]
-    shares += [(name, share, 0.0) for name, share in profile.rest.items()]
-    shown = sorted((row for row in shares if row[1] + row[2] >= MIN_SHOWN), key=lambda row: -row[1] - row[2])
-    shown.append(("all else", 1.0 - sum(own + layers for _, own, layers in shown), 0.0))
-    names, own, layers = zip(*shown, strict=True)
-    return _table(
-        "Lines", {"your line, forward and backward": names}, own, {"the layers it calls": [_percent(s) for s in layers]}
-    )
+    """The lines that an update's time goes to; their shares, and those of the layers that they call, add up to 100 %."""
+    rows = [(f"{line.place}: {line.text}", line.share, line.layers, line.interval) for line in profile.lines]
+    rows += [(name, share, 0.0, Interval(share, share, share)) for name, share in profile.rest.items()]
+    shown = sorted((row for row in rows if row[1] + row[2] >= MIN_LISTED), key=lambda row: -row[1] - row[2])
+    left = 1.0 - sum(own + layers for _, own, layers, _ in shown)
+    shown.append(("all else", left, 0.0, Interval(left, left, left)))
+    names, own, layers, ranges = zip(*shown, strict=True)
+    more = {"95 % interval": [_range(i, "{}") for i in ranges], "the layers it calls": [_percent(s) for s in layers]}
+    return _table("Lines", {"your line, forward and backward": names}, own, more)
 
 
 def _table(
-    name: str, columns: dict[str, Sequence[str]], shares: Sequence[float], more: dict[str, Sequence[str]] | None = None
+    name: str, columns: dict[str, Sequence[str]], shares: Sequence[float], more: Mapping[str, Sequence[str]] | None = None
 ) -> Table:
     columns = {**columns, SHARE: [_percent(share) for share in shares], **(more or {})}
     return Table.of(columns, name=name, sortable=True, bars={SHARE: [share or None for share in shares]})
@@ -361,6 +412,22 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
     comparisons: dict[str, Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
 
+    def as_dict(self) -> dict[str, Any]:
+        """What was found, as plain values: doctor.json."""
+        profile = self.profile
+        own = ("place", "text", "share", "backward", "layers", "operations", "waits", "reads_data")
+        lines = [
+            {**{key: getattr(line, key) for key in own}, "low": line.interval.low, "high": line.interval.high}
+            for line in profile.lines
+            if line.share >= MIN_LISTED
+        ]
+        return {
+            "verdict": self.problems[0].verdict, "problems": [asdict(problem) for problem in self.problems], "lines": lines,
+            "rest": profile.rest, "phases_ms": profile.phases, "step_ms": profile.step_ms, "waits_for_a_core": profile.queued,
+            "start_s": profile.start_s, "evaluation_s": profile.evaluation_s, "saving_s": profile.saving_s, "notes": self.notes,
+            "faster": [{"overrides": gain.overrides, "ratio": gain.row.ratio} for gain in self.gains],
+        }  # fmt: skip
+
     def _repr_html_(self) -> str:
         """The verdict and the phases of an update, for notebooks."""
         return sheet(self)._repr_html_()
@@ -385,7 +452,8 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     with Steps() as progress:
         progress("profiling the step")
         alone = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
-        profile = child.ask(alone.run, partial(_profile_step, profile_s=settings.profile_s), "the run cannot be profiled")
+        question = partial(_profile_step, profile_s=settings.profile_s, asked=time.monotonic())
+        profile = child.ask(alone.run, question, "the run cannot be profiled")
     if ranks > 1:
         profile.phases["communication"] = _communication_ms(overrides, one_rank, config_dirs, settings)
     problems = sorted(diagnose(profile, alone, ranks), key=lambda p: -p.share)
@@ -398,14 +466,15 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
         found.gains = prove(found, overrides, config_dirs, settings)
         commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
     about = environment.describe(list(overrides), job.config_hash, {})
-    leave.leave(folder, "doctor", sheet(found, commands), ["doctor", *argv], about)
+    leave.leave(folder, "doctor", sheet(found, commands), ["doctor", *argv], about, found.as_dict())
     return found
 
 
-def _profile_step(trainer: Any, profile_s: float) -> StepProfile:
+def _profile_step(trainer: Any, profile_s: float, asked: float) -> StepProfile:
     from drivetrain.measure.profile.step import profile_step  # imports torch
 
-    return profile_step(trainer, profile_s)
+    start_s = time.monotonic() - asked
+    return replace(profile_step(trainer, profile_s), start_s=start_s)
 
 
 def _one_rank(job: Job, ranks: int) -> list[str]:

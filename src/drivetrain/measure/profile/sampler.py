@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core import process
 from drivetrain.core.clock import Clock, Mark, clock_for
+from drivetrain.measure import intervals
+from drivetrain.measure.intervals import Interval
 from drivetrain.precision.base import backpropagate
 
 _LIBRARIES = tuple(
@@ -155,7 +157,7 @@ class Sampler:
 
     def __init__(self, phase: Callable[[], str], root: CodeType, helpers: bool = False) -> None:
         self.phase, self.root, self.helpers = phase, root, helpers
-        self.spent: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
+        self.spent: Samples = {}
 
     @contextmanager
     def watching(self) -> Iterator[Callable[[], float]]:
@@ -170,9 +172,7 @@ class Sampler:
                 thread = threading.get_ident()
                 watchers.enter_context(_looked_at(lambda frame: self._look(frame, thread, looks)))
             yield lambda: (clock() - began).own
-        for place, found in _divided(spent.spent, looks):
-            self.spent[place].busy += found.busy
-            self.spent[place].waits += found.waits
+        self.spent = together([self.spent, *({place: found} for place, found in _divided(spent.spent, looks))])
 
     def _look(self, frame: FrameType | None, thread: int, looks: dict[tuple[str, Found], Counter[Found]]) -> None:
         """Look at the threads that work for this one, where it waits for them."""
@@ -485,6 +485,16 @@ WAITING = "waiting for data"
 Samples = Mapping[tuple[str, Found], Spent]
 
 
+def together(several: Iterable[Samples]) -> Samples:
+    """Add up samples."""
+    total: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
+    for samples in several:
+        for place, spent in samples.items():
+            total[place].busy += spent.busy
+            total[place].waits += spent.waits
+    return total
+
+
 @dataclass
 class Line:
     """A line of the user's own code; shares are those of a step's time, counts those of one update."""
@@ -504,6 +514,12 @@ class Line:
     host_reads: int = 0  # values read back to the host: .item(), float(), bool()
     created: float = 0.0  # the part of its operations' time that creates tensors on the CPU
     created_ms: dict[str, float] = field(default_factory=dict)  # by factory function, of tensors created on the CPU
+    looks: tuple[float, ...] = ()  # `share` in each of several looks
+
+    @property
+    def interval(self) -> Interval:
+        """`share` and its 95 % interval, by its spread over the looks; without these it has no width."""
+        return intervals.around(self.share, self.looks)
 
     @property
     def function(self) -> str:
@@ -518,6 +534,20 @@ class Attribution:
 
     lines: list[Line]  # the one with the largest share first
     rest: dict[str, float]  # by what it is, of time that no line of the user's called
+
+    def seen_in(self, looks: Sequence[Attribution]) -> Attribution:
+        """The same with each line's share in each of the looks that it is made of."""
+        shares = [{line.place: line.share for line in look.lines} for look in looks]
+        lines = [replace(line, looks=tuple(look.get(line.place, 0.0) for look in shares)) for line in self.lines]
+        return Attribution(lines, self.rest)
+
+    def note_host_reads(self, reads: Mapping[str, int]) -> None:
+        """Note how often a line reads a value back to the host in an update, by its place."""
+        by_place = {line.place: line for line in self.lines}
+        for place, count in reads.items():
+            if place not in by_place:
+                self.lines.append(by_place.setdefault(place, Line(place)))
+            by_place[place].host_reads = count
 
     def with_reading(self, samples: Samples) -> Attribution:
         """Divide the waiting for data by samples of reading that was done elsewhere."""
