@@ -35,7 +35,8 @@ def written(folder: Path, *lines: str, name: str = "table.csv") -> str:
 
 def asked(option, *targets: str):
     """The option as it is where a task wants these targets."""
-    option.see(SimpleNamespace(parts={"task": SimpleNamespace(targets=targets)}))
+    model = SimpleNamespace(has_tokenizer=False)
+    option.see(SimpleNamespace(parts={"task": SimpleNamespace(targets=targets)}, model=model))
     return option
 
 

@@ -17,20 +17,21 @@ from drivetrain.core.source import Source
 from drivetrain.data.base import FileSets, Fraction, Splits, Validation
 from drivetrain.data.decoding import CropShare, ImageFileSource, MaxSkipped, OnError
 from drivetrain.data.images import ImageData, Normalization
-from drivetrain.data.tokenizer import Bytes, OfModel, Tokenizer
+from drivetrain.data.text import TextData, tell_cut
+from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import read_image_file
 
 VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
+LOOKED_AT = 1000  # texts whose lengths are counted, spread evenly
 
 
-class HuggingFace(ImageData):
+class HuggingFace(TextData, ImageData):
     """A data set that Hugging Face's `datasets` saved to disk: images or texts, each with a label.
 
     A text becomes int64 (length,): its tokens by the tokenizer of model=transformers, else its bytes plus one, and padding.
     """
 
     machine_local_keys = ("root",)
-    _model: Any = None  # the model option whose own tokenizer is the data's
 
     def __init__(
         self,
@@ -62,11 +63,6 @@ class HuggingFace(ImageData):
         self.order = order
         self.tokens = text is not None
 
-    def see(self, run: RunSpec) -> None:
-        super().see(run)
-        if self.tokens and run.model.has_tokenizer:
-            self._model = run.model
-
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if not self.root:
@@ -92,9 +88,13 @@ class HuggingFace(ImageData):
         names = getattr(splits[0].features[self.label], "names", None)
         labels = [self._labels(rows, names) for rows in splits]
         classes = len(names) if names else 1 + max(int(each.max()) for each in labels)
-        tokenizer = Bytes() if self._model is None else OfModel.read(*self._model.tokenizer_files())
+        tokenizer = self.given_tokenizer()
+        assert tokenizer is not None  # none is trained
         sources = [self._source(rows, each, tokenizer) for rows, each in zip(splits, labels, strict=True)]
         images = [source for source in sources if isinstance(source, Images)]
+        if isinstance(texts := sources[0], Texts):
+            some = torch.arange(n := min(len(texts), LOOKED_AT)) * (len(texts) // max(1, n))
+            tell_cut(torch.tensor([len(tokens) for tokens in texts.tokens(some)]), self.length, len(texts))
         as_texts = {
             "normalize": None, "dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding,
             "files": tokenizer.files(),
@@ -198,10 +198,13 @@ class Texts(Source):
     def labels(self) -> torch.Tensor:
         return self.targets
 
+    def tokens(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tokens of these texts."""
+        return self.tokenizer.whole([text or "" for text in self.rows[indices.tolist()][self.column]], self.length)
+
     def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.full((len(indices), self.length), self.tokenizer.padding or 0)
-        texts = [text or "" for text in self.rows[indices.tolist()][self.column]]
-        for row, tokens in zip(x, self.tokenizer.whole(texts, self.length), strict=True):
+        for row, tokens in zip(x, self.tokens(indices), strict=True):
             row[: len(tokens)] = tokens[: self.length].long() + self.tokenizer.shift
         return x, self.targets[indices]
 

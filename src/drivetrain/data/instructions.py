@@ -108,7 +108,7 @@ class Instructions(Jsonl):
         return self._prompt([{"role": "user", "content": text}], data)
 
     def answer_texts(self, data: Splits) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
-        return self._kept_tokenizer(data).written, self._kept_template(data).ends
+        return self.kept_tokenizer(data).written, self._kept_template(data).ends
 
     def _encode_line(self, line: bytes, source: str, number: int, data: Splits, _: slice) -> torch.Tensor:
         entry = self._object(line, source, number, [])
@@ -116,7 +116,7 @@ class Instructions(Jsonl):
             return self._prompt(messages_of(entry, self._keys, asks=True), data).unsqueeze(0)
 
     def _prompt(self, messages: Any, data: Splits) -> torch.Tensor:
-        (tokens,) = self._kept_tokenizer(data)([self._kept_template(data).prompt(messages)])
+        (tokens,) = self.kept_tokenizer(data)([self._kept_template(data).prompt(messages)])
         if len(tokens) > self.length:
             raise DataError(f"the prompt has {len(tokens)} tokens, and the run has data.length={self.length}: shorten it")
         return tokens.long()

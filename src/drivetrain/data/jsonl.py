@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -18,14 +17,13 @@ from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree
-from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, beside, expanded, hash_fraction
+from drivetrain.data.base import WHOLE, Fraction, Inputs, Sets, Splits, beside, expanded, hash_fraction
 from drivetrain.data.listing import walk
-from drivetrain.data.text import LabelledTexts, Texts
+from drivetrain.data.text import LabelledTexts, TextData, Texts, tell_cut
 from drivetrain.data.tokenized import Document, Documents, Work, key_of, tokenized
-from drivetrain.data.tokenizer import KEPT, BytePairs, Bytes, OfModel, Tokenizer, from_json
-from drivetrain.data.untrusted import MAPPED, Encoding, as_kept, as_utf8, decode, let_go, lines_of, mapped
+from drivetrain.data.tokenizer import KEPT, BytePairs, Bytes, Tokenizer, from_json
+from drivetrain.data.untrusted import MAPPED, Encoding, as_utf8, decode, let_go, lines_of, mapped
 
-logger = logging.getLogger(__name__)
 TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a tokenizer
 TRAINED_ON = 64 << 20  # bytes of texts, about, that byte pairs are trained on at most
 
@@ -39,7 +37,7 @@ class Line(NamedTuple):
     answers: Sequence[tuple[int, int]] = ()  # where they stand in the text of a conversation
 
 
-class Jsonl(Data):
+class Jsonl(TextData):
     """Texts of a file of JSON lines. Without `label` the model learns to predict the next token, with it the text's class.
 
     Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a
@@ -51,7 +49,6 @@ class Jsonl(Data):
     max_value = None
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
     reads_what = "a file with one JSON object on each line"
-    _model: Any = None  # the model option whose own tokenizer is the data's
     ships = False  # there are texts without a path
     least_token = 0  # to which there has to be room for tokens
     instead = "set data.label to its key in the JSON objects"  # where there is no class
@@ -86,8 +83,6 @@ class Jsonl(Data):
         self._one_row = run.model.packs_in_one_row
         # What the task wants: where data.label says another thing, one message says so, and not one of each option.
         self.targets = next((kind for kind in ("tokens", "class") if kind in run.task.targets), self.targets)
-        if self.tokenizer == "auto" and run.model.has_tokenizer:
-            self._model, self.byte_tokens = run.model, False
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path and not self.ships:
@@ -124,23 +119,9 @@ class Jsonl(Data):
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
 
-    def encode(self, text: str, data: Splits) -> torch.Tensor:
-        """Return a text's tokens: the first ones for its class; the last ones, after which comes the next, else."""
-        tokenizer = self._kept_tokenizer(data)
-        if self.label is not None:
-            tokens = tokenizer.whole([text], self.length)[0][: self.length].long() + tokenizer.shift
-            return tokens if len(tokens) else torch.full((1,), tokenizer.padding or 0)  # as LabelledTexts has them
-        return torch.cat([torch.tensor([tokenizer.begin]), tokenizer([text])[0].long()])[-self.length :]
-
-    def decode(self, tokens: Sequence[int], data: Splits) -> str:
-        """Return the text of an input's tokens, without the one before its first, and padding."""
-        tokenizer = self._kept_tokenizer(data)
-        shift = 0 if self.label is None else tokenizer.shift
-        return tokenizer.text([t - shift for t in tokens if 0 <= t - shift < tokenizer.size])
-
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         assert isinstance(file, Path)  # lines are texts, not JSON
-        self._kept_tokenizer(data)  # refused once, and not for each line
+        self.kept_tokenizer(data)  # refused once, and not for each line
         lines = ((number, line) for number, line in lines_of(file, self.encoding) if line.strip())
         return Inputs((1, partial(self._encode_line, line, f"{file}", number, data)) for number, line in lines)
 
@@ -195,11 +176,7 @@ class Jsonl(Data):
                 raise UserError(f"{foreign} {', '.join(unknown[:5])}")
             padding = tokenizer.padding or 0
             sources.append(LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, padding, which))
-        if cut := int((sources[0].lengths == self.length).sum()):
-            logger.info(
-                "%d of %d training texts have data.length=%d tokens or more: a longer text is read to there",
-                cut, len(sources[0]), self.length,
-            )  # fmt: skip
+        tell_cut(sources[0].lengths, self.length, len(sources[0]))
         return Splits(
             sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files,
             pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
@@ -231,7 +208,7 @@ class Jsonl(Data):
 
     def _tokenized(self, path: Path, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
         """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
-        tokenizer = tokenizer or self._given_tokenizer()
+        tokenizer = tokenizer or self.given_tokenizer()
         next(self._read(path))  # what is no such file is said before all of it is hashed
         about = {
             **self._about(),
@@ -265,28 +242,10 @@ class Jsonl(Data):
         last = first + (1 - first) * min(1.0, TRAINED_ON / max(size, 1))
         return (line.text for line in self._read(path) if first <= hash_fraction(line.text) < last)
 
-    def _kept_tokenizer(self, data: Splits) -> Tokenizer:
-        """The run's tokenizer. Raises UserError where it is none, or has more tokens than the model."""
-        with as_kept(KEPT):
-            tokenizer = self._of_model() or _kept(data.files[KEPT], self.tokenizer_file)
-            if self._model is not None and tokenizer.to_json() != data.files[KEPT]:
-                raise ValueError(f"it is not that of model.name={self._model.name}, which it was trained with")
-            most = data.classes if self.label is None else data.vocabulary
-            if most is None or tokenizer.vocabulary > most:
-                raise ValueError(f"it has {tokenizer.size:,} tokens, which are not the model's")
-        return tokenizer
-
-    def _given_tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer; None where it is trained on the texts. Raises UserError."""
-        if self.own is not None and (not self.byte_tokens or KEPT in self.own.splits.files):
-            return self._kept_tokenizer(self.own.splits)
-        if (of_model := self._of_model()) is not None or self.tokenizer == "bpe":
-            return of_model
-        return BytePairs.loaded(Path(str(self.tokenizer_file))) if self.tokenizer == "file" else Bytes()
-
-    def _of_model(self) -> OfModel | None:
-        """The model's own tokenizer, where the data takes that. Raises UserError."""
-        return None if self._model is None else OfModel.read(*self._model.tokenizer_files())
+    def given_tokenizer(self) -> Tokenizer | None:
+        if self.own is None and self.tokenizer == "file":
+            return BytePairs.loaded(Path(str(self.tokenizer_file)))
+        return None if self.own is None and self.tokenizer == "bpe" else super().given_tokenizer()
 
     def _files(self, path: Path) -> list[Path]:
         """Return the files that a path stands for."""
@@ -334,11 +293,6 @@ class Jsonl(Data):
             if key is not None and key not in entry:
                 raise DataError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
         return entry
-
-
-@lru_cache(1)  # each of many texts is encoded alone
-def _kept(tokenizer: str, own_file: str | None) -> Tokenizer:
-    return from_json(tokenizer, None if own_file is None else Path(own_file))
 
 
 PIECES = 4  # of `length` bytes in a passage, at least

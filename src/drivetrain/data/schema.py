@@ -162,7 +162,7 @@ def read_dates(texts: Sequence[str], form: str, parts: int) -> tuple[np.ndarray,
     return found, ~np.isnan(found[:, 0])
 
 
-ColumnType = Literal["number", "category", "date"]
+ColumnType = Literal["number", "category", "date", "text"]
 TYPES = (*get_args(ColumnType), "unused")  # that the user may give
 MAX_CATEGORIES = 1000  # of one column; more are texts or numbers of rows, not categories
 NO_VALUE = "(missing)"  # the category of a missing text
@@ -179,7 +179,9 @@ class Column:
 
     name: str
     type: ColumnType
-    style: Any = None  # of a number: its Style; of a date: the form, and its number of parts; of a category: whether of truths
+    # Of a number: its Style; of a date: the form, and its number of parts; of a category: whether of truths; of a text: the
+    # tokens that a model reads of it, at most.
+    style: Any = None
     categories: list[str] | None = None
     mean: list[float] = field(default_factory=list)  # also what fills a missing number; of a date one for each part
     std: list[float] = field(default_factory=list)
@@ -187,7 +189,7 @@ class Column:
     def read(self, cells: Cells) -> np.ndarray | Words:
         """Return a column's values: numbers (n,), the parts of dates (n, k), or words. Raises DataError, with its line."""
         values = cells.columns[self.name]
-        if self.type == "category":
+        if self.type in ("category", "text"):
             words = words_of(values, self.categories or ())
             if self.style != BOOLEAN:
                 return words
@@ -210,6 +212,8 @@ class Column:
 
     def learn(self, values: np.ndarray | Words, normalize: bool) -> None:
         """Find the categories, or mean and deviation, of training rows. Raises UserError."""
+        if self.type == "text":
+            return
         if isinstance(values, Words):
             present = np.unique(values.codes).tolist()
             self.categories = sorted([NO_VALUE if code < 0 else values.texts[code] for code in present])
@@ -235,7 +239,7 @@ class Column:
 
     def unknown(self, values: np.ndarray | Words) -> tuple[int, list[str]]:
         """Return how many values are categories that no training row has, and these."""
-        if not isinstance(values, Words):
+        if not isinstance(values, Words) or self.type == "text":
             return 0, []
         rows = values.codes[self._codes(values) == self.outputs]
         return len(rows), sorted({NO_VALUE if code < 0 else values.texts[code] for code in rows.tolist()})
@@ -246,13 +250,17 @@ class Column:
 
     @property
     def outputs(self) -> int:
-        """How many inputs of the model it becomes."""
+        """How many inputs of the model it becomes, at most."""
+        if self.type == "text":
+            return int(self.style)
         return len(self.mean) if self.categories is None else len(self.categories)
 
     def kind(self) -> str:
         """Return what it became, in words."""
         if self.type == "category":
             return "a category" if self.categories is None else f"{len(self.categories)} categories"
+        if self.type == "text":
+            return f"a text of up to {self.style} tokens"
         if self.type == "date":
             return f"a date ({', '.join(PARTS[: self.style[1]])})"
         style = Style(**self.style)
@@ -268,7 +276,7 @@ class Schema:
     missing: tuple[str, ...] = MISSING
     inputs: list[str] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)  # column → why
-    doubts: list[str] = field(default_factory=list)  # what looks wrong
+    doubts: dict[str, str] = field(default_factory=dict)  # column → what looks wrong
 
     @classmethod
     def decided(
@@ -290,7 +298,7 @@ class Schema:
             if why := _why_not(name, values):
                 schema.left_out[name] = why
             elif isinstance(values, Words):
-                styles[name] = [] if wanted in ("category", "date") else styles_of(values.words, wanted == NUMBER)
+                styles[name] = [] if wanted in ("category", "date", "text") else styles_of(values.words, wanted == NUMBER)
         known = decimal or decimal_of(cells, styles) or hint
         for name, values in cells.columns.items():
             if name not in schema.left_out and types.get(name) != "unused":
@@ -311,7 +319,7 @@ class Schema:
         return schema
 
     def _decide(self, name: str, values: np.ndarray | Words, wanted: str, styles: Sequence[Style], cells: Cells) -> Column:
-        if wanted == "category" or (isinstance(values, Words) and not styles and not wanted):
+        if wanted in ("category", "text") or (isinstance(values, Words) and not styles and not wanted):
             return self._of_texts(name, values, wanted, cells)
         if wanted == "date":
             form = date_form(values) if isinstance(values, Words) else None
@@ -331,14 +339,15 @@ class Schema:
         numbers = np.append(right, False)[values.codes].sum() / max(1, (values.codes >= 0).sum())
         if numbers >= NEARLY_ALL and len(values) >= FEW_ROWS and not right.all():
             row = int((values.codes == int((~right).argmax())).argmax())
-            self.doubts.append(
+            self.doubts[name] = (
                 f"{cells.place(row)}: the column {name} holds {values.texts[values.codes[row]]!r} among numbers, so that all are "
                 f"read as categories: mend it, add it to data.na, or set data.columns={{{name}: number}}"
             )
         elif len(values.words) > NEARLY_ALL * len(values) and len(values) >= FEW_ROWS:
-            self.doubts.append(
+            self.doubts[name] = (
                 f"{cells.source}: {len(values.words):,} of {len(values):,} rows have a text of their own in the column {name}, "
-                f"such as {values.texts[0]!r}: leave it out by data.columns={{{name}: unused}}"
+                f"such as {values.texts[0]!r}: leave it out by data.columns={{{name}: unused}}, or set model=transformers, which "
+                "reads texts"
             )
         return Column(name, "category")
 
@@ -364,6 +373,27 @@ class Schema:
             column.encode(rows.columns[column.name], encoded[:, first : first + column.outputs])
             first += column.outputs
         return torch.from_numpy(encoded)
+
+    @property
+    def text(self) -> str | None:
+        """The input that is a text, which is then the only one; None where there is none."""
+        return next((name for name in self.inputs if self.columns[name].type == "text"), None)
+
+    def read_as_text(self, cells: Cells, types: Mapping[str, str], length: int) -> None:
+        """Make the one column of texts the only input. `types` are those that the user gives. Raises UserError."""
+        found = [name for name in self.inputs if types.get(name) == "text"]
+        is_text = {n: column.type == "category" and not column.style and not types.get(n) for n, column in self.columns.items()}
+        found = found or [name for name in self.inputs if is_text[name]]
+        if len(found) != 1:
+            longest = max(found, key=lambda name: sum(map(len, words_of(cells.columns[name]).texts)), default="NAME")
+            raise UserError(
+                f"{cells.source}: a model of texts reads one column of them, and the inputs have {named(found) or 'none'}: name "
+                f"one, as by data.columns=[{longest}:text]"
+            )
+        for name in {*self.inputs} - {*found}:
+            self.left_out[name] = "the model reads one text"
+        self.columns[found[0]], self.inputs = Column(found[0], "text", length), found
+        self.doubts = {name: doubt for name, doubt in self.doubts.items() if name not in {*found, *self.left_out}}
 
     def unknown(self, rows: Cells) -> Iterator[tuple[str, int, list[str]]]:
         """Yield each input of which rows have categories that no training row has, how many rows, and these categories."""
@@ -468,9 +498,10 @@ def _is_column(entry: Any) -> bool:
     right_style = {
         "number": lambda: fits(style, dict[str, str]) and style.keys() == asdict(PLAIN).keys() and _are_marks(style),
         "category": lambda: style in (None, BOOLEAN) and not mean,
+        "text": lambda: fits(style, int) and style > 0 and not mean,
         "date": lambda: isinstance(style, list) and len(style) == 2 and style[0] in ("", *FORMS) and style[1] in (4, 5),
     }.get(entry["type"], lambda: False)
-    sizes = {"number": (0, 1), "category": (0,), "date": (0, 4, 5)}.get(entry["type"], ())
+    sizes = {"number": (0, 1), "category": (0,), "text": (0,), "date": (0, 4, 5)}.get(entry["type"], ())
     few = categories is None or (entry["type"] == "category" and 0 < len(categories) <= MAX_CATEGORIES)
     scales = len(mean) == len(std) and len(mean) in sizes and all(map(math.isfinite, (*mean, *std))) and all(s > 0 for s in std)
     return bool(few and scales and right_style())

@@ -8,19 +8,23 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, FileName, Text
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.order import Sampling
+from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Data, Fraction, Inputs, Sets, Splits, Tensors, beside, expanded, number_apart
+from drivetrain.data.base import WHOLE, Fraction, Inputs, Sets, Splits, Tensors, beside, expanded, number_apart
 from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, columns_of, named
-from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, absent, open_table
+from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, Words, absent, open_table
+from drivetrain.data.text import LabelledTexts, TextData, tell_cut
+from drivetrain.data.tokenized import Documents
+from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import Encoding, as_kept
 
 KEPT = "table.json"  # in the run's directory: how rows are read and become inputs
@@ -28,7 +32,7 @@ TableKind = Literal["class", "values", "labels"]
 OneColumn = ColumnName | int  # those of arrays are numbered
 # An input column, and after a colon its type; * stands for all others. `data.columns={zone: category}` is [zone:category,*].
 Typed = Annotated[str, Text(rf"(\w[^/\\:\x00-\x1f]{{0,99}}|\*)(:({'|'.join(TYPES)}))?", "a column's name, or name:type")] | int
-Words = Sequence[Annotated[str, Text(r"[^\s\x00-\x1f]{0,20}", "a word without a space")] | int | float]
+Missing = Sequence[Annotated[str, Text(r"[^\s\x00-\x1f]{0,20}", "a word without a space")] | int | float]
 Delimiter = Annotated[str, Text(r"[^\w\r\n\"]", "one sign, such as ;")]
 
 
@@ -37,12 +41,12 @@ def names_of(given: OneColumn | Sequence[OneColumn] | None) -> list[str]:
     return [] if given is None else [str(given)] if isinstance(given, str | int) else [str(name) for name in given]
 
 
-def form_of(delimiter: str | None, encoding: str | None, header: bool | None = None, na: Words | None = None) -> Form:
+def form_of(delimiter: str | None, encoding: str | None, header: bool | None = None, na: Missing | None = None) -> Form:
     """Return how a table is written, as the settings say it."""
     return Form(delimiter, encoding, header, MISSING if na is None else ("", *(str(word).lower() for word in na)))
 
 
-class Table(Data):
+class Table(TextData):
     """The base of tables; predictions are for rows of a table with the same columns."""
 
     max_value = None
@@ -58,6 +62,7 @@ class Table(Data):
         table = open_table(file, self.form()) if isinstance(file, Path) else Stream(file, self.form(), str(source))
         check_has(table, schema.inputs, f"{source} has no column {{}}: the model's inputs are {named(schema.inputs)}")
         unknown: Counter[str] = Counter()
+        tokenizer = None if schema.text is None else self.kept_tokenizer(data)
 
         def read(cells: Callable[[slice], Cells], which: slice) -> torch.Tensor:
             rows = schema.read(cells(which))
@@ -65,7 +70,9 @@ class Table(Data):
                 refuse_missing(rows, schema)
             for name, count, _ in schema.unknown(rows):
                 unknown[name] += count
-            return schema.encode(rows)
+            if tokenizer is None:
+                return schema.encode(rows)
+            return TextRows(rows, schema, torch.zeros(len(rows)), tokenizer).fetch(torch.arange(len(rows)))[0]
 
         blocks = table.blocks(size, schema.plain, schema.inputs)
         return Inputs(((count, partial(read, cells)) for count, cells in blocks), unknown)
@@ -108,16 +115,40 @@ class Rows(Tensors):
         return [key.tobytes() for key in keys]
 
 
-def source_of(rows: Cells, schema: Schema, reader: TargetReader) -> Rows:
-    """Return rows as inputs and targets."""
-    return Rows(schema.encode(rows), reader.read(rows), rows.keys(), rows.source, rows.numbers)
+class TextRows(LabelledTexts):
+    """The rows of a table of which a model reads one text, as a source."""
+
+    def __init__(self, rows: Cells, schema: Schema, y: torch.Tensor, tokenizer: Tokenizer) -> None:
+        words, length = rows.columns[str(schema.text)], schema.outputs
+        assert isinstance(words, Words)
+        tokens = tokenizer.whole([*words.texts, ""], length)
+        documents = Documents.of([tokens[code] for code in words.codes.tolist()])
+        documents.keys = torch.from_numpy(rows.keys().view(np.int64))
+        super().__init__(documents, y, length, 1, tokenizer.shift, tokenizer.padding or 0)
+        self._file, self._numbers = rows.source, rows.numbers
+
+    def name(self, index: int) -> str:
+        return f"{self._file}, row {self._numbers[int(self.which[index])] + 1}"
 
 
-def splits_of(sets: Sequence[Rows], schema: Schema, reader: TargetReader, doubts: Sequence[str] = ()) -> Splits:
-    """Return the sets of a table: training, test and, where there is one, validation."""
+def splits_of(
+    sets: Sequence[tuple[Cells, torch.Tensor]], schema: Schema, reader: TargetReader, tokenizer: Tokenizer | None = None,
+    doubts: Sequence[str] = (),
+) -> Splits:  # fmt: skip
+    """Return the sets of a table, rows and their targets: training, test and, where there is one, validation."""
+    sources = list[Source]()
+    for rows, y in sets:
+        if tokenizer is None:
+            sources.append(Rows(schema.encode(rows), y, rows.keys(), rows.source, rows.numbers))
+        else:
+            sources.append(TextRows(rows, schema, y, tokenizer))
+    of_texts: dict[str, Any] = {}
+    if tokenizer is not None:
+        of_texts = {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
     return Splits(
-        sets[0], sets[1], (schema.outputs,), reader.outputs, None, reader.classes, units=reader.units,
-        files={KEPT: schema.to_json()}, validation=sets[2] if len(sets) > 2 else None, inputs=schema.described(), doubts=doubts,
+        sources[0], sources[1], (schema.outputs,), reader.outputs, None, reader.classes, units=reader.units,
+        files={KEPT: schema.to_json(), **({} if tokenizer is None else tokenizer.files())}, inputs=schema.described(),
+        validation=sources[2] if len(sets) > 2 else None, doubts=doubts, **of_texts,
     )  # fmt: skip
 
 
@@ -136,8 +167,9 @@ def refuse_missing(rows: Cells, schema: Schema) -> None:
 class Tabular(Table):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
-    Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. Without a
-    table of its own for the test, the share `holdout` of the rows is held out, chosen by the hash of their content.
+    Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model that
+    has a tokenizer reads the one column of texts, up to `length` tokens of each. Without a table of its own for the test, the
+    share `holdout` of the rows is held out, chosen by the hash of their content.
     """
 
     machine_local_keys = ("path", "test")
@@ -151,8 +183,9 @@ class Tabular(Table):
         target: OneColumn | Sequence[OneColumn] | None = None,
         columns: Sequence[Typed] | None = None,
         kind: TableKind | None = None,
+        length: Count = 256,
         missing: Literal["refuse", "fill"] = "refuse",
-        na: Words | None = None,
+        na: Missing | None = None,
         decimal: Literal[".", ","] | None = None,
         delimiter: Delimiter | None = None,
         encoding: Encoding | None = None,
@@ -165,9 +198,14 @@ class Tabular(Table):
     ) -> None:
         self.path, self.test = (expanded(p) for p in (path, test))
         self.target, self.columns, self.kind, self.missing = target, columns, kind, missing
+        self.length = length
         self.na, self.decimal, self.delimiter, self.encoding, self.header = na, decimal, delimiter, encoding, header
         self.normalize, self.holdout, self.validation = normalize, holdout, validation
         self.drop_last, self.order = drop_last, order
+
+    def see(self, run: RunSpec) -> None:
+        self.tokens = run.model.has_tokenizer or "text" in self._types().values()
+        super().see(run)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
@@ -189,6 +227,8 @@ class Tabular(Table):
         cells = table.cells()
         schema = Schema.decided(cells, types, self.form().missing, self.decimal, table.decimal, targets)
         schema.inputs = [name for name in names if name in schema.columns]
+        if self.tokens:
+            schema.read_as_text(cells, types, self.length)
         for name in (*targets, *names):
             if name in table.refused:
                 raise table.refused[name]
@@ -208,8 +248,12 @@ class Tabular(Table):
         for setting, file in (("test", self.test), ("validation", own)):
             if file:
                 sets.append(self._others(Path(file), schema, targets, f"data.{setting}={file}"))
-        doubts = [*schema.doubts, *(line for part in sets for line in said(schema, part))]
-        return splits_of([source_of(part, schema, reader) for part in (train, *sets)], schema, reader, doubts)
+        doubts = [*schema.doubts.values(), *(line for part in sets for line in said(schema, part))]
+        pairs = [(part, reader.read(part)) for part in (train, *sets)]
+        data = splits_of(pairs, schema, reader, self.given_tokenizer() if self.tokens else None, doubts)
+        if isinstance(data.train, TextRows):
+            tell_cut(data.train.lengths, self.length, len(data.train))
+        return data
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         table, schema = open_table(Path(str(self.path)), self.form()), schema_of(data)
@@ -218,8 +262,9 @@ class Tabular(Table):
     def load_whole(self, own: Splits) -> Splits:
         schema, reader = schema_of(own), TargetReader(self.targets or "class", names_of(self.target), "data.target")
         rows = self._others(self.other_file(), schema, reader.names, str(self.other_file()))
-        every = Rows(schema.encode(rows), reader.read_known(rows, own), rows.keys(), rows.source, rows.numbers)
-        return replace(splits_of([every, every], schema, reader, [*said(schema, rows)]), files=own.files, origins=WHOLE)
+        tokenizer = None if schema.text is None else self.kept_tokenizer(own)
+        data = splits_of([(rows, reader.read_known(rows, own))] * 2, schema, reader, tokenizer, [*said(schema, rows)])
+        return replace(data, files=own.files, origins=WHOLE)
 
     def form(self) -> Form:
         return form_of(self.delimiter, self.encoding, self.header, self.na)
@@ -315,7 +360,7 @@ class ScikitLearn(Table):
         reader = TargetReader(self.targets, [self.target], "target")
         reader.learn(rows, rest)
         schema.learn(rest, names, self.normalize)
-        return splits_of([source_of(part, schema, reader) for part in (rest, apart)], schema, reader)
+        return splits_of([(part, reader.read(part)) for part in (rest, apart)], schema, reader)
 
 
 class Diabetes(ScikitLearn):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sysconfig
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -21,13 +23,82 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
 from drivetrain.data.tokenized import Documents
-from drivetrain.data.untrusted import read_whole
+from drivetrain.data.tokenizer import KEPT, Bytes, OfModel, Tokenizer, from_json
+from drivetrain.data.untrusted import as_kept, read_whole
 
 BEGIN = 256  # the token before a document's first byte
 VOCABULARY = 257  # the 256 values of a byte, and BEGIN
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}  # folders within the library's that do not belong to it
 PACKAGE, PIECES = 20, 16  # files that make a package a class, and pieces of each file, with kind=class
 TESTS = {"test", "tests", "idle_test"}
+
+logger = logging.getLogger(__name__)
+
+
+class TextData(Data):
+    """The base of data that reads texts by a tokenizer: the model's own, where it has one, else their bytes."""
+
+    tokenizer: str = "auto"
+    tokenizer_file: str | None = None
+    length: int  # tokens that a model reads of a text
+    _model: Any = None  # the model option whose own tokenizer is the data's
+
+    def see(self, run: RunSpec) -> None:
+        super().see(run)
+        if self.tokens and self.tokenizer == "auto" and run.model.has_tokenizer:
+            self._model, self.byte_tokens = run.model, False
+
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return a text's tokens: the first ones for its class or number; the last ones, after which comes the next, else."""
+        if not self.tokens:
+            return super().encode(text, data)
+        tokenizer = self.kept_tokenizer(data)
+        if self.targets == "tokens":
+            return torch.cat([torch.tensor([tokenizer.begin]), tokenizer([text])[0].long()])[-self.length :]
+        tokens = tokenizer.whole([text], self.length)[0][: self.length].long() + tokenizer.shift
+        return tokens if len(tokens) else torch.full((1,), tokenizer.padding or 0)  # as LabelledTexts has them
+
+    def decode(self, tokens: Sequence[int], data: Splits) -> str | None:
+        """Return the text of an input's tokens, without the one before its first, and padding."""
+        if not self.tokens:
+            return None
+        tokenizer = self.kept_tokenizer(data)
+        shift = 0 if self.targets == "tokens" else tokenizer.shift
+        return tokenizer.text([t - shift for t in tokens if 0 <= t - shift < tokenizer.size])
+
+    def kept_tokenizer(self, data: Splits) -> Tokenizer:
+        """Return a run's tokenizer. Raises UserError where it is none, or has more tokens than the model."""
+        with as_kept(KEPT):
+            tokenizer = self.of_model() or _kept(data.files[KEPT], self.tokenizer_file)
+            if self._model is not None and tokenizer.to_json() != data.files[KEPT]:
+                raise ValueError(f"it is not that of model.name={self._model.name}, which it was trained with")
+            if tokenizer.vocabulary > (data.vocabulary or data.classes):
+                raise ValueError(f"it has {tokenizer.size:,} tokens, which are not the model's")
+        return tokenizer
+
+    def given_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer; None where it is still to be trained on the texts. Raises UserError."""
+        if self.own is not None and (not self.byte_tokens or KEPT in self.own.splits.files):
+            return self.kept_tokenizer(self.own.splits)
+        return self.of_model() or Bytes()
+
+    def of_model(self) -> OfModel | None:
+        """Return the model's own tokenizer, where the data takes that. Raises UserError."""
+        return None if self._model is None else OfModel.read(*self._model.tokenizer_files())
+
+
+def tell_cut(lengths: torch.Tensor, length: int, samples: int) -> None:
+    """Log how many of so many training texts are as long as a model reads them, by the lengths of all or some (n,)."""
+    if cut := int((lengths >= length).sum()):
+        logger.info(
+            "%d of %d training texts%s have data.length=%d tokens or more: a longer text is read to there",
+            cut, len(lengths), " that were looked at" * (len(lengths) < samples), length,
+        )  # fmt: skip
+
+
+@lru_cache(1)  # each of many texts is encoded alone
+def _kept(tokenizer: str, own_file: str | None) -> Tokenizer:
+    return from_json(tokenizer, None if own_file is None else Path(own_file))
 
 
 class Stdlib(Data):
@@ -287,7 +358,7 @@ def shared_rows(lengths: Sequence[int], capacity: int) -> tuple[list[int], list[
 
 
 class LabelledTexts(Pieces):
-    """Pieces of documents as a source: inputs (n, longest of the batch), and each piece's class, which is its document's.
+    """Pieces of documents as a source: inputs (n, longest of the batch), and each piece's target, which is its document's.
 
     An input is the token + `shift`, and what follows a shorter text is `padding`. Of a document there are at most `max_pieces`,
     spread evenly.
@@ -305,7 +376,7 @@ class LabelledTexts(Pieces):
         padding: int = 0,
         which: torch.Tensor | None = None,
     ) -> None:
-        self.classes, self.most = torch.as_tensor(labels), max_pieces  # classes of all documents
+        self.classes, self.most = torch.as_tensor(labels), max_pieces  # of all documents: classes (m,), or other targets (m, k)
         self.shift, self.padding = shift, padding
         super().__init__(documents, length, which)
 
@@ -314,9 +385,9 @@ class LabelledTexts(Pieces):
         pieces = whole if self.most is None else min(whole, self.most)
         return tokens[: ((pieces - 1) * whole // pieces + 1) * self.length].int() + self.shift
 
-    def labels(self) -> torch.Tensor:
-        """Return the classes (n,)."""
-        return self.classes[self.which].repeat_interleave(self.groups)
+    def labels(self) -> torch.Tensor | None:
+        """Return the classes (n,); None where targets are others."""
+        return self.classes[self.which].repeat_interleave(self.groups) if self.classes.ndim == 1 else None
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, padding, _, document = self.read(indices, pad_to)

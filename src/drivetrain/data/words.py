@@ -59,7 +59,7 @@ class Words(Jsonl):
 
     def encode(self, text: str, data: Splits) -> torch.Tensor:
         """Return the tokens of a text's words, which spaces separate."""
-        return torch.tensor(tokens_of(text.split(), self._kept_tokenizer(data), self.length)[0] or [0])
+        return torch.tensor(tokens_of(text.split(), self.kept_tokenizer(data), self.length)[0] or [0])
 
     def load(self, device: torch.device) -> Splits:
         own = beside(self.path, self.validation)
@@ -81,7 +81,7 @@ class Words(Jsonl):
         """Return the texts of each set. Raises UserError for classes that are not among the names."""
         if unknown := sorted({tag for lines in sets for _, tags in lines for tag in tags} - {*names}):
             raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
-        tokenizer = self._given_tokenizer()
+        tokenizer = self.given_tokenizer()
         assert tokenizer is not None  # only byte pairs are trained
         numbers = {name: number for number, name in enumerate(names)}
         sources = [TaggedTexts(lines, numbers, tokenizer, self.length) for lines in sets]

@@ -184,6 +184,11 @@ class Transformers(Model):
             return "token" if kind == "words" else "masked" if run.loss.masks_tokens else "causal"
         if kind == "mask":
             raise UserError(f"model=transformers has no outputs for each pixel, which {run.named('data')} wants: set model=unet")
+        if run.data.reads_rows and not tokens:
+            raise UserError(
+                f"model=transformers reads texts or images, and {run.named('data')} gives numbers: set model=mlp, or name a "
+                "column of texts of data=tabular, as by data.columns=[NAME:text]"
+            )
         if tokens is None and x is not None:
             tokens = not x.is_floating_point() and x.dtype != torch.uint8
         if tokens:
