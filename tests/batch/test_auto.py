@@ -319,7 +319,7 @@ def measured(monkeypatch):
 
     def let(noise_scale):
         told = Told(noise_scale, 48)
-        monkeypatch.setattr(launcher, "Trials", lambda job: told)
+        monkeypatch.setattr(trials, "Trials", lambda job: told)
         return told.asked
 
     return let

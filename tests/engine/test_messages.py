@@ -69,4 +69,4 @@ def test_a_busy_machine_is_said_once_with_what_to_set(train, caplog, monkeypatch
     assert train("epochs=2", "log_every=1", "runtime.threads=2").status == "completed"
     lines = [line for line in caplog.messages if "the cores of this machine are busy" in line]
     assert len(lines) == told
-    assert not told or ("waited for one for 94 % of its time" in lines[0] and "set runtime.threads=1 (2 now" in lines[0])
+    assert not told or ("waited for one for 94 % of its time" in lines[0] and "set runtime.threads=auto, or 1 (2 now" in lines[0])

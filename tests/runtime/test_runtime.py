@@ -1,15 +1,18 @@
 """The process: device, seeds, threads, and gradients that are forgotten."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import drivetrain
 from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
+from drivetrain.launch.job import prepare
 from drivetrain.runtime import Runtime
 
 
@@ -264,3 +267,58 @@ def test_attention_runs_on_the_kernel_that_is_asked_for(attention, flash):
         Runtime().set_up_process(World())
     torch.testing.assert_close(found, expected)
     assert any("flash_attention" in event.key for event in profile.key_averages()) == flash
+
+
+class Timed:
+    """Trials that say how long an update takes with each number of threads."""
+
+    def __init__(self, seconds: dict[int, float], *words: str):
+        self.seconds, self.asked, self.run = seconds, 0, prepare(["runtime.device=cpu", *words]).run
+
+    def thread_seconds(self, counts):
+        self.asked += 1
+        return [self.seconds[n] for n in counts] if self.seconds else []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words", "chosen"),
+    [
+        ({1: 0.002, 2: 0.0021, 4: 0.004, 6: 0.005}, (), 1),
+        ({1: 0.0103, 2: 0.01, 4: 0.02, 6: 0.03}, (), 1),  # not faster by more than the noise: the fewest
+        ({1: 0.02, 2: 0.011, 4: 0.008, 6: 0.009}, (), 4),
+        ({1: 0.02, 2: 0.011, 3: 0.008}, ("parallel=ddp", "parallel.nproc=2"), 3),  # two ranks share six cores
+        ({}, (), 6),  # a large model
+    ],
+)
+def test_threads_are_chosen_by_trial_once_and_recorded_for_a_resume(seconds, words, chosen, monkeypatch, caplog):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr("drivetrain.core.cgroup.cores", list)
+    given, trials = Runtime(device="cpu", threads="auto"), Timed(seconds, *words)
+    with caplog.at_level("INFO"):
+        found = given.choose(trials)
+    assert (found.threads, found.untried, given.threads, given.untried) == (chosen, "", "auto", "runtime.threads=1")
+    assert f"runtime.threads=auto: {chosen} of {3 if words else 6}" in caplog.text
+    again = given.choose(trials, found.found)
+    assert (again.threads, trials.asked) == (chosen, 1)
+    assert given.choose(trials, {**found.found, "cores": 99}).threads == chosen
+    assert trials.asked == 2, "another machine"
+
+
+def test_no_trial_where_there_is_nothing_to_choose(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    trials = Timed({1: 1.0})
+    assert (Runtime(device="cpu", threads="auto").choose(trials).threads, trials.asked) == (1, 0)
+    assert Runtime(threads="auto").thread_count(1) == 1
+
+
+def test_a_run_computes_with_the_threads_that_its_trial_found_and_so_does_its_resume(tiny, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    found = drivetrain.train(tiny("runtime.threads=auto", "epochs=1"))
+    recorded = json.loads((found.run_dir / "environment.json").read_text())["runtime"]
+    assert recorded["threads"] in (1, 2)
+    assert len(recorded["update_seconds"]) == 2
+    before = {**recorded, "threads": 3 - recorded["threads"]}  # what no trial of now says: a resume keeps what was recorded
+    about = json.loads((found.run_dir / "environment.json").read_text())
+    (found.run_dir / "environment.json").write_text(json.dumps({**about, "runtime": before}))
+    again = drivetrain.train([f"resume={found.run_dir}", "epochs=2"])
+    assert json.loads((again.run_dir / "environment.json").read_text())["runtime"] == before

@@ -203,6 +203,11 @@ class Trials(Protocol):
         Returns noise_scale (None: not to be told), updates, the samples of the training set, and update_seconds.
         """
 
+    def thread_seconds(self, counts: Sequence[int]) -> list[float]:
+        """Return the seconds of a rank's update with each of these numbers of threads; [] where an update is so long that all
+        cores are worth it.
+        """
+
     def micro_batch(self) -> int:
         """Return the samples of a rank's forward."""
 

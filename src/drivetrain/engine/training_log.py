@@ -137,7 +137,7 @@ class TrainingLog:
             return
         self._began = None
         threads = torch.get_num_threads()
-        fewer = f"set runtime.threads=1 ({threads} now, which wait for each other), or " if threads > 1 else ""
+        fewer = f"set runtime.threads=auto, or 1 ({threads} now, which wait for each other), or " if threads > 1 else ""
         logger.warning(
             "the cores of this machine are busy: the run waited for one for %.0f %% of its time, so its speed says little: "
             "%send other programs", 100 * waited / (ran + waited), fewer,

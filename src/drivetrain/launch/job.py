@@ -121,6 +121,7 @@ class Job:
         about["selection"] = selected(self.run).record()
         about["batch"] = self.run.batch.found
         about["checkpointing"] = self.run.checkpointing.found
+        about["runtime"] = self.run.runtime.found
         about["signature"] = signature.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         write_text(run_dir / "recipe.yaml", recipe)

@@ -24,10 +24,9 @@ from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag, signals_sent_to
 from drivetrain.core.world import World
-from drivetrain.launch import elastic
-from drivetrain.launch.job import Job, prepare_run, recorded_environment
+from drivetrain.launch import elastic, trials
+from drivetrain.launch.job import Job, prepare_run
 from drivetrain.launch.job import prepare as prepare
-from drivetrain.launch.trials import Trials
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel.environment import launched, world_of_environment
 from drivetrain.recipe import fetch
@@ -122,7 +121,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         with StopFlag() as stop:
             return Ended(*run_rank(job, world, NO_RUN_DIR, stop, quiet=True))
     if world.size == 1 and job.work is None:  # which does not train
-        _choose_by_trial(job)
+        trials.choose(job)
     run_dir = job.run_dir or run_dir
     if job.run.parallel.nnodes > 1 and launched() is None:
         return _launch_on_several_machines(job, run_dir or job.new_run_dir(), quiet)
@@ -139,13 +138,6 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         directory.remove(run_dir)  # it never was a run
         raise UserError(str(ended.result.error).splitlines())
     return ended
-
-
-def _choose_by_trial(job: Job) -> None:
-    """Let the options choose what they find by trials. A resumed run's directory has what it found."""
-    recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
-    for group, option in job.run.tried().items():
-        job.run.parts[group] = option.choose(Trials(job), recorded.get(group))
 
 
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:

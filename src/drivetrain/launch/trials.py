@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
 from drivetrain.core.world import World
 from drivetrain.engine import child
-from drivetrain.launch.job import Job, prepare
+from drivetrain.launch.job import Job, prepare, recorded_environment
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -104,6 +105,7 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
 OUT_OF_MEMORY = 3  # the exit code of a trial that has used more than it may
 MEMORY_FRACTION = 0.95  # of a device; the rest is for fragmentation and the ranks' communication
 FORECAST_S = 120.0  # after that trials begin with the smallest size
+THREAD_ROUNDS, LONG_S = 7, 0.5  # of trials of threads; seconds of an update that is worth all cores
 LOOKS_ALONE = ("callbacks=[]", "logger=[]", "ema=none")
 
 T = TypeVar("T")
@@ -152,6 +154,10 @@ class Trials:
     def micro_batch(self) -> int:
         return int(self.run.batch.micro_batch(World(size=self.run.parallel.data_ranks())))
 
+    def thread_seconds(self, counts: Sequence[int]) -> list[float]:
+        run, steps = trial_run(self.job, LOOKS_ALONE), self.run.batch.accumulation_steps
+        return child.ask(run, partial(_thread_seconds, counts, self.micro_batch(), steps), "runtime.threads=auto: a trial failed")
+
     def fewest_blocks(self, block: str | None, limit_gb: float) -> dict[str, int]:
         run, steps = trial_run(self.job, ["checkpointing=none"]), self.run.batch.accumulation_steps
         question = partial(_fewest_blocks, block, self.micro_batch(), steps, limit_gb)
@@ -159,6 +165,13 @@ class Trials:
             return child.ask(run, question, "the step cannot be forecast")
         except NoAnswer as error:
             raise UserError(f"{error}: set checkpointing.memory_gb=null") from None
+
+
+def choose(job: Job) -> None:
+    """Let the options choose what they find by trials. A resumed run's directory has what it found."""
+    recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
+    for group, option in job.run.tried().items():
+        job.run.parts[group] = option.choose(Trials(job), recorded.get(group))
 
 
 def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:
@@ -223,6 +236,22 @@ def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: Any, 
         if peak_memory_of_process() > limit:
             return
         fitting.value += 1
+
+
+def _thread_seconds(counts: Sequence[int], size: int, micro_batches: int, trainer: Trainer) -> list[float]:
+    """The median seconds of an update with each number of threads, in turns."""
+
+    def timed(threads: int) -> float:
+        torch.set_num_threads(threads)
+        _make_updates(trainer, size, micro_batches)  # it starts the threads
+        began = time.perf_counter()
+        _make_updates(trainer, size, micro_batches)
+        return (time.perf_counter() - began) / 2
+
+    if timed(counts[-1]) > LONG_S < timed(counts[0]):
+        return []
+    rounds = [[timed(threads) for threads in counts] for _ in range(THREAD_ROUNDS)]
+    return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
 
 def _make_updates(trainer: Trainer, size: int, micro_batches: int) -> None:

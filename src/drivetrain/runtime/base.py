@@ -6,8 +6,9 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from drivetrain.core import accelerators, rng, streams
 from drivetrain.core.accelerators import Accelerator
@@ -17,6 +18,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
 from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec
+from drivetrain.core.protocols import Trials
+from drivetrain.core.typed import fits
 from drivetrain.core.world import World
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
@@ -25,6 +28,8 @@ CHOSEN_BY_AUTO = ("cuda", "xpu")  # not mps, which has no float64: it is used wh
 
 OWN_LAUNCH = "drivetrain"  # TORCHELASTIC_RUN_ID of ranks that drivetrain has started itself
 OPENMP = re.compile(r"\s*0*([1-9]\d*)\s*(,.*)?")  # a number of threads, perhaps followed by those of nested regions
+
+AS_FAST = 1.05  # times the seconds of the fastest number of threads, within which fewer do
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +53,7 @@ class Runtime(Option):
         self,
         device: str = "auto",
         seed: CountOrZero = 0,
-        threads: Count | None = None,
+        threads: Count | Literal["auto"] | None = None,
         cudnn_benchmark: bool = True,
         deterministic: bool = False,
         zero_grad: Literal["none", "memset"] = "none",
@@ -58,6 +63,7 @@ class Runtime(Option):
         self.device, self.seed, self.threads, self.zero_grad = device, seed, threads, zero_grad
         self.cudnn_benchmark, self.deterministic = cudnn_benchmark, deterministic
         self.keep_memory, self.attention = keep_memory, attention
+        self.found: dict[str, Any] | None = None  # what the threads were chosen by, where trials chose them
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not DEVICE.fullmatch(self.device):
@@ -67,7 +73,8 @@ class Runtime(Option):
                 f"runtime.device={self.device} is one device, and {run.named('parallel')} uses several: set "
                 f"runtime.device={self.device.partition(':')[0]}, or parallel=single"
             )
-        yield from too_many("threads", f"runtime.threads={self.threads}", self.threads or 0)
+        if self.threads is not None and self.threads != "auto":
+            yield from too_many("threads", f"runtime.threads={self.threads}", self.threads)
         if self.threads is None and (given := asked_of_openmp()):
             if OPENMP.fullmatch(given):
                 yield from too_many("threads", f"OMP_NUM_THREADS={given}", self.thread_count(1))
@@ -90,6 +97,29 @@ class Runtime(Option):
         elif number and int(number) >= found.count:
             last = f"{type_}:{found.count - 1}"
             yield f"runtime.device={self.device}, but torch finds {found.count} {type_.upper()} devices: the last one is {last}"
+
+    @property
+    def untried(self) -> str:  # type: ignore[override]
+        return "runtime.threads=1" if self.threads == "auto" else ""
+
+    @property
+    def needs_trial(self) -> bool:  # type: ignore[override]
+        return self.threads == "auto"
+
+    def choose(self, trials: Trials, recorded: Any = None) -> Runtime:
+        parallel = trials.run.parallel
+        cores = usable_cores(max(1, parallel.ranks() // parallel.nnodes))
+        counts = [*(2**n for n in range((cores - 1).bit_length())), cores]
+        if not _is_choice(recorded, cores):
+            seconds = trials.thread_seconds(counts) if self.device_type() == "cpu" and cores > 1 else []
+            # The fewest that are as fast: more would only take cores from others. A large model takes all without a trial.
+            fast = [n for n, s in zip(counts, seconds, strict=False) if s <= AS_FAST * min(seconds)] or [cores]
+            recorded = {"threads": fast[0], "cores": cores, "update_seconds": seconds}
+        chosen = copy(self)
+        chosen.threads, chosen.found = recorded["threads"], recorded
+        measured = ", ".join(f"{1e3 * s:.1f} ms with {n}" for n, s in zip(counts, recorded["update_seconds"], strict=False))
+        logger.info("runtime.threads=auto: %d of %d%s", chosen.threads, cores, measured and f": an update takes {measured}")
+        return chosen
 
     def device_type(self) -> str:
         """Return the device type as torch names it, with `auto` resolved. It starts no device, so that ranks can be forked."""
@@ -142,7 +172,9 @@ class Runtime(Option):
     def thread_count(self, ranks: int) -> int:
         """Return the CPU threads of each of the machine's `ranks`: as set, as OMP_NUM_THREADS says, or its share of the cores."""
         given = OPENMP.fullmatch(asked_of_openmp())
-        return self.threads or (int(given[1]) if given else usable_cores(ranks))
+        if self.threads is None and given:
+            return int(given[1])
+        return usable_cores(ranks) if self.threads in (None, "auto") else int(self.threads)
 
     def seed_rank(self, world: World) -> None:
         """Seed each rank differently from here on, for dropout."""
@@ -156,6 +188,17 @@ class Runtime(Option):
         else:
             for p in parameters:
                 p.grad = None
+
+
+def _is_choice(recorded: Any, cores: int) -> bool:
+    """Whether this is what a resumed run has chosen, with as many cores."""
+    return (
+        fits(recorded, dict[str, Any])
+        and recorded.get("cores") == cores
+        and fits(recorded.get("threads"), int)
+        and 1 <= recorded["threads"] <= cores
+        and fits(recorded.get("update_seconds"), list[float])
+    )
 
 
 def _seed(number: int) -> None:

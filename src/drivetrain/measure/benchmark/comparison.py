@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
+from drivetrain.launch import trials
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
@@ -363,8 +364,9 @@ def measure(
     `overrides` are recorded as what all arms have in common, and `trained` are runs that need no training again. Raises
     UserError if the first arm cannot be built; one that fails later is a row with its error, and ends the measurement.
     """
-    first = baseline_job(specs)
     accelerators.find()  # this, and the import of torch, once here, because the arms are forked
+    specs = [_after_trials(spec) for spec in specs]
+    first = baseline_job(specs)
     began = time.perf_counter()
     folder = directory.create(Path(first.run.values["output_dir"]), "compare", "arms")
     with Steps() as steps, ended_by_signals() as raise_if_interrupted:
@@ -408,6 +410,16 @@ def _updates_to(target: str | None, row: Row) -> int | None:
     found = _times_of(row, target).updates if target is not None else []
     reached = [updates for updates in found if updates is not None]
     return round(statistics.median(reached)) if reached and len(reached) == len(found) else None
+
+
+def _after_trials(spec: ArmSpec) -> ArmSpec:
+    """The arm with what its options find by trials, such as a number of threads; or why they find nothing."""
+    try:
+        if spec.job is not None:
+            trials.choose(spec.job)
+    except UserError as error:
+        return replace(spec, job=None, problems=error.problems)
+    return spec
 
 
 def arm_of(spec: ArmSpec, folder: Path) -> Arm | None:

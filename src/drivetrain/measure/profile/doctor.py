@@ -15,6 +15,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.engine import child
+from drivetrain.launch import trials
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments, intervals, leave
@@ -214,7 +215,7 @@ def _threads(profile: StepProfile) -> Iterator[Problem]:
         "threads",
         f"torch computes with {used.number} of {used.cores} cores",
         f"{where}; {gain}",
-        () if used.place else ("runtime.threads=auto",),
+        () if used.place else (f"runtime.threads={used.cores}",),
     )
 
 
@@ -452,6 +453,7 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     with Steps() as progress:
         progress("profiling the step")
         alone = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
+        trials.choose(alone)
         question = partial(_profile_step, profile_s=settings.profile_s, asked=time.monotonic())
         profile = child.ask(alone.run, question, "the run cannot be profiled")
     if ranks > 1:
