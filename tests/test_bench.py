@@ -13,7 +13,12 @@ from typing import Any
 
 import bench
 import pytest
-from bench import harness, overhead, startup
+from bench import cards, harness, overhead, startup
+
+from drivetrain.cli.list import show
+from drivetrain.config import catalog
+from drivetrain.measure.benchmark import arms
+from tests.support import pairwise
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_PEERS = """
@@ -103,3 +108,66 @@ def test_pairs_are_compared_within_their_round() -> None:
     assert figures["difference"]["median"] == 10
     assert (figures["difference"]["low"], figures["difference"]["high"]) == (1, 100)
     assert harness.spread(list(range(11))) == {"median": 5, "p10": 1, "p90": 9}
+
+
+def test_every_technique_has_a_case_that_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a reason why it has no figure. An option that is off by itself is what the others are compared with."""
+    pairwise.prepare_folder(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = cards.cards()
+    assert {word.partition("=")[0] for word in known} == set(cards.GROUPS)
+    assert set(cards.NONE) <= set(known)
+    for word, case in known.items():
+        if word not in cards.NONE:
+            base = [*cards.ALL, *(each.format(photos=tmp_path / "images") for each in case.base)]
+            for label, words in ((case.off, [*base, case.off]), (word, [*base, word, *case.beside])):
+                spec = arms.compose(label, words)
+                lacking = [problem for problem in spec.problems if "which is not installed" in problem]
+                assert spec.problems == lacking, word
+
+
+def test_a_card_has_its_figures_and_the_campaign_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "cards.json"
+    words = ["--rounds", "1", "--block-s", "0.01", "--out", str(out), "--cards"]
+    cards.main([*words, "clip=norm", "precision=tf32"])
+    content = json.loads(out.read_text())
+    card = content["cards"]["clip=norm"]
+    assert (card["against"], card["ratio"][1:], len(card["rates"][1])) == ("clip=none", [None, None], 1)
+    assert card["ratio"][0] == pytest.approx(card["rates"][1][0] / card["rates"][0][0])
+    assert content["cards"]["precision=tf32"]["reason"].startswith("not measurable on a CPU")
+    assert "all are measured" in capfd.readouterr().out
+    cards.main([*words, "clip=norm", "--minutes", "0"])  # nothing is left to measure
+    assert json.loads(out.read_text())["cards"] == content["cards"]
+    cards.main([*words, "clip=agc", "--minutes", "0"])
+    assert "1 are left: call it again" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ([12.4, 11.0, 14.0], "1.50 × as fast as x=off (1.40 to 1.60), 12 MiB more memory (+11 to +14)"),
+        ([-300.0, -310.0, -290.0], "1.50 × as fast as x=off (1.40 to 1.60), 300 MiB less memory (-310 to -290)"),
+        ([3.0, -1.0, 7.0], "1.50 × as fast as x=off (1.40 to 1.60), as much memory"),  # not certain
+        (None, "1.50 × as fast as x=off (1.40 to 1.60)"),
+    ],
+)
+def test_what_a_card_says(memory: list[float] | None, says: str) -> None:
+    card = {"against": "x=off", "case": "model=mlp a.b=1 model=gpt", "beside": ["x.k=2"], "ratio": [1.5, 1.4, 1.6]}
+    said = cards.sentence(card | {"memory_mib": memory}, "a CPU")
+    assert said == f"{says}; with x.k=2, model=gpt, one thread, a CPU"
+
+
+def test_the_cards_of_the_options_are_those_of_the_campaign() -> None:
+    """What `drivetrain list` says was measured is what the record holds."""
+    record = harness.before(harness.RESULTS / "cards-cpu.json")
+    said = {word: cards.sentence(card, record["cpu"]) for word, card in record.get("cards", {}).items()}
+    assert dict(catalog.measured()) == said
+
+
+def test_a_list_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(catalog, "measured", lambda: {"clip=norm": "0.99 × as fast", "surgery=[sync_bn]": "no figure"})
+    for word, line in (("clip=norm", "measured: 0.99 × as fast"), ("surgery=sync_bn", "measured: no figure")):
+        show(word)
+        assert line in capsys.readouterr().out
+    show("clip=agc")
+    assert "measured" not in capsys.readouterr().out

@@ -128,7 +128,7 @@ def _pairs(record: matrix.Record, override: str) -> Iterator[str]:
 
 def _measured(root: Path) -> dict[str, list[str]]:
     """Override → what comparisons found of it, with the machine; only where the table adds techniques one by one or alone."""
-    found: dict[str, list[str]] = defaultdict(list)
+    found: dict[str, list[str]] = defaultdict(list, {card: [f"{said}."] for card, said in catalog.measured().items()})
     for file in (root / "bench" / "results" / name for name in MEASURED):
         if not file.exists():
             continue

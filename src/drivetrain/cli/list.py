@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 HELP = """\
 drivetrain list [GROUP]         every option of every group, or of one, with what it does
-drivetrain list GROUP=OPTION    one option: what it does, when it helps, what it claims of training, and its keys
+drivetrain list GROUP=OPTION    one option: what it does, when it helps, what it claims of training, what was measured, its keys
 drivetrain list KEY             what a key of no group does, such as target, stages or epochs
 
 `effect` is what an option claims of training: exact, the same numbers as without it; close, the same mathematics, rounded or
@@ -107,9 +107,11 @@ def _show_option(group: str, option: str, file: Path) -> None:
     effect, changes = _claim(file)
     keys = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
     place = f"{group}.{option}" if group in catalog.LISTS else group
-    echo(f"{group}={f'[{option}]' if group in catalog.LISTS else option}: {catalog.summary(file)}")
+    override = f"{group}={f'[{option}]' if group in catalog.LISTS else option}"
+    echo(f"{override}: {catalog.summary(file)}")
     echo("".join(f"    {name}: {text}\n" for name, text in (
         ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else ""),
+        ("measured", catalog.measured().get(override, "") if effect != "–" else ""),
     ) if text))  # fmt: skip
     # Indented lines are the entries of a mapping, such as what a task sets.
     echo("\n".join(f"    {key}" if key.startswith(" ") else f"    {place}.{key}" for key in keys))

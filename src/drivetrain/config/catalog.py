@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
+from drivetrain.core.files import read_json
 from drivetrain.core.paths import conf_dir
 
 # groups of which several options may be added up, as loss=[a,b], and the class that does
@@ -115,6 +116,13 @@ def when(file: Path) -> str:
     """The comment of an option's file that says when to use it; "" where it has none."""
     found = re.search(r"^# when: (.+)$", file.read_text(encoding="utf-8"), re.M)
     return found[1].strip() if found else ""
+
+
+@cache
+def measured() -> Mapping[str, str]:
+    """Override → what `python -m bench.cards` measured of that option, or why it has no figure."""
+    file = conf_dir() / "measured.json"
+    return read_json(file) if file.exists() else {}
 
 
 def target(file: Path) -> str:

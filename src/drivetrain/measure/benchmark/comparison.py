@@ -53,6 +53,7 @@ class Row:
     step_ms_p95: float | None = None
     data_wait: float | None = None  # share of the time
     peak_memory_bytes: int | None = None
+    peaks_bytes: list[int] = field(default_factory=list)  # of each round
     compile_s: float | None = None  # of the first round
     starts_s: list[float] = field(default_factory=list)  # of each round: building, compiling, the first batch, …
     start_s: float | None = None  # with filled caches
@@ -88,7 +89,8 @@ class Row:
         row.samples_per_second = statistics.median(row.rates)
         row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
         row.data_wait = sum(b.data_wait_s for b in arm.blocks) / sum(b.seconds for b in arm.blocks)
-        row.peak_memory_bytes = arm.blocks[-1].peak_memory
+        row.peaks_bytes = [block.peak_memory for block in arm.blocks]
+        row.peak_memory_bytes = row.peaks_bytes[-1]
         if arm is base:
             row.ratio = Interval(1.0, 1.0, 1.0)
         elif base.error is None:
