@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 import drivetrain
 from drivetrain.batch import Batch
@@ -161,6 +162,18 @@ def test_a_step_that_needs_values_is_not_forecast_and_is_tried(tmp_path, monkeyp
     assert own.forecast_micro_batch(96, 16.0) is None
     assert "the step cannot be forecast (it fails: " in caplog.text
     assert own.count_fitting([48, 96], 96, 16.0) == 2
+
+
+@pytest.mark.parametrize("question", ["_forecast_micro_batch", "_fewest_blocks"])
+def test_a_forecast_fills_no_weights(question, monkeypatch):
+    """A model that is larger than the machine's memory can be forecast."""
+
+    def real(*given):
+        return sum(p.nbytes for p in given[-1].model.parameters() if not isinstance(p, FakeTensor))
+
+    monkeypatch.setattr(trials, question, real)
+    own = trials_of("model=mlp", "precision=bf16", "batch=accumulate")
+    assert (own.forecast_micro_batch(96, 16.0) if "micro" in question else own.fewest_blocks(None, 1.0)) == 0
 
 
 def test_trials_count_what_fits_until_memory_does_not_do(hungry):

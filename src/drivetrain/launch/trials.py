@@ -131,7 +131,8 @@ class Trials:
 
     def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:
         try:
-            return child.ask(trial_run(self.job), partial(_forecast_micro_batch, most, limit_gb), "it fails", FORECAST_S)
+            question = partial(_forecast_micro_batch, most, limit_gb)
+            return child.ask(trial_run(self.job), question, "it fails", FORECAST_S, values=False)
         except UserError as error:
             why = error.problems[-1][:200]
             logger.info("%s: the step cannot be forecast (%s): trials begin at 2 samples", self.run.named("batch"), why)
@@ -162,7 +163,7 @@ class Trials:
         run, steps = trial_run(self.job, ["checkpointing=none"]), self.run.batch.accumulation_steps
         question = partial(_fewest_blocks, block, self.micro_batch(), steps, limit_gb)
         try:
-            return child.ask(run, question, "the step cannot be forecast")
+            return child.ask(run, question, "the step cannot be forecast", values=False)
         except NoAnswer as error:
             raise UserError(f"{error}: set checkpointing.memory_gb=null") from None
 
@@ -209,15 +210,13 @@ def _total(device: torch.device) -> float:
 
 
 def _forecast_micro_batch(most: int, limit_gb: float | None, trainer: Trainer) -> int:
-    from drivetrain.engine.rehearsal.fake_step import resident
     from drivetrain.engine.rehearsal.search import largest_micro_batch
 
     if trainer.device.type != "cpu":
         return largest_micro_batch(trainer, most, device_limit(trainer.device, limit_gb))
     assert limit_gb is not None  # Auto.validate_device
-    tensors = {id(t): t.nbytes for kind in resident(trainer).values() for t in kind}
-    beside = memory_now() - sum(tensors.values())  # libraries and the data, which are in the process's memory too
-    return largest_micro_batch(trainer, most, limit_gb * 2**30 - beside)
+    # Libraries and the data are in the process's memory too; the model's weights are not, which have no values here.
+    return largest_micro_batch(trainer, most, limit_gb * 2**30 - memory_now())
 
 
 def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: Any, trainer: Trainer) -> None:
