@@ -34,6 +34,14 @@ def test_a_shell_gives_each_command_the_words_that_are_meant(shell, tmp_path):
         assert [word.replace("=~/", f"={home}/") for word in words] == [w.replace("=~/", f"={home}/") for w in meant], command
 
 
+def test_commands_of_the_pages_fit_a_narrow_column():
+    """On the site and in half a screen no command is cut off: it is broken with a backslash."""
+    pages = [page for page in printed.PAGES if page.is_relative_to(printed.ROOT / "docs")]
+    lines = [(page.name, line) for page in pages for line in printed.lines(page)]
+    assert len(lines) > 300
+    assert [(name, line) for name, line in lines if len(line) > printed.WIDEST] == []
+
+
 def test_comments_can_be_pasted_into_zsh_too(capsys):
     """In zsh # begins no comment unless it was told so: the command drops it, and the shell finds nothing to do in it."""
     for command in COMMANDS:

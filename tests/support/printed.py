@@ -22,6 +22,7 @@ import drivetrain
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(drivetrain.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+WIDEST = 76  # characters of a command's line
 PROGRAMS = "drivetrain|python|make|pip|find|srun|torchrun|sbatch"
 COMMAND = re.compile(rf"^    (?:\$ )?((?:{PROGRAMS}) .*)$(\n    error: )?", re.M)
 # Each program prints its words, one in a line, and an empty line after them.
@@ -47,6 +48,16 @@ def commands() -> Iterator[Printed]:
         for text, error in COMMAND.findall(re.sub(r"\\\n *", "", page.read_text(encoding="utf-8"))):
             command, _, comment = text.partition(" # ")
             yield Printed(page.relative_to(ROOT).as_posix(), command.rstrip(), comment, bool(error))
+
+
+def lines(page: Path) -> Iterator[str]:
+    """Every line of a page's commands, as the site shows it: also of one that goes on after a backslash, or in a script."""
+    goes_on = fenced = False
+    for line in page.read_text(encoding="utf-8").splitlines():
+        fenced ^= line.startswith("```")
+        if goes_on or re.match(rf"{'' if fenced else '    '}(?:\$ )?(?:{PROGRAMS}) ", line):
+            yield line if fenced else line.removeprefix("    ")
+            goes_on = line.endswith("\\")
 
 
 def words_by(shell: str, lines: list[str], folder: Path) -> tuple[list[list[str]], str]:
