@@ -60,7 +60,7 @@ def write_package(site: Path) -> Path:
     for group, default in catalog.default_options().items():
         text = catalog.option_files()[group][BASE.get(group, default)].read_text()
         module, _, name = yaml.safe_load(text)["_target_"].rpartition(".")
-        rule = RULE if group == "optimizer" else "    pass\n"
+        rule = RULE if group == "optimizer" else "    effect = 'exact'\n"
         classes.append(f"import {module}\n\nclass {group.title()}({module}.{name}):\n{rule}\n")
         knobs = [line for line in text.splitlines() if not line.startswith(("#", "_target_"))]
         place = [f"# @package {group}.mine"] if group in catalog.LISTS else []
@@ -249,6 +249,16 @@ def test_the_contract_finds_what_is_wrong(installed: Path) -> None:
 def test_the_contract_of_an_odd_option(text: str, says: str, installed: Path) -> None:
     (installed / "made_up" / "conf" / "clip" / "mine.yaml").write_text(text)
     assert any(says in problem for problem in contract_problems("clip", "mine"))
+
+
+def test_the_contract_asks_what_an_option_does_to_training(installed: Path) -> None:
+    said = "    effect = 'exact'\n"
+    options = installed / "made_up" / "options.py"
+    before, saving, after = options.read_text().partition("class Saving(")
+    options.write_text(before + saving + after.replace(said, "    key_effects = {'maximum': 'close'}\n", 1))
+    says, names = contract_problems("saving", "mine")
+    assert "Saving does not say what it does to training" in says
+    assert "maximum of Saving.key_effects is no argument of it" in names
 
 
 def test_the_contract_of_no_option() -> None:

@@ -15,6 +15,9 @@ STREAM = 1000  # of random numbers, which no other augmentation uses; drivetrain
 class Invert(Augment):
     """Turn some images into their negatives."""
 
+    effect = "changes"
+    changes = "some images are shown as their negatives"
+
     def __init__(self, probability: Share = 0.5, max_value: Positive = 255.0) -> None:
         self.probability, self.max_value = probability, max_value
 

@@ -13,6 +13,8 @@ from drivetrain.loader import Loader, Pipeline
 class PrefetchOne(Loader):
     """One thread reads the next micro-batch while the device computes this one."""
 
+    effect = "exact"  # the same batches in the same order
+
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:

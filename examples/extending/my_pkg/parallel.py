@@ -23,6 +23,9 @@ class LocalSgd(ProcessGroupStrategy):
     The optimizer's state stays each rank's own; a checkpoint has rank 0's.
     """
 
+    effect = "changes"
+    changes = "ranks train by themselves, and average their weights every few updates"
+
     every: Count = 8
 
     def validate(self, run: RunSpec) -> Iterator[str]:

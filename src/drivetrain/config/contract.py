@@ -7,7 +7,7 @@ def test_options(): assert not contract_problems("optimizer", "my_optimizer")
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from drivetrain.config import recipe_checks
 from drivetrain.config.catalog import LISTS, option_files, summary
@@ -60,9 +60,20 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
     except Exception as error:
         yield f"{file}: {cls.__name__} must be possible without arguments, and with the file's: {type(error).__name__}: {error}"
         return
+    yield from (f"{file}: {problem}" for problem in _claim_problems(cls, knobs))
     for name in knobs:
         if name in from_python and not _equal(from_python[name], from_yaml[name]):
             yield f"{file}: {name} is {from_yaml[name]!r}, but the default of {cls.__name__} is {from_python[name]!r}"
+
+
+def _claim_problems(cls: type[Option], knobs: Collection[str]) -> Iterator[str]:
+    """What is missing of what an option claims of training."""
+    if cls().effect_as_set() != "exact" and not 10 < len(cls.changes) < 100:
+        yield (
+            f'{cls.__name__} does not say what it does to training: give it effect = "exact" (the same numbers), or "close" '
+            'or "changes" with one line in changes, of 11 to 99 letters'
+        )
+    yield from (f"{key} of {cls.__name__}.key_effects is no argument of it" for key in cls.key_effects if key not in knobs)
 
 
 def _open_texts(group: str, cls: type[Option]) -> Iterator[str]:

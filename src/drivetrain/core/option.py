@@ -91,7 +91,8 @@ class Option:
     """
 
     # What an option claims beside its group's off switch, or beside others of its group that claim the same. `drivetrain
-    # compare` and `certify` test it. A subclass states its own: what it does not say, it does not claim.
+    # compare` and `certify` test it. A class inherits `changes` alone; of a base class that is exact or close it states its own,
+    # or the contract test asks for it: what it does not say, it does not claim.
     effect: ClassVar[Effect] = "changes"
     changes: ClassVar[str] = ""  # what it changes in training, in one line, where it is not exact
     key_effects: ClassVar[Mapping[str, Effect]] = {}  # of knobs whose values have another effect than the option
@@ -114,7 +115,8 @@ class Option:
 
     def __init_subclass__(cls, **named: Any) -> None:
         super().__init_subclass__(**named)
-        cls.effect = cls.__dict__.get("effect", "changes")
+        if "effect" not in cls.__dict__ and cls.effect != "changes":
+            cls.effect, cls.changes = "changes", cls.__dict__.get("changes", "")
 
     def see(self, run: RunSpec) -> None:
         """Note what this option's own answers depend on in the others. It is called once, before anything is validated."""
