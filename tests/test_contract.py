@@ -21,6 +21,7 @@ from drivetrain.config.compose import compose
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
+from drivetrain.core.user_code import import_name
 from drivetrain.launch import launcher
 from drivetrain.model.shipped import Mlp
 from drivetrain.optimizer import algorithms
@@ -523,3 +524,17 @@ def test_the_defaults_are_a_good_run(tmp_path):
     job = launcher.prepare([])
     assert not job.notices
     check.validate_device(job.run)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=ids(OPTIONS))
+def test_its_settings_are_set_once(group, option):
+    """Whoever wants other values takes a copy; what is built for a run is its own."""
+    cls = import_name(catalog.target(FILES[group, option]))
+    made = cls()
+    for name in vars(made).keys() & inspect.signature(cls).parameters.keys():
+        with pytest.raises(AttributeError, match=f"{name} is a setting of {cls.__name__}"):
+            setattr(made, name, None)
+        assert vars(made.with_values(**{name: "other"})) == {**vars(made), name: "other"}
+        in_run = made.copied()
+        setattr(in_run, name, "other")
+        assert getattr(in_run, name) == "other"

@@ -185,7 +185,7 @@ def test_the_batch_words_are_counts_and_choices(problems, word):
 
 def test_a_split_that_was_halved_is_restored_unless_the_config_sets_another_one():
     saved = Accumulate(accumulation_steps=2).state_dict() | {"steps": 4}  # memory ran out once
-    same, other = Accumulate(accumulation_steps=2), Accumulate(accumulation_steps=3)
+    same, other = Accumulate(accumulation_steps=2).copied(), Accumulate(accumulation_steps=3).copied()
     same.load_state_dict(saved)
     other.load_state_dict(saved)
     assert (same.accumulation_steps, other.accumulation_steps) == (4, 3)

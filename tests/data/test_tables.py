@@ -36,8 +36,7 @@ def written(folder: Path, *lines: str, name: str = "table.csv") -> str:
 def asked(option, *targets: str):
     """The option as it is where a task wants these targets."""
     model = SimpleNamespace(has_tokenizer=False)
-    option.see(SimpleNamespace(parts={"task": SimpleNamespace(targets=targets)}, model=model))
-    return option
+    return option.resolve(SimpleNamespace(task=SimpleNamespace(targets=targets), model=model))
 
 
 def test_a_tables_columns_become_standardised_numbers_and_categories(houses):

@@ -151,7 +151,8 @@ def test_three_steps_on_two_ranks_equal_one_big_batch(float64, make, library, op
         for p in trainer.model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     big: Batch = Batch(30) if option == "accumulate" else Bucketed(30, pad_to=trainer.batch.pad_to)
-    big.over(trainer.batch.order).measure(trainer.train_data.source, 0, World())
+    big = big.over(trainer.batch.order)
+    big.measure(trainer.train_data.source, 0, World())
     whole = gradients(trainer, big, World())
     ranks = [gradients(trainer, trainer.batch, World(rank, 2)) for rank in range(2)]
     assert len(whole) == len(ranks[0]) == len(ranks[1]) == -(-len(trainer.train_data.source) // 30) > 2

@@ -98,7 +98,7 @@ def test_bce_of_classes_is_timms():
         if smoothing and target is mixed:
             continue  # timm smooths mixed targets where it mixes them
         loss = Bce(smoothing, target_threshold=threshold if target is mixed else None)
-        loss.see(run)
+        loss = loss.resolve(run)
         loss.labels = 5
         theirs = timm_loss(smoothing=smoothing, target_threshold=threshold if target is mixed else None)
         close(loss(output, target), theirs(output, target))

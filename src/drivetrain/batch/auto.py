@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +50,7 @@ class Auto(Batch):
                 f"batch=auto: not even {smallest} samples fit: raise batch.memory_gb, or save memory "
                 "(precision=bf16, checkpointing=blocks, a smaller model)"
             )
-        tuned = copy.deepcopy(self)
-        tuned.accumulation_steps = math.ceil(largest / limit)
+        tuned = self.with_values(accumulation_steps=math.ceil(largest / limit))
         fits = f"{limit} samples fit" if limit < largest else f"all {largest} samples fit"
         micro = math.ceil(largest / tuned.accumulation_steps)
         began = "" if expected is None else f"; {expected} were forecast"

@@ -120,13 +120,14 @@ class Batch(Option):
         kinds = getattr(run.loss, "takes", None) if run.data.targets is None else (run.data.targets,)
         self.weighs_by_length = kinds == ("tokens",)
         self.together = run.loss.evaluated_together
-        self.over(run.data.order_of(context.train_source))
+        self.order = run.data.order_of(context.train_source)
         self.measure(context.train_source, context.seed, context.parallel.data_world)
 
     def over(self, order: Order) -> Self:
-        """Take the training samples in this order. Must be called before anything that counts or requests them."""
-        self.order = order
-        return self
+        """Return a copy for one run, with this order of the training samples, which counts and requests them."""
+        made = self.copied()
+        made.order = order
+        return made
 
     @property
     def by_length(self) -> bool:
@@ -179,9 +180,9 @@ class Batch(Option):
         """Return the settings that say how many samples are in which update."""
         return (self.buckets_lengths, self.global_batch, self.tokens, self.grow_every, self.grow_by, self.grow_until)
 
-    def set_stages(self, stages: Sequence[tuple[int, Batch]]) -> None:
-        """Let the epochs of the run's other stages have the sizes that their batches set; each with the epoch of its start."""
-        self._stages = list(stages)
+    def of_stages(self, stages: Sequence[tuple[int, Batch]]) -> Self:
+        """Return this option where each stage of the run has the sizes of its own batch, from the epoch of its start on."""
+        return self.with_values(_stages=list(stages))
 
     @property
     def differs_by_stage(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,14 +84,10 @@ class Critical(Batch):
         limits = {"smallest": self.global_batch, "largest": self.max, "look_updates": self.look_updates, "by": self.by}
         steps = max(2, self.accumulation_steps * ranks)  # the parts of an update that the ranks compute; it takes two to measure
         look = recorded if _is_of(recorded, limits) else trials.look(steps, self.look_updates, self._micro_batches(ranks))
-        chosen = copy.deepcopy(self)
         growth = self._growth(look)
-        chosen.global_batch *= growth
-        if self.by == "noise":
-            chosen.accumulation_steps *= growth
+        size, steps = self.global_batch * growth, self.accumulation_steps * (growth if self.by == "noise" else 1)
         measured = {key: look[key] for key in ("noise_scale", "updates", "samples", "update_seconds")}
-        chosen.found = {**limits, **measured, "global_batch": chosen.global_batch}
-        return chosen
+        return self.with_values(global_batch=size, accumulation_steps=steps, found={**limits, **measured, "global_batch": size})
 
     def _micro_batches(self, ranks: int) -> list[int]:
         """A rank's micro-batches in the updates whose time is to be measured: in those of the smallest batch and its doubles."""

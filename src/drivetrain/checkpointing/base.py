@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -94,9 +93,7 @@ class Blocks(Checkpointing):
 
     def chosen(self, found: dict[str, Any]) -> Blocks:
         """Return this option with as many blocks recomputed as was found."""
-        chosen = copy.copy(self)
-        chosen.found = found
-        return chosen
+        return self.with_values(found=found)
 
     def too_little(self, found: Mapping[str, int], micro_batch: int) -> str:
         """Return what to say where the step takes more than it may with any number of blocks recomputed."""

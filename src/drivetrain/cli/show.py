@@ -88,7 +88,7 @@ def _horizon(run: RunSpec) -> Horizon:
         import torch
 
         source = run.data.load_sets(torch.device("cpu")).train
-        batch = copy.deepcopy(run.batch).over(run.data.order_of(source))
+        batch = run.batch.over(run.data.order_of(source))
         batch.measure(source, run.runtime.seed, World())
         samples = batch.order.length
         over = horizons.run_horizon(run, samples, batch)

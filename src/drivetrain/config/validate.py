@@ -29,7 +29,7 @@ from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
-from drivetrain.core.option import Count, Given, NotGiven, Option, RunSpec
+from drivetrain.core.option import CheckedValues, Count, InvalidValue, Option, RunSpec
 from drivetrain.core.stages import Stage
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
@@ -74,7 +74,7 @@ class _Made:
     composed: Composed
     run: RunSpec
     classes: recipe_checks.Classes
-    options: list[Option]  # those that were made rightly
+    options: list[Option]  # those that were made rightly, resolved
     stage: Planned | None = None
 
     def problem(self, line: str) -> str:
@@ -83,8 +83,12 @@ class _Made:
 
     def broken_rules(self, used: Collection[str] | None) -> list[str]:
         """What its options' rules say, where they can be asked; else a value may be missing that any rule reads."""
-        known = self.composed.doubtful <= set(options(self.composed.config_dirs))
-        return _broken_rules(self.run, self.options, used) if known else []
+        return _broken_rules(self.run, self.options, used) if _all_known(self.composed) else []
+
+
+def _all_known(composed: Composed) -> bool:
+    """Whether all words were understood, but for those of some groups."""
+    return composed.doubtful <= set(options(composed.config_dirs))
 
 
 def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
@@ -112,7 +116,7 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     plain = composed.plain
     groups = options(composed.config_dirs)
     values = {k: v for k, v in plain.items() if k not in groups}
-    parts, given = Given(), Given(values)
+    parts, given = CheckedValues(), CheckedValues(values)
     run = RunSpec(composed.choices, given, parts, composed.from_environment)
     _decode(composed, "", _KINDS, given)
     sections = {group: list(_sections(group, plain.get(group), composed)) for group in groups}
@@ -123,38 +127,44 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     if refused := list(recipe_checks.problems(composed, classes)):
         raise UserError(dict.fromkeys([*problems, *refused]))
     problems += _value_problems(given, composed.where)
-    rightly_made: list[Option] = []
+    every: dict[str, list[Option | None]] = {}
     for group in groups:
-        made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
+        every[group] = made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
         if group in composed.doubtful or None in made:
             parts.wrong.add(group)
         else:
             parts[group] = made if group in LISTS else made[0]
-        rightly_made += [] if group in composed.doubtful else [option for option in made if option is not None]
     given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (_KINDS.get(key, Any), value)}))}
     if any(_phase_problems(given.get("phases"))):
         given.wrong.add("phases")
     for key in given.wrong:
         del given[key]
-    return _Made(composed, run, classes, rightly_made, stage)
+    return _Made(composed, run, classes, list(_resolve(run, every)) if _all_known(composed) else [], stage)
+
+
+def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Iterator[Option]:
+    """Resolve the options of a run, group by group; those that ask for what is wrong are left out."""
+    for group, of_group in made.items():
+        resolved = []
+        for option in of_group:
+            with suppress(InvalidValue):
+                resolved += [option.resolve(run)] if option is not None else []
+        if group in run.parts:
+            run.parts[group] = resolved if group in LISTS else next(iter(resolved), run.parts[group])
+        yield from resolved
 
 
 def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
     """What the options' rules say of each other; a rule that asks for an option or a value that is wrong says nothing."""
     problems: list[str] = []
-    seeing = []
-    for option in options:
-        with suppress(NotGiven):
-            option.see(run)
-            seeing.append(option)
-    asked = seeing if used is None else [option for option in options_of(run, used) if option in seeing]
+    asked = options if used is None else [option for option in options_of(run, used) if option in options]
     rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
     if used is None:
         rules.append(lambda: selection.problems(run, "select", run.values["select"]))
         rules.append(lambda: target.problems(run))
         rules.append(lambda: phases.problems(run))
     for rule in rules:
-        with suppress(NotGiven):
+        with suppress(InvalidValue):
             problems.extend(rule())
     return problems
 

@@ -7,9 +7,10 @@ conf/ gives the value. Constructors only store their arguments; nothing is built
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -36,19 +37,19 @@ Effect = Literal["exact", "close", "changes"]
 Length = float | Annotated[str, EPOCHS]
 
 
-class NotGiven(KeyError, AttributeError):
+class InvalidValue(KeyError, AttributeError):
     """A rule has asked for an option or a value that the config did not give rightly."""
 
 
-class Given(dict[str, Any]):
-    """The options or the values of a run. `wrong` names those that are left out: to ask for one raises NotGiven."""
+class CheckedValues(dict[str, Any]):
+    """The options or the values of a run. `wrong` names those that are left out: to ask for one raises InvalidValue."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.wrong: set[str] = set()
 
     def __missing__(self, name: str) -> Any:
-        raise NotGiven(name) if name in self.wrong else KeyError(name)
+        raise InvalidValue(name) if name in self.wrong else KeyError(name)
 
 
 @dataclass
@@ -65,10 +66,14 @@ class RunSpec:
     def __getattr__(self, group: str) -> Any:
         try:
             return self.__dict__["parts"][group]
-        except NotGiven:
+        except InvalidValue:
             raise
         except KeyError:
             raise AttributeError(group) from None
+
+    def with_parts(self, **parts: Any) -> RunSpec:
+        """Return the run with other options: group → option."""
+        return replace(self, parts=type(self.parts)({**self.parts, **parts}))
 
     def named(self, group: str) -> str:
         """Return the setting as the user would type it, for messages."""
@@ -87,7 +92,8 @@ class RunSpec:
 class Option:
     """One option of one config group. A group's base class is its off switch.
 
-    An option is data: its settings as the config gave them. The object that `build` returns does the work in a run.
+    An option is data: its settings as the config gave them, which nobody sets a second time. The object that `build` returns
+    does the work in a run.
     """
 
     # What an option claims beside its group's off switch, or beside others of its group that claim the same. `drivetrain
@@ -118,11 +124,31 @@ class Option:
         if "effect" not in cls.__dict__ and cls.effect != "changes":
             cls.effect, cls.changes = "changes", cls.__dict__.get("changes", "")
 
-    def see(self, run: RunSpec) -> None:
-        """Note what this option's own answers depend on in the others. It is called once, before anything is validated."""
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if name in own and "_in_run" not in own and name in inspect.signature(type(self)).parameters:
+            raise AttributeError(f"{name} is a setting of {type(self).__name__}, and set already: take with_values({name}=…)")
+        super().__setattr__(name, value)
+
+    def with_values(self, **values: Any) -> Self:
+        """Return a copy with other values of settings, or of what follows from them."""
+        made = copy.copy(self)
+        vars(made).update(values)
+        return made
+
+    def copied(self) -> Self:
+        """Return a deep copy for one run, whose own methods may set what they like."""
+        return copy.deepcopy(self).with_values(_in_run=True)
+
+    def resolve(self, run: RunSpec) -> Self:
+        """Return this option with what depends on the others, which are resolved in the order of their groups.
+
+        It is called once, before anything is validated.
+        """
+        return self
 
     def effect_as_set(self) -> Effect:
-        """Return the effect with these settings, for an option whose knobs change its claim. It is called after `see`."""
+        """Return the effect with these settings, for an option whose knobs change its claim. It is called after `resolve`."""
         return self.effect
 
     def roundoff(self) -> float:
@@ -154,7 +180,7 @@ class Option:
 
         The option itself does not change, and can be built again.
         """
-        built = copy.deepcopy(self)
+        built = self.copied()
         built.setup(context)
         return built
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,7 +115,7 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
             )
     starts = [0, *(ends_at_epoch(until, run.values["epochs"]) for until in untils)]
     for each in runs:
-        each.batch.set_stages(list(zip(starts, batches, strict=True)))
+        each.parts["batch"] = each.batch.of_stages(list(zip(starts, batches, strict=True)))
 
 
 def problems(run: RunSpec) -> Iterator[str]:
@@ -179,11 +178,7 @@ def changes_at(run: RunSpec, update: int) -> Mapping[str, Any]:
 
 def without(run: RunSpec) -> RunSpec:
     """The options of a run, or of a stage, as those of a run without stages."""
-    if not run.stages:
-        return run
-    batch = copy.copy(run.batch)
-    batch.set_stages([])
-    return replace(run, parts=type(run.parts)({**run.parts, "batch": batch}), stages=[])
+    return replace(run.with_parts(batch=run.batch.of_stages([])), stages=[]) if run.stages else run
 
 
 def _updates(end: float) -> str:

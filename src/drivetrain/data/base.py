@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import annotated_types
 
@@ -188,15 +188,16 @@ class Data(Option):
     kind: TargetKind | None = None  # the one of them that the user chose
     own: OwnData | None = None  # of a finished run that is evaluated on data of another place
 
-    def see(self, run: RunSpec) -> None:
+    def resolve(self, run: RunSpec) -> Self:
         """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
-        wanted = run.parts["task"].targets
+        wanted, targets = run.task.targets, self.targets
         if self.reads:
-            self.targets = self.kind or next((kind for kind in wanted if kind in self.reads), self.reads[0])
-        if self.targets is None and len(wanted) == 1:
-            self.targets = wanted[0]
-        if "pair" in wanted and self.targets == "class" and not self.tokens:
-            self.targets, self.views = "pair", 2
+            targets = self.kind or next((kind for kind in wanted if kind in self.reads), self.reads[0])
+        if targets is None and len(wanted) == 1:
+            targets = wanted[0]
+        if "pair" in wanted and targets == "class" and not self.tokens:
+            return self.with_values(targets="pair", views=2)
+        return self.with_values(targets=targets)
 
     def rules(self, run: RunSpec) -> Iterator[str]:
         """Yield what is wrong with the named sets, or what `validate` says of each of them alone."""
@@ -229,12 +230,10 @@ class Data(Option):
 
     def alone(self, split: str = "", name: str = "") -> Data:
         """Return the option with one set in each split: the set `name` of `split`, and the first ones of others."""
-        alone = copy(self)
-        alone.beside = frozenset(str(each) for of in SPLITS for each in self.several(of).values())
-        for each in SPLITS:
-            if named := self.several(each):
-                vars(alone)[each] = named[name] if each == split else next(iter(named.values()))
-        return alone
+        beside = frozenset(str(each) for of in SPLITS for each in self.several(of).values())
+        named = {each: given for each in SPLITS if (given := self.several(each))}
+        chosen = {each: given[name] if each == split else next(iter(given.values())) for each, given in named.items()}
+        return self.with_values(beside=beside, **chosen)
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if self.validation is None:

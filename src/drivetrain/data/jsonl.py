@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from drivetrain.core.allowed import ColumnName, FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
@@ -49,6 +49,7 @@ class Jsonl(TextData):
     max_value = None
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
     reads_what = "a file with one JSON object on each line"
+    _one_row = False  # whether the model takes packed samples in one row
     ships = False  # there are texts without a path
     least_token = 0  # to which there has to be room for tokens
     instead = "set data.label to its key in the JSON objects"  # where there is no class
@@ -78,11 +79,11 @@ class Jsonl(TextData):
         self.targets: TargetKind = "tokens" if label is None else "class"
         self.byte_tokens = tokenizer in ("auto", "bytes")
 
-    def see(self, run: RunSpec) -> None:
-        super().see(run)
-        self._one_row = run.model.packs_in_one_row
+    def resolve(self, run: RunSpec) -> Self:
+        found = super().resolve(run)
         # What the task wants: where data.label says another thing, one message says so, and not one of each option.
-        self.targets = next((kind for kind in ("tokens", "class") if kind in run.task.targets), self.targets)
+        targets = next((kind for kind in ("tokens", "class") if kind in run.task.targets), found.targets)
+        return found.with_values(_one_row=run.model.packs_in_one_row, targets=targets)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path and not self.ships:

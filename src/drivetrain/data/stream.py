@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from copy import copy
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from drivetrain.core import owned, rng, streams, trees, user_code
 from drivetrain.core.allowed import Arguments, ColumnName, Name
@@ -67,9 +67,8 @@ class Stream(Own):
         self.split, self.approximate = split, approximate
         self._samples = 0
 
-    def see(self, run: RunSpec) -> None:
-        super().see(run)
-        self._samples = self.updates * int(run.batch.global_batch)
+    def resolve(self, run: RunSpec) -> Self:
+        return super().resolve(run).with_values(_samples=self.updates * int(run.batch.global_batch))
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         yield from needs_extra("torchdata", "stream", "data=stream")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, FileName, Text
@@ -203,9 +203,9 @@ class Tabular(Table):
         self.normalize, self.holdout, self.validation = normalize, holdout, validation
         self.drop_last, self.order = drop_last, order
 
-    def see(self, run: RunSpec) -> None:
-        self.tokens = run.model.has_tokenizer or "text" in self._types().values()
-        super().see(run)
+    def resolve(self, run: RunSpec) -> Self:
+        tokens = run.model.has_tokenizer or "text" in self._types().values()
+        return super(Tabular, self.with_values(tokens=tokens)).resolve(run)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:

@@ -43,10 +43,11 @@ class TextData(Data):
     length: int  # tokens that a model reads of a text
     _model: Any = None  # the model option whose own tokenizer is the data's
 
-    def see(self, run: RunSpec) -> None:
-        super().see(run)
-        if self.tokens and self.tokenizer == "auto" and run.model.has_tokenizer:
-            self._model, self.byte_tokens = run.model, False
+    def resolve(self, run: RunSpec) -> Self:
+        found = super().resolve(run)
+        if found.tokens and self.tokenizer == "auto" and run.model.has_tokenizer:
+            return found.with_values(_model=run.model, byte_tokens=False)
+        return found
 
     def encode(self, text: str, data: Splits) -> torch.Tensor:
         """Return a text's tokens: the first ones for its class or number; the last ones, after which comes the next, else."""

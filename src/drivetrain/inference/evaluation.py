@@ -62,7 +62,8 @@ def evaluate(
     finished = find("drivetrain evaluate", Path(run_dir), [*average, *overrides], config_dirs, choice)
     checkpoint = finished.checkpoint
     if (about := manifest.about(checkpoint)) and _on_other_data(finished.job, Path(run_dir)):
-        finished.job.run.data.own = _own_data(finished.job, overrides, Path(run_dir), about)
+        own = _own_data(finished.job, overrides, Path(run_dir), about)
+        finished.job.run = finished.job.run.with_parts(data=finished.job.run.data.with_values(own=own))
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)

@@ -83,7 +83,7 @@ def find(
         raise error if own else _refusal(error, verb, run_dir, wanted, recorded, config_dirs) from None
     job.composed.overrides = list(overrides)
     job.notices.clear()
-    job.run.parts["model"] = job.run.model.untrained()
+    job.run = job.run.with_parts(model=job.run.model.untrained())
     return Finished(run_dir, job, used, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
 
 

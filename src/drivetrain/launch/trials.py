@@ -148,8 +148,8 @@ class Trials:
 
     def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
         run = trial_run(self.job, LOOKS_ALONE)
-        own_steps, run.batch.accumulation_steps = run.batch.accumulation_steps, steps
-        question = partial(_look, updates, micro_batches, own_steps)
+        question = partial(_look, updates, micro_batches, run.batch.accumulation_steps)
+        run = run.with_parts(batch=run.batch.with_values(accumulation_steps=steps))
         return child.ask(run, question, "the look at the first updates for the batch failed")
 
     def micro_batch(self) -> int:
@@ -172,7 +172,7 @@ def choose(job: Job) -> None:
     """Let the options choose what they find by trials. A resumed run's directory has what it found."""
     recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
     for group, option in job.run.tried().items():
-        job.run.parts[group] = option.choose(Trials(job), recorded.get(group))
+        job.run = job.run.with_parts(**{group: option.choose(Trials(job), recorded.get(group))})
 
 
 def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:

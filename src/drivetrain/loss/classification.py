@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
@@ -30,9 +30,9 @@ class OverClasses(Loss):
     ignore_index = IGNORE
     weight: torch.Tensor | None = None  # (classes,)
 
-    def see(self, run: RunSpec) -> None:
+    def resolve(self, run: RunSpec) -> Self:
         # With one class for each sample and no weights, the samples are the items, which the batch counts already.
-        self.counted = self.class_weights is not None or run.data.targets != "class"
+        return self.with_values(counted=self.class_weights is not None or run.data.targets != "class")
 
     def setup(self, context: BuildContext) -> None:
         key = f"{self.target_key}.class_weights"
@@ -196,10 +196,10 @@ class Bce(Loss):
     ) -> None:
         self.label_smoothing, self.pos_weight, self.target_threshold = label_smoothing, pos_weight, target_threshold
 
-    def see(self, run: RunSpec) -> None:
-        self.of_classes = run.data.targets == "class"
-        if self.of_classes:
-            self.metrics, self.best = ("loss", "accuracy"), ("accuracy", max)
+    def resolve(self, run: RunSpec) -> Self:
+        if run.data.targets != "class":
+            return self.with_values(of_classes=False)
+        return self.with_values(of_classes=True, metrics=("loss", "accuracy"), best=("accuracy", max))
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

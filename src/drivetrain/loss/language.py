@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from drivetrain.core import rng
 from drivetrain.core.device import sum_dtype
@@ -41,9 +41,10 @@ class NextToken(Loss):
     best = ("bits_per_byte", min)
     takes: tuple[TargetKind, ...] = ("tokens",)
 
-    def see(self, run: RunSpec) -> None:
-        if not run.data.byte_tokens:
-            self.metrics, self.best = ("loss", "bits_per_token"), ("bits_per_token", min)
+    def resolve(self, run: RunSpec) -> Self:
+        if run.data.byte_tokens:
+            return self
+        return self.with_values(metrics=("loss", "bits_per_token"), best=("bits_per_token", min))
 
     def __init__(self, chunks: Count | Literal["auto"] = "auto", z_loss: NonNegative = 0.0) -> None:
         self.chunks, self.z_loss = chunks, z_loss
@@ -107,8 +108,9 @@ class TokenClass(NextToken):
     best = ("accuracy", max)
     takes: tuple[TargetKind, ...] = ("words",)
 
-    def see(self, run: RunSpec) -> None:
+    def resolve(self, run: RunSpec) -> Self:
         """Report the same metrics for any tokens."""
+        return self
 
     def setup(self, context: BuildContext) -> None:
         self.counted = True  # not every token has a class

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments
@@ -43,15 +42,14 @@ class Own(PartedLoss):
         super().__init__()
         self.target, self.kwargs = target, kwargs or {}
 
-    def see(self, run: RunSpec) -> None:
-        if self.target_key == Loss.target_key:
-            self._phases = tuple(run.values["phases"] or ())
-            self.metrics = ("loss", *(f"loss_{name}" for name in self._phases))
+    def resolve(self, run: RunSpec) -> Self:
+        if self.target_key != Loss.target_key:
+            return self
+        phases = tuple(run.values["phases"] or ())
+        return self.with_values(_phases=phases, metrics=("loss", *(f"loss_{name}" for name in phases)))
 
     def of_phase(self, name: str) -> Own:
-        made = copy(self)
-        made._phase = name
-        return made
+        return self.with_values(_phase=name)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         key = f"{self.target_key}.target"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
@@ -24,10 +24,9 @@ class Sum(PartedLoss):
 
     def __init__(self, parts: dict[str, Any] | None = None, weights: list[NonNegative] | None = None) -> None:
         super().__init__()
-        self.losses: dict[str, Loss] = parts or {}
+        losses: dict[str, Loss] = parts or {}
+        self.losses = {name: loss.with_values(target_key=f"loss.{name}") for name, loss in losses.items()}
         self.weights = weights
-        for name, loss in self.losses.items():
-            loss.target_key = f"loss.{name}"
 
     @property
     def machine_local_keys(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -55,14 +54,13 @@ class Sum(PartedLoss):
         """What each loss is multiplied by."""
         return self.weights if self.weights is not None else [1.0] * len(self.losses)
 
-    def see(self, run: RunSpec) -> None:
-        for loss in self.losses.values():
-            loss.see(run)
-        main = next(iter(self.losses.values()))
-        self.best = ("loss", min) if main.best[0] == "loss" else main.best
+    def resolve(self, run: RunSpec) -> Self:
+        losses = {name: loss.resolve(run) for name, loss in self.losses.items()}
+        main = next(iter(losses.values()))
+        best = ("loss", min) if main.best[0] == "loss" else main.best
         # Names that several parts report are of the first of them.
-        shown = {name: None for loss in self.losses.values() for name in loss.metrics if name != "loss"}
-        self.metrics = ("loss", *(f"loss_{name}" for name in self.losses), *shown)
+        shown = {name: None for loss in losses.values() for name in loss.metrics if name != "loss"}
+        return self.with_values(losses=losses, best=best, metrics=("loss", *(f"loss_{name}" for name in losses), *shown))
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.weights is not None and len(self.weights) != len(self.losses):

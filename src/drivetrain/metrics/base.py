@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
@@ -51,9 +51,9 @@ class Metric(Option):
         """The figures that it gives by name, and which of two values is better."""
         return {self.name: None if self.better is None else DIRECTIONS[self.better]}
 
-    def see(self, run: RunSpec) -> None:
+    def resolve(self, run: RunSpec) -> Self:
         both = [kind for kind in self.takes if kind in run.loss.takes]
-        self.kind = kind_of(run) or (both[0] if len(both) == 1 else None)
+        return self.with_values(kind=kind_of(run) or (both[0] if len(both) == 1 else None))
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.by_torchmetrics:

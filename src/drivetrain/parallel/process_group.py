@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from drivetrain.core import accelerators
 from drivetrain.core.clock import clock_for
@@ -67,8 +67,8 @@ class ProcessGroupStrategy(Parallel):
     _on_cpu: bool = field(default=False, init=False)  # whatever devices the machine has
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 
-    def see(self, run: RunSpec) -> None:
-        self._on_cpu = run.runtime.device == "cpu"
+    def resolve(self, run: RunSpec) -> Self:
+        return self.with_values(_on_cpu=run.runtime.device == "cpu")
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         size = launched()

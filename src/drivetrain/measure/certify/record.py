@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -49,15 +48,14 @@ class Float64(Precision):
 
 def widened_run(run: RunSpec) -> RunSpec:
     """Return the run in float64, with all its techniques."""
-    return replace(run, parts={**run.parts, "precision": Float64()})
+    return run.with_parts(precision=Float64())
 
 
 def shadow_of(run: RunSpec) -> RunSpec:
     """Return the run in float64, in one process, as plain operations. Micro-batches are those of the run's steps and ranks."""
-    batch = copy.deepcopy(run.batch)
-    batch.accumulation_steps = run.batch.accumulation_steps * run.parallel.data_ranks()
+    batch = run.batch.with_values(accumulation_steps=run.batch.accumulation_steps * run.parallel.data_ranks())
     plain = {"precision": Float64(), "parallel": Parallel(), "compile": Compile(), "checkpointing": Checkpointing()}
-    return replace(run, parts={**run.parts, **plain, "batch": batch})
+    return run.with_parts(batch=batch, **plain)
 
 
 def widened(tree: Tree) -> Tree:

@@ -139,8 +139,7 @@ class Plan:
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
         run = arms.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
-        run.precision.looks_for_slow_layers = self.times_layers
-        return run
+        return run.with_parts(precision=run.precision.with_values(looks_for_slow_layers=self.times_layers))
 
     def stages(self) -> list[tuple[str, float, Plan]]:
         """Each stage: its title, its share of the run's updates, and a run that is like it from beginning to end."""
