@@ -35,8 +35,8 @@ def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: fl
         from drivetrain.engine.rehearsal.recorder import Fakes
 
         validate.validate_device(run)
-        run = run.with_parts(precision=run.precision.with_values(looks_for_slow_layers=values))
-        context = BuildContext(run, World(), folder, without_values=None if values else Fakes().as_parameters())
+        looking = run.with_parts(precision=run.precision.with_values(looks_for_slow_layers=values))
+        context = BuildContext(looking, World(), folder, without_values=None if values else Fakes().as_parameters())
         answer(question(build.build(context, [])))
 
     try:
