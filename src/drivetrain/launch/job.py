@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,6 +204,17 @@ def checked(composed: Composed, own: bool = False, used: Collection[str] | None 
 def _all_runs(run: RunSpec) -> list[RunSpec]:
     """The options of a run, and of each of its stages."""
     return [run, *(stage.run for stage in run.stages)]
+
+
+def device_problems(jobs: Iterable[Job | None]) -> list[str]:
+    """What torch, this machine's device or a library makes impossible in any of these jobs, or in their stages."""
+    problems: list[str] = []
+    for run in (run for job in jobs if job is not None for run in _all_runs(job.run)):
+        try:
+            check.validate_device(run)
+        except UserError as error:
+            problems += error.problems
+    return problems
 
 
 def advice_of(run: RunSpec) -> list[str]:

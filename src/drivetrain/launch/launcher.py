@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config import validate as check
 from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
 from drivetrain.core.context import NO_RUN_DIR
@@ -25,7 +24,7 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag, signals_sent_to
 from drivetrain.core.world import World
 from drivetrain.launch import elastic, trials
-from drivetrain.launch.job import Job, prepare_run
+from drivetrain.launch.job import Job, device_problems, prepare_run
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel.environment import launched, world_of_environment
@@ -108,9 +107,8 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
     """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files."""
     world = world_of_environment()
     logs.configure(quiet, world.rank)
-    check.validate_device(job.run)
-    for stage in job.run.stages:
-        check.validate_device(stage.run)
+    if problems := device_problems([job]):
+        raise UserError(problems)
     if world.size > 1 and (tried := {group: option for group, option in job.run.tried().items() if option.needs_trial}):
         raise UserError(
             f"{job.run.named(group)} has settings that trials choose before the ranks start, and another launcher has started "

@@ -19,7 +19,7 @@ from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
-from drivetrain.launch.job import Job
+from drivetrain.launch.job import Job, device_problems
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
 from drivetrain.sweeps.launchers import Forked, Launcher, SignalForwarder, Submitit
@@ -278,8 +278,9 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
             jobs = SearchSpace(settings.sweeper, own, config_dirs)
         elif settings is not None or not any(o.startswith("hydra/sweeper=") for o in overrides):
             jobs = prepare(own, config_dirs)
-            if all(j.job is None for j in jobs):
-                problems += [p for j in jobs for p in j.problems]
+            problems += [p for j in jobs for p in j.problems]
+            if not problems and settings is not None and not isinstance(settings.launcher, SubmititSlurm):
+                problems += device_problems(job.job for job in jobs)
     except UserError as error:
         problems += error.problems
     subdir = settings.hydra.given.get("sweep.subdir") if settings is not None else None

@@ -9,7 +9,6 @@ from typing import Literal
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count
 from drivetrain.launch.job import Job
-from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.compare import headline, titled
@@ -44,8 +43,10 @@ class Ablation:
     config_dirs: Sequence[str]
 
     def __post_init__(self) -> None:
-        self.baseline = prepare_job([f"recipe={self.settings.baseline}", *self.overrides], self.config_dirs)
-        self.recipe = prepare_job([f"recipe={self.settings.recipe}", *self.overrides], self.config_dirs)
+        named = (self.settings.baseline, self.settings.recipe)
+        both = [arms.compose(name, [f"recipe={name}", *self.overrides], self.config_dirs, own_saving=True) for name in named]
+        arms.refuse_bad(both)
+        self.baseline, self.recipe = (arms.baseline_job([spec]) for spec in both)
         quality.check(self.settings, self.baseline, self.settings.quality)
         self.trained: quality.Trained = {}  # the runs of all three comparisons, which have arms in common
         self.forward, self.backward = techniques(self.baseline, self.recipe), techniques(self.recipe, self.baseline)

@@ -16,7 +16,7 @@ from drivetrain.core import accelerators, process
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.target import Reach
-from drivetrain.launch.job import Job
+from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.changes import groups_of
 from drivetrain.recipe.reader import Recipe
@@ -97,6 +97,13 @@ def baseline_job(specs: Sequence[ArmSpec]) -> Job:
         label = specs[0].label
         raise UserError([f"the first variant ({label}) is what the others are compared to: {p}" for p in specs[0].problems])
     return job
+
+
+def refuse_bad(specs: Sequence[ArmSpec]) -> None:
+    """Raise UserError with the problems of all arms that cannot run, before the first one starts."""
+    problems = [problem for spec in specs for problem in spec.problems]
+    if problems := problems or device_problems(spec.job for spec in specs):
+        raise UserError(dict.fromkeys(problems))
 
 
 def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[ArmSpec], list[str]]:

@@ -10,7 +10,7 @@ from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments, leave
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, swept
+from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_bad, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
@@ -314,6 +314,7 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared,
     specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
+    refuse_bad(specs)
     quality.check(settings, baseline_job(specs), settings.quality)
     for note in notes:
         echo(note)
