@@ -13,7 +13,8 @@ import yaml
 
 from drivetrain.cli import main
 from drivetrain.config.catalog import LISTS, SUMS, options
-from drivetrain.config.compose import Composed, compose
+from drivetrain.config.compose import compose
+from drivetrain.config.composed import Composed
 from drivetrain.core import paths, process
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare

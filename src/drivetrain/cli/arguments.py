@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drivetrain.config.elsewhere import NOT_HERE
-from drivetrain.config.hydra_idioms import recipe_word, translated
+from drivetrain.config.hydra_words import recipe_word, translated
 from drivetrain.config.keys import as_setting
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths

@@ -11,10 +11,11 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from drivetrain.cli import arguments
-from drivetrain.config import catalog, plugins
+from drivetrain.config import catalog, hydra_words, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import conf_dir, recipes_dir
-from drivetrain.launch.job import Job, prepare_run
+from drivetrain.launch.job import Job, prepare, prepare_run
 from drivetrain.run import environment
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
@@ -93,16 +94,22 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 
 
 def _train(given: argparse.Namespace) -> int:
-    from drivetrain.config import hydra_settings
-    from drivetrain.sweeps.store import is_sweep_recipe
-
-    mode = hydra_settings.split(given.overrides)[0].given.get("mode")
-    if given.multirun or mode == "MULTIRUN" or is_sweep_recipe(given.overrides):
+    settings, overrides = hydra_words.split(given.overrides)
+    if given.multirun or settings.given.get("mode") == "MULTIRUN" or _is_sweep_recipe(overrides):
         from drivetrain.measure.report import report
 
         return report.sweep(given.overrides, given.config_dir, given.quiet)[1]
-    job = prepare_run(given.overrides, given.config_dir)  # first: a wrong word is answered without what runs are started by
+    settings.check_one_run()
+    job = prepare(overrides, given.config_dir, hydra=settings)  # first: a wrong word is answered without what starts runs
     return _run(job, given.quiet)
+
+
+def _is_sweep_recipe(overrides: Sequence[str]) -> bool:
+    if not any(key_of(word) == "recipe" for word in overrides):
+        return False
+    from drivetrain.sweeps.store import is_sweep_recipe
+
+    return is_sweep_recipe(overrides)
 
 
 def _run(job: Job, quiet: bool) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
-from drivetrain.config.compose import Composed
+from drivetrain.config.composed import Composed
 from drivetrain.config.recipe_values import followed
 from drivetrain.core import allowed, target
 from drivetrain.core.errors import OperatorGives

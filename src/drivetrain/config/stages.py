@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from drivetrain.config.catalog import options, root_config
-from drivetrain.config.compose import Composed, compose
+from drivetrain.config.compose import compose
+from drivetrain.config.composed import Composed
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import length_problem
 from drivetrain.core.option import Length, Option

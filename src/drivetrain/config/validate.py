@@ -19,7 +19,7 @@ from yaml import YAMLError
 
 from drivetrain.config import callbacks, recipe_checks, stages
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
-from drivetrain.config.compose import Composed
+from drivetrain.config.composed import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.recipe_checks import hints
 from drivetrain.config.stages import Planned

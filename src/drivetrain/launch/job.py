@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from drivetrain.config import compose as composing
-from drivetrain.config import hydra_idioms, hydra_settings
+from drivetrain.config import hydra_words
 from drivetrain.config import validate as check
-from drivetrain.config.compose import Composed
-from drivetrain.config.hydra_settings import HydraSettings
+from drivetrain.config.composed import Composed
+from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
 from drivetrain.core import files, signature
 from drivetrain.core.errors import UserError
@@ -176,7 +176,7 @@ def prepare(
 
 def prepare_run(words: Sequence[str], config_dirs: Sequence[str] = ()) -> Job:
     """As `prepare`, for a single run whose words may be Hydra's: its idioms, and its settings such as hydra.run.dir."""
-    settings, overrides = hydra_settings.split(hydra_idioms.translated(words, config_dirs))
+    settings, overrides = hydra_words.split(hydra_words.translated(words, config_dirs))
     settings.check_one_run()
     return prepare(overrides, config_dirs, hydra=settings)
 

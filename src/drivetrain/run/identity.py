@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from drivetrain.config.compose import Composed
+from drivetrain.config.composed import Composed
 from drivetrain.core.typed import is_number
 
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change

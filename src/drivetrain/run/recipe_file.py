@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from drivetrain.config.catalog import shipped_targets
-from drivetrain.config.compose import Composed, compose
+from drivetrain.config.compose import compose
+from drivetrain.config.composed import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import process, user_code
 from drivetrain.core.errors import UserError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drivetrain.config.hydra_idioms import is_hydra_override
+from drivetrain.config.hydra_words import is_hydra_override
 from drivetrain.core import accelerators, files
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
-from drivetrain.config.hydra_idioms import HONOURED, instead, is_hydra_override
-from drivetrain.config.hydra_settings import HydraSettings
-from drivetrain.config.hydra_settings import split as split_hydra
+from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, is_hydra_override
+from drivetrain.config.hydra_words import split as split_hydra
 from drivetrain.config.values import type_problems
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra

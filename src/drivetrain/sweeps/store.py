@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drivetrain.config.catalog import options
-from drivetrain.config.hydra_settings import HydraSettings
+from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.core import signature
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import read_json, write_json

@@ -9,7 +9,7 @@ from drivetrain.ui import output
 from drivetrain.ui.terminal import is_live
 
 if TYPE_CHECKING:
-    from drivetrain.config.compose import Composed
+    from drivetrain.config.composed import Composed
     from drivetrain.core.option import RunSpec
 
 OFF = ("none", "single", "constant", "")

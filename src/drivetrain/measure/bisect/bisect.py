@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.catalog import LISTS
-from drivetrain.config.hydra_idioms import recipe_word, translated
+from drivetrain.config.hydra_words import recipe_word, translated
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.overrides import format_value, key_of

@@ -1,0 +1,65 @@
+"""A config that Hydra composed, before its options are made."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from operator import getitem
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from drivetrain.recipe.reader import Recipe
+
+
+@dataclass
+class Composed:
+    """A run's config before its options are made."""
+
+    config: DictConfig  # unresolved
+    choices: dict[str, Any]  # group → option (a list for LISTS)
+    overrides: list[str]  # the command line
+    recipe: Recipe | None = None
+    notices: list[str] = field(default_factory=list)  # what the user should know, one line each
+    config_dirs: tuple[str, ...] = ()
+    option_defaults: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
+    default_choices: dict[str, Any] = field(default_factory=dict)  # the options that hold where none is chosen: the task's
+    problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
+    recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
+    doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
+    by_operator: frozenset[str] = frozenset()  # groups whose option the command line chooses
+    decoded: dict[str, Any] = field(default_factory=dict)  # dotted key → its text from the environment, as the type it must have
+
+    def choice(self, group: str) -> Any:
+        """The option that is chosen for a group; a list for LISTS."""
+        return self.choices[group]
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The resolved config as dicts and lists, which belong to the caller."""
+        resolved = deepcopy(self._resolved)
+        for key, value in self.decoded.items():
+            *above, last = key.split(".")
+            reduce(getitem, above, resolved)[last] = value
+        return resolved
+
+    @cached_property  # no key is set any more when it is asked for
+    def _resolved(self) -> dict[str, Any]:
+        return OmegaConf.to_container(self.config, resolve=True)  # type: ignore[return-value]
+
+    @cached_property
+    def unresolved(self) -> dict[str, Any]:
+        """The config as dicts and lists, with its references; only to be read."""
+        return OmegaConf.to_container(self.config)  # type: ignore[return-value]
+
+    def from_environment(self, key: str) -> bool:
+        """Whether the value of a dotted key comes from the environment."""
+        tree: Any = self.unresolved
+        for part in key.split("."):
+            tree = tree.get(part) if isinstance(tree, dict) else None
+        return "${oc.env:" in str(tree)
+
+    def where(self, key: str) -> str:
+        """The prefix "file:line: " of a value that the recipe set, for messages; empty for any other."""
+        return f"{self.recipe.where(key)}: " if self.recipe is not None and key in self.recipe_keys else ""
