@@ -129,7 +129,8 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     problems += _value_problems(given, composed.where)
     every: dict[str, list[Option | None]] = {}
     for group in groups:
-        every[group] = made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
+        made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
+        every[group] = [] if group in composed.doubtful else made
         if group in composed.doubtful or None in made:
             parts.wrong.add(group)
         else:
