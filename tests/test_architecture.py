@@ -214,7 +214,15 @@ def test_the_trainers_fields_have_types():
 
 def test_options_are_asked_what_they_can_do_not_what_they_are_called():
     """A rule asks for a property, such as run.compile.captures_step. Only what composes, validates and shows knows names."""
-    knows = {"config.compose", "config.validate", "config.keys", "recipe.reader", "ui.recipe_tree", "core.option"}
+    knows = {
+        "config.compose",
+        "config.composed",
+        "config.validate",
+        "config.keys",
+        "recipe.reader",
+        "ui.recipe_tree",
+        "core.option",
+    }
     assert {name for name, path in MODULES.items() if "choices[" in path.read_text()} <= knows
 
 
