@@ -85,6 +85,7 @@ ALWAYS = ("updates", "epochs", "rounds", "block_s", "runtime.threads", "profile_
 IMPOSSIBLE = {  # what a command has → why it is not run
     "<": "the reader puts something in the place of <…>", "…": "an address or a hash that is shortened on the page",
     "nnodes": "needs two machines", "submitit_slurm": "needs Slurm", "srun": "needs Slurm", "sbatch": "needs Slurm",
+    "launcher=ray": "needs Ray",
     "/shared/": "needs Slurm",
     "make ": "installs a virtual environment", "pip ": "installs a package", "drivetrain parameters": "needs what pip installs",
     "optimizer=sign_sgd precision=fp64": "needs what pip installs", "recipe fetch": "needs a network",

@@ -97,7 +97,7 @@ def test_everything_that_is_wrong_with_them_is_told_at_once() -> None:
         (["hydra/launcher=joblib", "hydra.launcher.n_jobs=0"], "must be ≥ 1"),
         (["hydra/launcher=joblib", OPTUNA], "hydra.sweeper.n_jobs says how many"),
         ([OPTUNA, "hydra.sweeper.sampler=cmaes"], "must be one of 'tpe', 'random' or 'grid'"),
-        (["hydra/launcher=ray"], "there is: basic, joblib, submitit_local, submitit_slurm"),
+        (["hydra/launcher=dask"], "there is: basic, joblib, ray, submitit_local, submitit_slurm"),
     ],
 )
 def test_a_wrong_word_of_hydras(words: list[str], part: str) -> None:

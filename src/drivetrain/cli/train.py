@@ -31,7 +31,7 @@ drivetrain train [group=option] [key=value] …      (the same: python -m src.tr
   drivetrain train resume=outputs/<date>/<run>         continue a run (resume=auto: the newest unfinished one)
 
   -m, --multirun        run every combination of a=x,y  b=range(1,4); resume=<its folder> continues a sweep
-       hydra/launcher=joblib hydra.launcher.n_jobs=2        several at a time (also: submitit_slurm, submitit_local)
+       hydra/launcher=joblib hydra.launcher.n_jobs=2        several at a time (also: submitit_slurm, submitit_local, ray)
        hydra/sweeper=optuna hydra.sweeper.n_trials=20       search: optimizer.lr=tag(log,interval(1e-4,1e-1))
   -c, --cfg job|hydra|all  show the config, Hydra's node, or both, and stop (--resolve: with references resolved)
   -p, --package KEY     with --cfg: this part only

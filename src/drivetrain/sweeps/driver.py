@@ -22,8 +22,8 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
-from drivetrain.sweeps.launchers import Forked, Launcher, SignalForwarder, Submitit
-from drivetrain.sweeps.options import Joblib, Optuna, Settings, SubmititLocal, SubmititSlurm, split
+from drivetrain.sweeps.launchers import Forked, Launcher, OnRay, SignalForwarder, Submitit
+from drivetrain.sweeps.options import Joblib, Optuna, Ray, Settings, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.optuna import Search, SearchSpace
 from drivetrain.sweeps.store import LENGTH, Entry, Objective, Sweep, SweepJob, prepare
 from drivetrain.ui import output, sheet, terminal
@@ -338,6 +338,8 @@ def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured
     trials = sweeper.n_jobs if isinstance(sweeper, Optuna) else None  # at a time
     if isinstance(option, SubmititLocal | SubmititSlurm):
         return Submitit(option, sweep.path, trials or jobs, quiet, settings.hydra.given.get("job.name", "drivetrain"))
+    if isinstance(option, Ray):
+        return OnRay(option, sweep.path, trials or jobs, quiet)
     slots = trials or 1
     if isinstance(option, Joblib):
         slots = usable_cores() if option.n_jobs == -1 else option.n_jobs

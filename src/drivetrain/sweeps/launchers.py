@@ -28,7 +28,7 @@ from drivetrain.core.signals import STOP_SIGNALS, handled_by
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps.options import SubmititLocal, SubmititSlurm
+from drivetrain.sweeps.options import Ray, SubmititLocal, SubmititSlurm
 from drivetrain.sweeps.store import LENGTH, Entry, SweepJob, one_job, read
 
 logger = logging.getLogger(__name__)
@@ -112,13 +112,18 @@ class Forked(Launcher):
             os.environ[cpus.JOBS] = str(self.slots)
             os.environ |= own_device(entry, slot)
         if self.captured:
-            log = files.descriptor(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for stream in (1, 2):
-                os.dup2(log, stream)
+            capture(entry)
         code = run_job(entry, self.quiet)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def capture(entry: Entry) -> None:
+    """From now on this process writes to the job's folder."""
+    log = files.descriptor(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
 
 
 def own_device(entry: Entry, slot: int) -> dict[str, str]:
@@ -310,6 +315,59 @@ class Submitit(Launcher):
         own_devices = self.detached or self._option.gpus_per_node is not None
         devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         return Task(self._sweep.absolute(), entry.number, self._quiet, devices, own_devices, jobs_per_machine)
+
+
+class OnRay(Launcher):
+    """Gives the jobs to a Ray cluster, each as a task in a fresh process, and waits for them. They end with this process."""
+
+    def __init__(self, option: Ray, sweep: Path, jobs: int, quiet: bool = False) -> None:
+        import ray
+
+        super().__init__(jobs)  # the cluster queues them
+        self._ray, self._sweep, self._quiet = ray, sweep.absolute(), quiet
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would tell its makers
+        path = {"env_vars": {"PYTHONPATH": process.import_path()}}  # for a checkout that is not installed
+        try:
+            ray.init(address=option.address or "local", runtime_env=path, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"hydra.launcher.address={option.address}: no Ray cluster is reached there: {_last_line(error)}"
+            ) from None
+        task = ray.remote(num_cpus=option.num_cpus, num_gpus=option.num_gpus, max_calls=1, max_retries=0)
+        self._task = task(_on_ray)
+        self._running: dict[Any, Entry] = {}
+
+    def start(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._running[self._task.remote(self._sweep, entry.number, self._quiet, Path.cwd())] = entry
+
+    def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
+        ended = super().wait(seconds, stopped)
+        if not self._running:
+            time.sleep(0 if ended else seconds)
+            return ended
+        for ref in self._ray.wait([*self._running], timeout=0 if ended else seconds)[0]:
+            entry, code, error = self._running.pop(ref), None, ""
+            try:
+                code = self._ray.get(ref)
+            except self._ray.exceptions.RayError as lost:
+                error = _last_line(lost)
+            entry.close(code, f"the job's task in Ray ended without a result: {error}", "interrupted" if stopped else "failed")
+            ended.append(entry)
+        return ended
+
+    def signal(self, number: int) -> None:
+        for ref in list(self._running):
+            self._ray.cancel(ref, force=False)  # as Ctrl-C: the job saves
+
+
+def _on_ray(sweep: Path, number: int, quiet: bool, folder: Path) -> int:
+    """Run one job of a sweep in a process of Ray's, in the folder that the sweep was started in; return its exit code."""
+    os.chdir(folder)
+    add_import_paths(read(sweep)["config_dirs"])
+    entry = one_job(sweep, number)
+    capture(entry)
+    return run_job(entry, quiet)
 
 
 def _parameters(option: SubmititLocal | SubmititSlurm) -> dict[str, Any]:

@@ -77,6 +77,18 @@ class SubmititSlurm(SweepOption):
 
 
 @dataclass
+class Ray(SweepOption):
+    """Each job as a task of a Ray cluster, which queues those that find no place. All machines see the sweep's folder."""
+
+    address: str | None = None  # of a cluster, or auto: the one that runs here; null: one on this machine, for this sweep alone
+    num_cpus: Positive | Count = 1  # that a job takes
+    num_gpus: Positive | CountOrZero = 0
+
+    def check(self) -> Iterator[str]:
+        yield from needs_extra("ray", "ray", "hydra/launcher=ray")
+
+
+@dataclass
 class Optuna(SweepOption):
     """A search: optuna proposes each trial's values from the results of the trials before it."""
 
@@ -92,7 +104,7 @@ class Optuna(SweepOption):
 
 LAUNCH_KEYS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.")
 OPTIONS: dict[str, dict[str, type[SweepOption]]] = {
-    "launcher": {"basic": Basic, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm},
+    "launcher": {"basic": Basic, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm, "ray": Ray},
     "sweeper": {"basic": Basic, "optuna": Optuna},
 }
 
