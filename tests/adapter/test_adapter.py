@@ -13,6 +13,7 @@ import drivetrain
 from drivetrain.adapter import layers
 from drivetrain.adapter.base import Dora, Lora
 from drivetrain.cli.main import main
+from drivetrain.core import low_rank
 from drivetrain.core.errors import UserError
 from drivetrain.core.low_rank import merged
 from drivetrain.inference.evaluation import evaluate
@@ -186,37 +187,68 @@ def test_fine_tuning_a_run_and_exporting_plain_weights(tiny, tmp_path, capsys):
     assert all(torch.equal(t, plain[name]) for name, t in start.items())
 
 
-# --- a base in 8 bits ---
+# --- a base in 8 or 4 bits ---
 
 
-def in_8_bits(transposed: bool = False) -> tuple[layers.LoraLinear, torch.Tensor]:
-    """A layer, and the weight that it has in 8 bits, (outputs, inputs)."""
+def in_bits(bits: int, transposed: bool = False, size: tuple[int, int] = (12, 7)) -> tuple[layers.LoraLinear, torch.Tensor]:
+    """A layer in so few bits, and the weight that it had, (outputs, inputs)."""
     torch.manual_seed(0)
-    layer: Any = nn.Linear(12, 7)
+    layer: Any = nn.Linear(*size)
     layers.LoraLinear.take(layer, 3, 6.0, 0.0)
     if transposed:
         layer.register_buffer("lora_transposed", torch.ones((), dtype=torch.bool))
         layer.weight = nn.Parameter(layer.weight.detach().T.contiguous())
     nn.init.normal_(layer.lora_b)
-    layer.to_int8()
-    return layer, layer.rows * layer.lora_weight_scale.unsqueeze(1)
+    full = layer.rows.detach().clone()
+    layer.narrow(bits)
+    return layer, full
+
+
+def wide(layer: layers.LoraLinear) -> torch.Tensor:
+    return low_rank.widened(layer.weight, layer.lora_weight_scale, layer.lora_levels, layer.in_features, torch.float32)
 
 
 def test_8_bits_are_those_of_torchao():
     quantization = pytest.importorskip("torchao.quantization")
     torch.manual_seed(0)
     theirs = nn.Sequential(nn.Linear(12, 7))
-    layer, whole = in_8_bits()
+    layer, _ = in_bits(8)
     quantization.quantize_(theirs, quantization.Int8WeightOnlyConfig())
-    assert torch.allclose(whole, theirs[0].weight.dequantize(), atol=1e-6)
+    assert torch.allclose(wide(layer), theirs[0].weight.dequantize(), atol=1e-6)
     assert (layer.weight.dtype, "weight" in dict(layer.named_parameters())) == (torch.int8, False)
 
 
+def test_4_bits_are_those_of_torchao():
+    """Its NF4, whose scales have 8 bits in turn: the levels are equal, and the scales to half a step of those."""
+    nf4 = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+    layer, full = in_bits(4, size=(256, 64))
+    theirs = nf4.NF4Tensor.from_tensor(full, 64, 256)
+    assert torch.allclose(theirs.nf4.float(), torch.tensor(low_rank.LEVELS), atol=1e-4)
+    own, other = wide(layer), theirs.get_original_weight()
+    assert (own.sign() == other.sign()).float().mean() > 0.999
+    assert torch.allclose(own, other, atol=2 * float(full.abs().max()) / 256)
+
+
+@pytest.mark.parametrize(("bits", "nbytes", "largest"), [(8, 64 * 130 + 64 * 4, 0.5 / 127.5), (4, 64 * 96 + 64 * 3 * 4, 0.152)])
+def test_memory_and_error(bits, nbytes, largest):
+    """Bytes of 64 rows of 130 numbers (4 bits: of 192, in 3 groups); no number is further off than half its widest step."""
+    layer, full = in_bits(bits, size=(130, 64))
+    assert layer.weight.nbytes + layer.lora_weight_scale.nbytes == nbytes
+    error = (wide(layer) - full).abs()
+    assert float(error.max()) <= largest * float(full.abs().max()) + 1e-7
+    x = torch.randn(5, 130)
+    nn.init.zeros_(layer.lora_b)
+    off = layer(x) - nn.functional.linear(x, full, layer.bias)
+    assert torch.all(off.abs() <= nn.functional.linear(x.abs(), error) + 1e-5)
+    assert float(off.detach().abs().max()) > 0
+
+
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_layer_in_8_bits_computes_as_its_widened_weight_does_and_is_merged_so(transposed):
-    layer, whole = in_8_bits(transposed)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_narrow_layer_computes_as_its_widened_weight_does_and_is_merged_so(bits, transposed):
+    layer, _ = in_bits(bits, transposed)
     x = torch.randn(5, 12, requires_grad=True)
-    expected = nn.functional.linear(x, whole + layer.lora_scale * layer.lora_b @ layer.lora_a, layer.bias)
+    expected = nn.functional.linear(x, wide(layer) + layer.lora_scale * layer.lora_b @ layer.lora_a, layer.bias)
     y = layer(x)
     assert torch.allclose(y, expected, atol=1e-5)
     weight = torch.randn_like(y)
@@ -228,18 +260,23 @@ def test_a_layer_in_8_bits_computes_as_its_widened_weight_does_and_is_merged_so(
     assert sorted(plain) == ["l.bias", "l.weight"]
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["precision=bf16"], ["precision=bf16_pure"], ["ema=ema", "checkpointing=blocks"]], ids=" ".join
-)
-def test_a_base_in_8_bits_trains_and_goes_on_with_the_same_bits(tiny, more):
-    words = tiny(*VIT, "adapter=lora", "adapter.base=int8", "saving.every_updates=2", *more)
+NARROW = [
+    ["adapter.base=int8"], ["adapter.base=nf4"], ["adapter.base=nf4", "precision=bf16"],
+    ["adapter.base=int8", "precision=bf16_pure"], ["adapter.base=nf4", "ema=ema", "checkpointing=blocks"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", NARROW, ids=" ".join)
+def test_a_narrow_base_trains_and_goes_on_with_the_same_bits(tiny, more):
+    words = tiny(*VIT, "adapter=lora", "saving.every_updates=2", *more)
     whole = drivetrain.train([*words, "updates=4", "output_dir=whole"])
     assert whole.status == "completed", whole.error
     stopped = drivetrain.train([*words, "updates=2", "output_dir=stopped"])
     drivetrain.train([f"resume={stopped.run_dir}", "updates=4"])
     files = [run.run_dir / "checkpoints" / "4" / "model.safetensors" for run in (whole, stopped)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert safetensors.torch.load_file(files[0])["blocks.0.attn.qkv.weight"].dtype == torch.int8
+    dtype = torch.int8 if "adapter.base=int8" in more else torch.uint8
+    assert safetensors.torch.load_file(files[0])["blocks.0.attn.qkv.weight"].dtype == dtype
     assert evaluate(whole.run_dir).metrics["loss"] > 0
 
 
@@ -251,6 +288,6 @@ def test_a_base_in_8_bits_trains_and_goes_on_with_the_same_bits(tiny, more):
         (["adapter=lora", "adapter.base=int4"], "adapter.base"),
     ],
 )
-def test_a_base_in_8_bits_is_refused_where_it_cannot_be(words, says, make):
+def test_a_narrow_base_is_refused_where_it_cannot_be(words, says, make):
     with pytest.raises(UserError, match=says):
-        make("model.hidden=[16,12]", "adapter.base=int8", *words)
+        make("model.hidden=[16,12]", "adapter.base=nf4", *words)

@@ -15,6 +15,8 @@ from drivetrain.core.paths import expanded
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
+BITS = {"int8": 8, "nf4": 4}  # of a frozen weight
+
 
 class Adapter(Option):
     """adapter=none: the model's own weights train."""
@@ -38,7 +40,8 @@ class Lora(Adapter):
 
     `targets` are patterns of layers; null means every Linear that the forward calls, but the one that gives the outputs. That
     one trains as a whole, as far as no other layer shares its weight; `train_also` names other parameters instead. `weights` is a
-    folder of peft whose adapters are the start. With `base` int8 the weights of the corrected layers are kept in 8 bits.
+    folder of peft whose adapters are the start. With `base` int8 or nf4 the weights of the corrected layers are kept in 8 or 4
+    bits.
     """
 
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout",)
@@ -55,7 +58,7 @@ class Lora(Adapter):
         dropout: Momentum = 0.0,
         targets: Sequence[NamePattern] | None = None,
         train_also: Sequence[NamePattern] | None = None,
-        base: Literal["full", "int8"] = "full",
+        base: Literal["full", "int8", "nf4"] = "full",
         weights: str | None = None,
     ) -> None:
         self.base = base
@@ -74,11 +77,14 @@ class Lora(Adapter):
                 f"{name} and {run.named('optimizer')} exclude each other (its updates are for whole weights of layers, and an "
                 "adapter has thin factors of them): set optimizer=adamw"
             )
-        if self.base == "int8" and not self.true_gradient:
-            yield f"adapter.base=int8 and {name} exclude each other (it needs the lengths of the weights' rows): set adapter=lora"
-        if self.base == "int8" and not run.parallel.whole_model:
+        if self.base != "full" and not self.true_gradient:
             yield (
-                f"adapter.base=int8 and {run.named('parallel')} exclude each other (weights in 8 bits are not divided among "
+                f"adapter.base={self.base} and {name} exclude each other (it needs the lengths of the weights' rows): set "
+                "adapter=lora"
+            )
+        if self.base != "full" and not run.parallel.whole_model:
+            yield (
+                f"adapter.base={self.base} and {run.named('parallel')} exclude each other (such weights are not divided among "
                 "ranks): set parallel=ddp"
             )
         if run.precision.replaces_linears:
@@ -105,13 +111,14 @@ class Lora(Adapter):
                 f"{run.named('adapter')} finds no Linear layer to correct in {run.named('model')}, beside the one that gives the "
                 "outputs: set adapter=none, or a transformer or multilayer perceptron as model"
             )
+        own = sum(p.numel() for p in model.parameters())
         room = limits.memory_bytes() // ((2 + context.run.optimizer.states) * context.world.local_size)
         with limits.model_within(room, f"adapter.rank={self.rank}", ", with their gradients and the optimizer's state"):
             for layer in chosen.values():
                 self.adapt(layer)
-                if self.base == "int8" and isinstance(layer, layers.LoraLinear):
-                    layer.to_int8()
-        own, added = (sum(p.numel() for n, p in model.named_parameters() if layers.is_adapters(n) == of) for of in (False, True))
+                if self.base != "full" and isinstance(layer, layers.LoraLinear):
+                    layer.narrow(BITS[self.base])
+        added = sum(p.numel() for name, p in model.named_parameters() if layers.is_adapters(name))
         yield (
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
         )

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import dropout, linear
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.low_rank import is_adapters, row_norms
+from drivetrain.core.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
 from drivetrain.core.one_forward import run_once
 from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.core.trees import Tree
@@ -23,20 +23,21 @@ from drivetrain.core.trees import Tree
 __all__ = ["DoraLinear", "LoraLinear", "choose", "frozen_names", "is_adapters", "unshared"]
 
 
-class Int8Product(torch.autograd.Function):
-    """x @ (scale · q)ᵀ. The backward needs q and the scale alone, so that no wider weight is kept."""
+class NarrowProduct(torch.autograd.Function):
+    """x @ weightᵀ of a weight in 8 or 4 bits. The backward needs these alone, so that no wider weight is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, levels: Any) -> torch.Tensor:
         """The product, in the type of x."""
-        ctx.save_for_backward(q, scale)
-        return linear(x, q.to(x.dtype)) * scale.to(x.dtype)
+        ctx.save_for_backward(weight, scale, levels)
+        ctx.inputs = x.shape[-1]
+        return linear(x, widened(weight, scale, levels, ctx.inputs, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """The gradient of x."""
-        q, scale = ctx.saved_tensors
-        return (grad * scale.to(grad.dtype)) @ q.to(grad.dtype), None, None
+        weight, scale, levels = ctx.saved_tensors
+        return grad @ widened(weight, scale, levels, ctx.inputs, grad.dtype), None, None, None
 
 
 class LoraLinear(nn.Linear):
@@ -49,7 +50,8 @@ class LoraLinear(nn.Linear):
     lora_b: nn.Parameter
     lora_scale: torch.Tensor  # 0-d; a buffer, so that a file of weights can be merged without the config
     lora_dropout: float
-    lora_weight_scale: torch.Tensor  # (outputs,), where the base's weight has 8 bits
+    lora_weight_scale: torch.Tensor  # (outputs, groups), where the base's weight has 8 or 4 bits
+    lora_levels: torch.Tensor | None  # of 4 bits
 
     @classmethod
     def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
@@ -65,13 +67,14 @@ class LoraLinear(nn.Linear):
         layer.lora_dropout = dropout
         nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
 
-    def to_int8(self) -> None:
-        """Keep the base's weight in 8 bits: whole numbers, and a scale for each output."""
-        scale = (self.rows.detach().abs().amax(1, keepdim=True) / 127.5).clamp(min=torch.finfo(self.weight.dtype).tiny)
-        whole = (self.rows.detach() * (1 / scale)).round().clamp(-128, 127).to(torch.int8)
+    def narrow(self, bits: int) -> None:
+        """Keep the base's weight in 8 or 4 bits, (outputs, …) also where it was transposed, and its scales."""
+        weight, scale = narrowed(self.rows.detach(), bits)
         del self.weight  # it never trains, so that it is a buffer of the same name
-        self.register_buffer("weight", whole.T.contiguous() if hasattr(self, "lora_transposed") else whole)
-        self.register_buffer("lora_weight_scale", scale.flatten())
+        self.register_buffer("weight", weight)
+        self.register_buffer("lora_weight_scale", scale)
+        levels = torch.tensor(LEVELS, device=weight.device) if bits == 4 else None
+        self.register_buffer("lora_levels", levels, persistent=False)
 
     @property
     def rows(self) -> torch.Tensor:
@@ -85,12 +88,12 @@ class LoraLinear(nn.Linear):
         return linear(linear(x, self.lora_a), self.lora_b) * self.lora_scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.dtype != torch.int8:
+        if self.weight.is_floating_point():
             return linear(x, self.rows, self.bias) + self.correction(x)
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y: torch.Tensor = Int8Product.apply(x.to(dtype), self.rows, self.lora_weight_scale)  # type: ignore[no-untyped-call]
-        y = y + self.correction(x)
+        product: Any = NarrowProduct.apply
+        y: torch.Tensor = product(x.to(dtype), self.weight, self.lora_weight_scale, self.lora_levels) + self.correction(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 

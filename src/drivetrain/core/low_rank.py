@@ -13,6 +13,14 @@ TENSORS = (
     "dora_magnitude",
 )  # beside a layer's weight, under its name
 
+# The 16 numbers that 4 bits stand for: quantiles of the normal distribution, and 0 (NF4 of QLoRA, Dettmers et al. 2023).
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+GROUP = 64  # numbers of 4 bits that have one scale
+
 
 def is_adapters(name: str) -> bool:
     """Whether a tensor of this name is a part of an adapter."""
@@ -25,19 +33,46 @@ def row_norms(weight: torch.Tensor) -> torch.Tensor:
     return norms.clamp(min=torch.finfo(weight.dtype).tiny)
 
 
+def narrowed(rows: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight (outputs, inputs) in 8 or 4 bits and its scales: (outputs, 1), or one for each GROUP of a row's numbers.
+
+    8 bits are whole numbers, int8. Of 4 bits two are in a byte, uint8, each the number of one of LEVELS.
+    """
+    size = rows.shape[1] if bits == 8 else GROUP
+    groups = torch.nn.functional.pad(rows, (0, -rows.shape[1] % size)).reshape(len(rows), -1, size)
+    scale = (groups.abs().amax(2, keepdim=True) / (127.5 if bits == 8 else 1.0)).clamp(min=torch.finfo(rows.dtype).tiny)
+    groups = groups * (1 / scale)
+    if bits == 8:
+        return groups.round().clamp(-128, 127).to(torch.int8).flatten(1), scale.squeeze(2)
+    levels = torch.tensor(LEVELS, device=rows.device)
+    codes = torch.bucketize(groups.float(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scale.squeeze(2)
+
+
+def widened(
+    weight: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor | None, inputs: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight (outputs, inputs) that `narrowed` made narrow, in this type; `levels` are those of 4 bits."""
+    if levels is not None:
+        weight = levels[torch.stack([weight & 15, weight >> 4], 2).flatten(1).int()]
+    groups: torch.Tensor = weight.to(dtype).reshape(*scale.shape, -1) * scale.to(dtype).unsqueeze(2)
+    return groups.flatten(1)[:, :inputs]
+
+
 def merged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights with their adapters merged in, as the plain model has them; they themselves where there is none."""
     plain = {name: tensor for name, tensor in weights.items() if not is_adapters(name)}
     for layer in (name.removesuffix("lora_b") for name in weights if name.rpartition(".")[2] == "lora_b"):
-        weight, a, b, scale = (weights[layer + part].double() for part in ("weight", "lora_a", "lora_b", "lora_scale"))
-        transposed = f"{layer}lora_transposed" in weights
-        whole = weight.T if transposed else weight
+        a, b, scale = (weights[layer + part].double() for part in ("lora_a", "lora_b", "lora_scale"))
+        transposed, weight = f"{layer}lora_transposed" in weights, weights[f"{layer}weight"]
         if (steps := weights.get(f"{layer}lora_weight_scale")) is not None:
-            whole = whole * steps.double().unsqueeze(1)
+            levels = torch.tensor(LEVELS) if weight.dtype == torch.uint8 else None
+            whole = widened(weight, steps, levels, a.shape[1], torch.float64)
+        else:
+            whole = weight.T.double() if transposed else weight.double()
         whole = whole + scale * (b @ a)
         if (magnitude := weights.get(f"{layer}dora_magnitude")) is not None:
             whole *= (magnitude.double() / row_norms(whole)).unsqueeze(1)
-        plain[f"{layer}weight"] = (whole.T.contiguous() if transposed else whole).to(
-            weights[f"{layer}{'weight' if steps is None else 'lora_a'}"].dtype
-        )
+        dtype = weights[f"{layer}lora_a"].dtype if steps is not None else weight.dtype
+        plain[f"{layer}weight"] = (whole.T.contiguous() if transposed else whole).to(dtype)
     return plain
