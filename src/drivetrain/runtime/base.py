@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -115,8 +114,7 @@ class Runtime(Option):
             # The fewest that are as fast: more would only take cores from others. A large model takes all without a trial.
             fast = [n for n, s in zip(counts, seconds, strict=False) if s <= AS_FAST * min(seconds)] or [cores]
             recorded = {"threads": fast[0], "cores": cores, "update_seconds": seconds}
-        chosen = copy(self)
-        chosen.threads, chosen.found = recorded["threads"], recorded
+        chosen = self.with_values(threads=recorded["threads"], found=recorded)
         measured = ", ".join(f"{1e3 * s:.1f} ms with {n}" for n, s in zip(counts, recorded["update_seconds"], strict=False))
         logger.info("runtime.threads=auto: %d of %d%s", chosen.threads, cores, measured and f": an update takes {measured}")
         return chosen

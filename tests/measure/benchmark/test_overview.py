@@ -32,7 +32,12 @@ def test_the_fastest_arm_that_is_certain_is_the_answer():
     assert headline(comparison(BASE, FAST, UNSURE, FEW, FAILED)) == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)."
     few = "few was 1.80 × as fast as naive, and 0 rounds are too few to tell that from chance: 6 give an interval."
     assert headline(comparison(BASE, FEW, FAILED)) == few
-    assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == "No variant is measurably faster than naive."
+    nearest = "few is 1.80 × as fast, whose 0 rounds are too few to tell"
+    assert headline(comparison(BASE, UNSURE, FEW, FAILED)) == f"No variant is measurably faster than naive: {nearest}."
+    nearest = "unsure is 1.60 × as fast (0.90 to 2.00), which may be chance"
+    assert headline(comparison(BASE, UNSURE, FAILED)) == f"No variant is measurably faster than naive: {nearest}."
+    slower = replace(UNSURE, ratio=Interval(0.9, 0.8, 1.1))
+    assert headline(comparison(BASE, slower)) == "No variant is measurably faster than naive."
     step = replace(FAST, label="+ precision=bf16")
     ladder = replace(comparison(BASE, step), subject="naive with all up to {}")
     assert headline(ladder) == "naive with all up to precision=bf16 is 1.41 × as fast as naive (1.30 to 1.50)."
@@ -42,7 +47,8 @@ def test_where_quality_was_asked_for_only_a_pass_is_an_answer():
     base = judged(BASE, FIRST)
     for outcome in ("FAIL", "INCONCLUSIVE"):
         answer = headline(comparison(base, judged(FAST, outcome), quality=True))
-        assert answer == "No variant is measurably faster than naive with a result known to be as good."
+        known = "No variant is measurably faster than naive with a result known to be as good"
+        assert answer == f"{known}: fast <b> is 1.41 × as fast (1.30 to 1.50), and its result is {outcome}."
     answer = headline(comparison(base, judged(FAST, "PASS"), quality=True))
     assert answer == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50), and its result is no worse."
 
@@ -54,7 +60,7 @@ def test_a_result_that_is_certainly_better_is_in_the_answer():
     better = judged(slow, "INCONCLUSIVE", degradation=by)
     assert headline(comparison(base, better, unclear, quality=True)) == (
         "slow has a better accuracy than naive, by 0.02 (0.01 to 0.03), but no variant is measurably faster with a result known "
-        "to be as good."
+        "to be as good: unsure is 1.60 × as fast (0.90 to 2.00), which may be chance."
     )
     fast = "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)"
     answer = headline(comparison(base, better, judged(FAST, "PASS"), quality=True))

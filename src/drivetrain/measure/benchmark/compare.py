@@ -14,7 +14,7 @@ from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_bad,
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
-from drivetrain.measure.intervals import MIN_PAIRS
+from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
@@ -95,10 +95,11 @@ def _on_speed(comparison: Comparison) -> str:
         known = " with a result known to be as good" if judged else ""
         few = _too_few(comparison)
         if better is None:
-            return few or f"No variant is measurably faster than {base}{known}."
+            return few or f"No variant is measurably faster than {base}{known}{_nearest(comparison)}."
         if few:
             return f"{_subject(comparison, better)} has {_better(comparison, better)}. {few}"
-        return f"{_subject(comparison, better)} has {_better(comparison, better)}, but no variant is measurably faster{known}."
+        better_is = f"{_subject(comparison, better)} has {_better(comparison, better)}"
+        return f"{better_is}, but no variant is measurably faster{known}{_nearest(comparison)}."
     row = comparison.rows[best]
     speed = f"{_subject(comparison, row)} is {_speed(row, base)}"
     if not judged:
@@ -108,6 +109,23 @@ def _on_speed(comparison: Comparison) -> str:
     if _improvement(row):
         return f"{speed}, and has {_better(comparison, row)}."
     return f"{speed}, and its result is no worse; {_subject(comparison, better)} has {_better(comparison, better)}."
+
+
+def _nearest(comparison: Comparison) -> str:
+    """The arm that would be the fastest, and why it is not certain: the answer's own figure beside those of the table."""
+    rows = [row for row in comparison.rows[1:] if row.ratio is not None and row.ratio.middle > 1 + EQUIVALENCE]
+    row = max(rows, key=lambda each: each.ratio or (0.0,), default=None)
+    if row is None or row.ratio is None or row.pays_too_late:
+        return ""
+    if not row.ratio.low:
+        why = f"whose {len(row.rates)} rounds are too few to tell"
+    elif row.ratio.low <= 1:
+        why = "which may be chance"
+    elif row.verdict is not None and row.verdict.outcome != PASS:
+        why = f"and its result is {row.verdict.outcome}"
+    else:
+        return ""
+    return f": {_subject(comparison, row)} is {row.ratio.as_fast()}, {why}"
 
 
 def _too_few(comparison: Comparison) -> str:
