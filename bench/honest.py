@@ -164,7 +164,7 @@ def arms_of(kind: str) -> dict[str, Arm]:
 def trained(arm: Arm, seed: int) -> TrainedRun:
     """One arm trained with one seed, in this process."""
     job = _job(arm.overrides)
-    job.run.runtime.seed, job.attach = seed, arm.plant
+    job.run, job.attach = job.run.with_parts(runtime=job.run.runtime.with_values(seed=seed)), arm.plant
     with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:
         result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
         run = read(Path(folder))
