@@ -67,7 +67,7 @@ drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by s
   max_seeds=20          as many at most, while a variant is INCONCLUSIVE
   quality_s=600         no further seeds after so many seconds of training
   judge=[accuracy]      evaluated figures that decide; else the metric that ranks models, and the loss
-  target=0.95           of that metric: the seconds until it is reached are judged too
+  target=0.95           of that metric: the seconds until it is reached are compared too
   --recipe FILE         hand the fastest variant on as a recipe that claims what was measured, if it is faster beyond doubt;
                         a better result alone is not handed on
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
@@ -96,7 +96,7 @@ claims to be exact or close (`drivetrain list`) is switched off in the other run
   steps=4               updates that are compared
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
-exit codes: 0 exact or within rounding · 1 differs · 2 cannot be judged, or a bad command line
+exit codes: 0 exact or within rounding · 1 differs · 2 cannot be compared, or a bad command line
 """, complete=_certify_words)  # fmt: skip
 
 ablate = Measuring("ablate", "claims.export:ablate", """\

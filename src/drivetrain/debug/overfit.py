@@ -36,7 +36,7 @@ class Overfit(Debug):
         if run.augment:
             yield f"debug=overfit leaves {run.named('augment')} out: the batch stays the same"
         if run.ema.active:
-            yield f"debug=overfit judges the raw weights, not those of {run.named('ema')}"
+            yield f"debug=overfit looks at the raw weights, not at those of {run.named('ema')}"
 
     def setup(self, context: BuildContext) -> None:
         self._context = context

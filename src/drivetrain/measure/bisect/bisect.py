@@ -503,7 +503,7 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
         raise UserError(f"'{wrong[0]}': after GOOD and BAD come overrides of both, of the form key=value")
     for name, count, least in (("rounds", settings.rounds, LEAST_ROUNDS), ("seeds", settings.seeds, LEAST_SEEDS)):
         if count < least:
-            raise UserError(f"{name}={count}: fewer than {least} {name} give no interval to judge by: set {name}={least}")
+            raise UserError(f"{name}={count}: fewer than {least} {name} give no interval: set {name}={least}")
 
 
 def _different_data(good: Job, bad: Job) -> Iterator[str]:

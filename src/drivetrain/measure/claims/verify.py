@@ -379,7 +379,7 @@ def verify(
 def _check(claim: Claim, overrides: Sequence[str], settings: Settings) -> None:
     """Raise UserError for what cannot be given beside a recipe with this claim."""
     if claim.speed is not None and settings.rounds < MIN_PAIRS:
-        raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval to judge by")
+        raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval")
     against = claim.speed.against if claim.speed is not None else {}
     if fixed := [override for override in overrides if key_of(override) in against]:
         raise UserError(f"'{o}' is what the claim is about ({as_overrides(against)}): leave it out" for o in fixed)
