@@ -67,9 +67,9 @@ GROUPS = {
     "augment": Case(DIGITS, "augment=[]"),
     "saving": Case((*MLP, "log_every=1"), "saving=none"),
     "logger": Case((*MLP, "log_every=1"), "logger=[]"),
-    "scheduler": Case(MLP, "scheduler=constant"),
     "compile": Case(GPT, "compile=none"),
     "parallel": Case(NET, "parallel=single"),
+    "scheduler": Case(MLP, "scheduler=constant"),
 }
 OPTIONS = {
     "surgery=[fused_norm]": Case(OWN, "surgery=[]"),
@@ -189,7 +189,7 @@ def write(content: dict[str, Any], out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure what the file does not hold yet."""
-    given = harness.parse(__doc__, "cards-cpu.json", argv, minutes=12.0, rounds=6, block_s=0.2, cards=list(cards()))
+    given = harness.parse(__doc__, "cards-cpu.json", argv, minutes=12.0, rounds=6, block_s=0.1, cards=list(cards()))
     cpu, began = harness.machine()["cpu"], time.monotonic()
     before = harness.before(given.out)
     content: dict[str, Any] = {"cpu": cpu, "cards": {}}
