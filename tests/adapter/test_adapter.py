@@ -1,7 +1,6 @@
 """Low-rank adapters: the base's function at first, only they train, and merged weights are the adapted model's."""
 
 import copy
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -66,8 +65,9 @@ def test_an_adapter_is_the_base_at_first_and_merges_into_it(float64, adapter):
     model = timm.create_model("vit_tiny_patch16_224", img_size=8, patch_size=4, depth=2, embed_dim=24, num_heads=2, num_classes=5)
     x, plain = torch.randn(3, 3, 8, 8), copy.deepcopy(model)
     chosen = layers.choose(model, x, None, ["head"])
-    for layer in chosen.values():
-        adapter.adapt(layer)
+    chosen = {name: adapter.adapted(layer) for name, layer in chosen.items()}
+    for name, layer in chosen.items():
+        model.set_submodule(name, layer)
     torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         for layer in chosen.values():
@@ -83,8 +83,7 @@ def test_the_formulas_of_both_papers(float64):
     """W + alpha / rank · B A (Hu et al. 2021); m · V / |V| by rows (Liu et al. 2024)."""
     x = torch.randn(4, 6)
     for adapter in (Lora(rank=2, alpha=3), Dora(rank=2, alpha=3)):
-        layer = nn.Linear(6, 5)
-        adapter.adapt(layer)
+        layer = adapter.adapted(nn.Linear(6, 5))
         nn.init.normal_(layer.lora_b)
         v = layer.weight + 1.5 * layer.lora_b @ layer.lora_a
         if isinstance(layer, layers.DoraLinear):
@@ -94,8 +93,7 @@ def test_the_formulas_of_both_papers(float64):
 
 
 def test_dropout_is_the_corrections_alone(float64):
-    layer = nn.Linear(6, 5)
-    Lora(rank=2, dropout=0.5).adapt(layer)
+    layer = Lora(rank=2, dropout=0.5).adapted(nn.Linear(6, 5))
     x, base = torch.randn(2000, 6), layer(torch.zeros(1, 6)) * 0
     base = base + nn.functional.linear(x, layer.weight, layer.bias)
     assert torch.equal(layer(x), base)
@@ -177,8 +175,8 @@ def test_fine_tuning_a_run_and_exporting_plain_weights(tiny, tmp_path, capsys):
     assert all(torch.equal(t, plain[name]) for name, t in loaded.model.state_dict().items())
     x = torch.randn(5, 3, 8, 8)
     adapted_model = copy.deepcopy(loaded.model)
-    for layer in layers.choose(adapted_model, x, None, ["head"]).values():
-        Lora(rank=2).adapt(layer)
+    for name, layer in layers.choose(adapted_model, x, None, ["head"]).items():
+        adapted_model.set_submodule(name, Lora(rank=2).adapted(layer))
     adapted_model.load_state_dict(own)
     torch.testing.assert_close(adapted_model(x), loaded.model(x))
     assert evaluate(tuned.run_dir).metrics == tuned.judged("final")
@@ -193,8 +191,7 @@ def test_fine_tuning_a_run_and_exporting_plain_weights(tiny, tmp_path, capsys):
 def in_bits(bits: int, transposed: bool = False, size: tuple[int, int] = (12, 7)) -> tuple[layers.LoraLinear, torch.Tensor]:
     """A layer in so few bits, and the weight that it had, (outputs, inputs)."""
     torch.manual_seed(0)
-    layer: Any = nn.Linear(*size)
-    layers.LoraLinear.take(layer, 3, 6.0, 0.0)
+    layer = layers.LoraLinear.of(nn.Linear(*size), 3, 6.0, 0.0)
     if transposed:
         layer.register_buffer("lora_transposed", torch.ones((), dtype=torch.bool))
         layer.weight = nn.Parameter(layer.weight.detach().T.contiguous())

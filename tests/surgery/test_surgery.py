@@ -11,9 +11,9 @@ from torch import nn
 from drivetrain.core.errors import UserError
 from drivetrain.surgery.base import apply_all
 from drivetrain.surgery.channels_last import ChannelsLast
-from drivetrain.surgery.fused_norm import FusedNorm, fuse, recognise
+from drivetrain.surgery.fused_norm import FusedNorm, fused_form, recognise
 from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
-from drivetrain.surgery.sync_batchnorm import synchronise
+from drivetrain.surgery.sync_batchnorm import synchronised
 from drivetrain.surgery.sync_bn import partial_statistics
 
 RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]
@@ -300,7 +300,7 @@ def test_batch_norms_that_see_a_part_of_the_update_are_told_of(logged):
     assert line == "8 BatchNorms compute their statistics from 12 samples at a time, not from an update's 24"
     norm = nn.Sequential(nn.BatchNorm1d(2))
     assert partial_statistics(norm, 12, 24, 2)[0].endswith("24; surgery=[sync_bn] joins those of the ranks")
-    synchronise(norm[0], by_torch=False)
+    norm[0] = synchronised(norm[0], by_torch=False)
     assert partial_statistics(norm, 12, 24, 2) == []
 
 
@@ -489,8 +489,7 @@ def test_rms_norms_are_recognised_and_computed_by_the_kernel(norm):
     form = recognise(module)
     assert (form.kernel, form.eps, form.offset) == ("rms_norm", 1e-6, float(norm is GemmaRmsNorm))
     expected = module(x)
-    fuse(module, form)
-    torch.testing.assert_close(copy.deepcopy(module)(x), expected)
+    torch.testing.assert_close(copy.deepcopy(fused_form(module, form))(x), expected)
 
 
 @pytest.mark.parametrize("norm", [MeanDeviation, OtherEps, NoisyInTraining, Kernel, TwoInputs])

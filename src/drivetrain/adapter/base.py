@@ -9,10 +9,12 @@ from drivetrain.core import limits
 from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.modules import put_in_place
 from drivetrain.core.option import Count, Effect, Momentum, Option, Positive, RunSpec
 from drivetrain.core.paths import expanded
 
 if TYPE_CHECKING:
+    from drivetrain.adapter.layers import LoraLinear
     from drivetrain.core.context import BuildContext
 
 BITS = {"int8": 8, "nf4": 4}  # of a frozen weight
@@ -114,10 +116,11 @@ class Lora(Adapter):
         own = sum(p.numel() for p in model.parameters())
         room = limits.memory_bytes() // ((2 + context.run.optimizer.states) * context.world.local_size)
         with limits.model_within(room, f"adapter.rank={self.rank}", ", with their gradients and the optimizer's state"):
-            for layer in chosen.values():
-                self.adapt(layer)
-                if self.base != "full" and isinstance(layer, layers.LoraLinear):
+            new = {layer: self.adapted(layer) for layer in chosen.values()}
+            if self.base != "full":
+                for layer in new.values():
                     layer.narrow(BITS[self.base])
+            put_in_place(model, new.items())
         added = sum(p.numel() for name, p in model.named_parameters() if layers.is_adapters(name))
         yield (
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
@@ -135,11 +138,11 @@ class Lora(Adapter):
         kept = set(layers.frozen_names(model, also))
         return {name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in kept}
 
-    def adapt(self, layer: torch.nn.Linear) -> None:
-        """Turn a Linear layer into one with an adapter, in place."""
+    def adapted(self, layer: torch.nn.Linear) -> LoraLinear:
+        """Return a Linear layer as one with an adapter."""
         from drivetrain.adapter import layers
 
-        layers.LoraLinear.take(layer, self.rank, self.alpha, self.dropout)
+        return layers.LoraLinear.of(layer, self.rank, self.alpha, self.dropout)
 
     def frozen(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
         from drivetrain.adapter import layers
@@ -159,7 +162,7 @@ class Dora(Lora):
     name = "dora"
     true_gradient = False
 
-    def adapt(self, layer: torch.nn.Linear) -> None:
+    def adapted(self, layer: torch.nn.Linear) -> LoraLinear:
         from drivetrain.adapter import layers
 
-        layers.DoraLinear.take(layer, self.rank, self.alpha, self.dropout)
+        return layers.DoraLinear.of(layer, self.rank, self.alpha, self.dropout)

@@ -1,14 +1,14 @@
 """Linear layers with low-rank adapters, and which layers of a model get one.
 
-A layer becomes one with an adapter by its class. So its own weight keeps its name: files of weights fit as before, and a
-checkpoint has the adapter's tensors beside it (core/low_rank.py).
+A layer with an adapter takes the place of the model's own and holds its weight, under the same name: files of weights fit as
+before, and a checkpoint has the adapter's tensors beside it (core/low_rank.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.nn.functional import dropout, linear
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
+from drivetrain.core.modules import taken_over
 from drivetrain.core.one_forward import run_once
 from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.core.trees import Tree
@@ -54,18 +55,19 @@ class LoraLinear(nn.Linear):
     lora_levels: torch.Tensor | None  # of 4 bits
 
     @classmethod
-    def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
-        """Turn a Linear layer into this one, in place."""
+    def of(cls, linear: nn.Module, rank: int, alpha: float, dropout: float) -> Self:
+        """Return a Linear layer as one of this class."""
+        layer = taken_over(linear, cls)
         weight = layer.weight
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(linear, nn.Linear):
             layer.in_features, layer.out_features = weight.shape
             layer.register_buffer("lora_transposed", torch.ones((), dtype=torch.bool, device=weight.device))
-        layer.__class__ = cls
         layer.lora_a = nn.Parameter(weight.new_empty(rank, layer.in_features))
         layer.lora_b = nn.Parameter(weight.new_zeros(layer.out_features, rank))
         layer.register_buffer("lora_scale", weight.new_tensor(alpha / rank))
         layer.lora_dropout = dropout
         nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))  # as Linear layers themselves, and the paper's own code
+        return layer
 
     def narrow(self, bits: int) -> None:
         """Keep the base's weight in 8 or 4 bits, (outputs, …) also where it was transposed, and its scales."""
@@ -103,9 +105,10 @@ class DoraLinear(LoraLinear):
     dora_magnitude: nn.Parameter  # (outputs,)
 
     @classmethod
-    def take(cls, layer: Any, rank: int, alpha: float, dropout: float) -> None:
-        super().take(layer, rank, alpha, dropout)
+    def of(cls, linear: nn.Module, rank: int, alpha: float, dropout: float) -> Self:
+        layer = super().of(linear, rank, alpha, dropout)
         layer.dora_magnitude = nn.Parameter(row_norms(layer.rows.detach()))
+        return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         along = linear(x, self.rows) + self.correction(x)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from drivetrain.core.torch_patches import wrap_forward
 
 Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
@@ -16,7 +19,6 @@ def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
     torch's own save_on_cpu copies the weights too, and waits for each copy. Here the copies are queued on the stream that
     computes: the device's memory is used again only after them, and pinned memory is kept until its copies are over.
     """
-    forward = model.forward
 
     def pack(tensor: torch.Tensor) -> Packed:
         if is_weight(tensor) or tensor.nbytes < min_bytes or tensor.layout != torch.strided:
@@ -32,14 +34,17 @@ def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
         device, host = packed
         return host.to(device, non_blocking=True)
 
-    @functools.wraps(forward)
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return forward(*args, **kwargs)
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                return forward(*args, **kwargs)
 
-    model.forward = offloaded  # type: ignore[method-assign]
+        return offloaded
+
+    wrap_forward(model, wrapped)
 
 
 def is_weight(tensor: torch.Tensor) -> bool:

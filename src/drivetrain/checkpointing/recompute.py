@@ -19,12 +19,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from drivetrain.core import torch_patches
 
 Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, around the recomputation
@@ -44,16 +45,14 @@ _ATTENTION = tuple(
 )
 _FACTORS = {_aten.mm: (0, 1), _aten.bmm: (0, 1), _aten.addmm: (1, 2), _aten.baddbmm: (1, 2), _aten._scaled_mm: (0, 1)}
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution)
-# FSDP's hooks mark in a profile what they do. Within a block that has shards of its own they run another number of times in the
-# recomputation than in the forward, which torch's selective contexts take for an error.
-SAC_IGNORED_OPS.update(
-    {torch.ops.profiler._record_function_enter_new.default, torch.ops.profiler._record_function_exit._RecordFunction}
-)
+torch_patches.ignore_profiler_ranges()
 
 
-def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> None:
-    """Wrap the block's forward in a (non-reentrant) checkpoint, in place; `policy` makes the policy of what to keep."""
-    forward = block.forward
+def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | None = None) -> Callable[[], None]:
+    """Wrap the block's forward in a (non-reentrant) checkpoint, and return what undoes it.
+
+    `policy` makes the policy of what to keep.
+    """
     norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
     if policy is not None:
         _disable_inplace(block)
@@ -72,21 +71,24 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
         values: Values = {}
         return _Record(values, policy and policy()), _Replay(values, norms)
 
-    @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling():  # a compiled graph writes its buffers once by itself
-            if policy is None:
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():  # a compiled graph writes its buffers once by itself
+                if policy is None:
+                    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
+            if _is_traced():
+                return checkpoint(forward, *args, use_reentrant=False, context_fn=traced_contexts, **kwargs)
+            if not norms and policy is None:
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-        if _is_traced():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=traced_contexts, **kwargs)
-        if not norms and policy is None:
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    block.forward = recomputed  # type: ignore[method-assign]
+        return recomputed
+
+    return torch_patches.wrap_forward(block, wrapped)
 
 
 def products(min_depth: int) -> Policy:

@@ -19,6 +19,7 @@ from drivetrain.core.lazy import start_autograd_engine, torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.paths import user_cache
 from drivetrain.core.step import Step
+from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class Regional(Inductor):
         # Blocks of one class share one code object: each that differs in a shape or a number needs a recompilation of it.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
         for block in self._blocks:
-            block.forward = _compiled_if_grad(self._compile(block.forward), block.forward)  # type: ignore[method-assign]
+            wrap_forward(block, lambda forward: _compiled_if_grad(self._compile(forward), forward))
         logger.info("%s compiled", describe_blocks(self._blocks))
         return model
 

@@ -26,6 +26,7 @@ from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.protocols import Strategy
 from drivetrain.core.step import Step
+from drivetrain.core.torch_patches import compiling
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ class WholeStep:
         try:
             for group, rate in zip(groups, self._lr_tensors, strict=True):
                 group.update({"lr": rate} | {k: v for k, v in TRACEABLE.items() if k in group})
-            with torch.autograd.set_multithreading_enabled(False), _compiling():
+            with torch.autograd.set_multithreading_enabled(False), compiling():
                 yield
         finally:
             for group, before in zip(groups, saved, strict=True):
@@ -291,20 +292,6 @@ class WholeStep:
 def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
     """Return what a graph is called with: the tensors of inputs and targets, the weight, and the shares if there are any."""
     return trees.leaves((batch.x, batch.y, batch.weight, batch.shares))
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Make torch.compiler.is_compiling() true, as in torch's own tracing; newer torch has a second flag for this."""
-    flags = [f for f in ("_is_compiling_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, f)]
-    saved = [getattr(torch.compiler, f) for f in flags]
-    try:
-        for flag in flags:
-            setattr(torch.compiler, flag, True)
-        yield
-    finally:
-        for flag, value in zip(flags, saved, strict=True):
-            setattr(torch.compiler, flag, value)
 
 
 def _collect(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen: set[int]) -> None:

@@ -97,8 +97,8 @@ class Strategy(Protocol):
         """Return rank 0's value, on every rank."""
 
 
-class Precision(Protocol):
-    """The number formats of a step, in a run."""
+class PrecisionStep(Protocol):
+    """What a step asks of a precision."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward and loss."""
@@ -106,11 +106,15 @@ class Precision(Protocol):
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         """Accumulate the gradients of weight × loss."""
 
-    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to call backward on, where the caller does so itself, such as a pipeline schedule."""
-
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """Clip and update. Returns False if the update was skipped."""
+
+
+class Precision(PrecisionStep, Protocol):
+    """The number formats of a step, in a run."""
+
+    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to call backward on, where the caller does so itself, such as a pipeline schedule."""
 
 
 class Batch(Protocol):

@@ -123,10 +123,9 @@ def _run_in_float32(module: torch.nn.Module) -> None:
     """Run a module that cannot compute in float64 in float32, so that the modules around it can be checked."""
     from torch.utils._pytree import tree_map
 
-    forward = module.float().forward
-    module.forward = lambda *args, **kwargs: tree_map(  # type: ignore[method-assign]
-        as_double, forward(*tree_map(_as_single, args), **tree_map(_as_single, kwargs))
-    )
+    module.float()
+    module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(_as_single, (args, kwargs)), with_kwargs=True)
+    module.register_forward_hook(lambda _, args, output: tree_map(as_double, output))
 
 
 def _containers() -> tuple[type, ...]:

@@ -26,7 +26,6 @@ from drivetrain.saving import checkpoint_io
 from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.writer import Writer
 
-HEAVY = ("model", "step", "optimizer", "scheduler", "precision", "ema", "loader")  # parts that hold weights, or processes
 DIFFERENT = 3  # parameters of another shape that a message names
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class StagedRun:
 
     context: BuildContext
     writers: Sequence[LogWriter]
-    trainer: Trainer = field(init=False)  # one object for the whole run: at a boundary it becomes that of the next stage
+    trainer: Trainer = field(init=False)  # of the stage that the run is in
     number: int = field(default=0, init=False)  # of the stage that the trainer is in
     ends: list[Boundary] = field(default_factory=list, init=False)  # of all stages but the last
 
@@ -107,6 +106,10 @@ class StagedRun:
 
     def _cross(self) -> None:
         """Go from the end of a stage into the next one."""
+        self.restore(*self._full_state())
+
+    def _full_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The weights and the state at the end of a stage, on all ranks."""
         trainer = self.trainer
         progress, parallel = trainer.progress, trainer.parallel
         progress.samples = trainer.batch.consumed(trainer.batch.order.length, progress.epoch, progress.window, trainer.drop_last)
@@ -115,42 +118,45 @@ class StagedRun:
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with trainer.evaluator.eval_weights():
             full = HostCopy(parallel.full_state_dict(trainer.model, state)).wait()
-        self.restore(*parallel.broadcast_object(full if parallel.world.rank == 0 else None))
+        weights, state = parallel.broadcast_object(full if parallel.world.rank == 0 else None)
+        return weights, state
 
     def _enter(self, number: int) -> None:
-        """Let the trainer become that of a stage, without its state."""
+        """Build the trainer of a stage, without its state."""
         if number == self.number:
             return
-        before, context, trainer = self.stages[self.number].run, self.context, self.trainer
+        before, context = self.stages[self.number].run, self.context
+        timer, compiled, callbacks = self.trainer.timer, self.trainer.compile_seconds(), self.trainer.callbacks
         self.number, context.run, context.resumed = number, self.stages[number].run, True
         data = context.loaded if vars(before.data) == vars(context.run.data) else None
-        timer, compiled = trainer.timer, trainer.compile_seconds()
         self._free()
         with _named(number):
-            built = build.build(context, self.writers, build.PreviousStage(trainer.parallel, data, trainer.callbacks))
+            built = build.build(context, self.writers, build.PreviousStage(self.trainer.parallel, data, callbacks))
         built.timer.go_on_from(timer, context.progress.samples)
         built.compile_seconds = _sum(built.compile_seconds, compiled)
-        vars(trainer).update(vars(built))
+        self.trainer = built
         self._watch()
 
     def _free(self) -> None:
-        """Free the trainer's model and all that was made for it: the next stage needs the memory.
+        """Keep of the trainer what it takes to record a run that ends here, because the next stage cannot be built.
 
-        What is left is enough to record a run that ends here, because the next stage cannot be built.
+        The model and all that was made for it are let go: the next stage needs the memory.
         """
-        trainer, context = self.trainer, self.context
-        compiled, evaluator = trainer.compile_seconds(), copy.copy(trainer.evaluator)
+        context, trainer = self.context, self.trainer
+        compiled = trainer.compile_seconds()
+        gone: Any = None  # parts that hold weights, or processes
         context.eval_model = nullcontext
-        vars(evaluator).update(dict.fromkeys(("model", "forward", "eval_weights", "ema", "precision")))
-        parts: dict[str, Any] = dict.fromkeys(HEAVY) | {"evaluator": evaluator}
-        parts["writer"] = Writer(context.run_dir, trainer.saving, trainer.parallel, nullcontext)
-        parts["compile_seconds"] = lambda: compiled
-        parts["stream_watchers"] = []
-        vars(trainer).update(parts)
-        for name in ("model", "optimizer", "loader"):
-            vars(context).pop(name)
-        trainer.parallel.leave_model()
-        free_memory(trainer.device)
+        self.trainer = replace(
+            trainer,
+            model=gone, step=gone, optimizer=gone, scheduler=gone, precision=gone, ema=gone, loader=gone,
+            evaluator=replace(trainer.evaluator, model=gone, forward=gone, eval_weights=gone, ema=gone, precision=gone),
+            writer=Writer(context.run_dir, trainer.saving, trainer.parallel, nullcontext),
+            compile_seconds=lambda: compiled,
+            stream_watchers=[],
+        )  # fmt: skip
+        del trainer, context.model, context.optimizer, context.loader
+        self.trainer.parallel.leave_model()
+        free_memory(self.trainer.device)
 
     def _tell(self) -> None:
         """Log which stage begins."""

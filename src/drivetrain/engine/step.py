@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.protocols import LossStep
-from drivetrain.precision.base import Precision
+from drivetrain.core.protocols import LossStep, PrecisionStep
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +17,7 @@ class PlainStep:
 
     forward: Callable[..., torch.Tensor]  # the model, compiled and wrapped
     loss: LossStep
-    precision: Precision
+    precision: PrecisionStep
     optimizer: torch.optim.Optimizer
     clip: Callable[[], None]
     clear_gradients: Callable[[], None]

@@ -269,20 +269,23 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         world_size=world.size,
     )
     writers: list[RunWriter] = []
-    trainer: Trainer | None = None
+    staged: StagedRun | None = None  # whose trainer is another one in each stage
     config = identity.without_machine_local(job.composed, job.not_compared)
     run = job.run if job.work is None else stages.without(job.run)  # which does not train: it looks at the run's own config
     context = BuildContext(run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         staged = _build(job, context, writers, quiet)
-        trainer = staged.trainer
-        result.resumed_at = trainer.progress.updates if job.checkpoint is not None else None
-        (job.work or partial(_train, staged=staged, stop=stop, result=result))(trainer)
+        result.resumed_at = context.progress.updates if job.checkpoint is not None else None
+        if job.work is None:
+            _train(staged, stop, result)
+        else:
+            job.work(staged.trainer)
         result.status = "completed"
         code = EXIT_OF_STATUS["completed"]
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         code = _record_failure(result, error, job, world, run_dir)
-    if trainer is not None:
+    if staged is not None:
+        trainer = staged.trainer
         _end_callbacks(trainer, result)
         trainer.writer.finish(LAST_WRITE_S)
         if result.status != "completed" or job.work is not None:  # else it is recorded, and the trainer holds other weights now
@@ -292,18 +295,19 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         writer.close(result.status)
     context.on_exit.close()
     _report(context.findings(), world, run_dir)
-    if trainer is not None and code == EXIT_OF_STATUS["completed"]:
-        trainer.parallel.shutdown()  # a failed rank must not wait here for the others
+    if staged is not None and code == EXIT_OF_STATUS["completed"]:
+        staged.trainer.parallel.shutdown()  # a failed rank must not wait here for the others
     return result, code
 
 
-def _train(trainer: Trainer, staged: StagedRun, stop: StopFlag, result: Result) -> None:
+def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     """Train to the end, evaluate what is kept, and fill in the result."""
-    trainer.callbacks.start()
+    staged.trainer.callbacks.start()
     if result.resumed_at is not None:
-        trainer.log.write("resume")  # so that a reader leaves out the pause before it
-    used_before = energy.used(trainer.device)
+        staged.trainer.log.write("resume")  # so that a reader leaves out the pause before it
+    used_before = energy.used(staged.context.device)
     staged.fit(stop)
+    trainer = staged.trainer
     result.energy_joules = _energy(trainer, used_before)
     trainer.callbacks.raise_error()
     if trainer.saving.active:
@@ -459,20 +463,21 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     from drivetrain.logger.guarded import guarded
 
     staged = StagedRun(context, writers)
-    trainer = staged.build()
-    if (checkpoint := trainer.parallel.broadcast_object(job.checkpoint)) is not None:
+    staged.build()
+    if (checkpoint := staged.trainer.parallel.broadcast_object(job.checkpoint)) is not None:
         rate = restore(staged, checkpoint)
-        if jump := rate_jump(trainer, rate):
+        if jump := rate_jump(staged.trainer, rate):
             logger.warning("%s", jump)
     if job.attach is not None:
-        job.attach(trainer)
+        job.attach(staged.trainer)
     if context.world.rank == 0:
         writers.append(guarded("files", Files(), context))  # always: resume and report read its files
         for name, each in zip(job.run.names("logger"), job.run.logger, strict=True):
             if not isinstance(each, Files):
                 writers.append(guarded(name, each, context))
+        trainer = staged.trainer
         if not quiet:
-            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, trainer.progress.updates))
+            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, context.progress.updates))
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
         doubts = list(context.data.doubts) if job.work is None or job.run.data.own is not None else []
         if job.work is None:

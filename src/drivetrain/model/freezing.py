@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.modules import put_in_place, taken_over
 from drivetrain.core.option import Length
 from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.core.progress import Progress
@@ -62,12 +61,12 @@ def freeze(model: torch.nn.Module, schedule: Schedule) -> Iterator[str]:
     _check_some_train(starts)
     for name, start in starts.items():
         parameters[name].requires_grad_(start != NEVER)
-    norms = [norm for name, norm in _norms(model) if schedule.norm_start(name, norm) == NEVER]
-    for norm in norms:
-        keep_statistics(norm)
+    norms = {norm: keeping_statistics(norm) for name, norm in _norms(model) if schedule.norm_start(name, norm)}
+    put_in_place(model, norms.items())
+    kept = sum(schedule.norm_start(name, norm) == NEVER for name, norm in _norms(model))
     frozen = sum(parameters[name].numel() for name, start in starts.items() if start)
     total = sum(p.numel() for p in parameters.values())
-    statistics = f"; {len(norms)} norms keep their statistics" if norms else ""
+    statistics = f"; {kept} norms keep their statistics" if kept else ""
     yield f"{frozen:,} of {total:,} parameters are frozen{statistics}"
     yield from schedule.describe()
 
@@ -92,7 +91,8 @@ class Unfreezing:
 
     def __init__(self, model: torch.nn.Module, schedule: Schedule) -> None:
         starts = ((p, schedule.start(name)) for name, p in model.named_parameters() if p.requires_grad)
-        norm_starts = ((norm, schedule.norm_start(name, norm)) for name, norm in _norms(model))
+        norms = ((name, norm) for name, norm in _norms(model) if isinstance(norm, KeepsStatistics))
+        norm_starts = ((norm, schedule.norm_start(name, norm)) for name, norm in norms)
         self._parameters = [(p, start) for p, start in starts if start]
         self._norms = [(norm, start) for norm, start in norm_starts if 0 < start < NEVER]
         self.next = 0.0  # the update at which something changes; the first call sets what trains at the current one
@@ -102,7 +102,7 @@ class Unfreezing:
         for p, start in self._parameters:
             p.requires_grad_(start <= update)
         for norm, start in self._norms:
-            keep_statistics(norm, start > update)
+            norm.keep(start > update)
         starts = [start for _, start in (*self._parameters, *self._norms)]
         self.next = min((start for start in starts if start > update), default=NEVER)
 
@@ -127,24 +127,33 @@ def _norms(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
-def keep_statistics(norm: torch.nn.Module, keep: bool = True) -> None:
-    """Make a norm stay in evaluation mode while the model trains, or follow the model's mode again.
+class KeepsStatistics(torch.nn.Module):
+    """A norm that stays in evaluation mode while the model trains, until it is released: nobody else need know of it."""
 
-    Its class changes to one whose `train` ignores the mode: the training loop and evaluation need not know of it.
-    """
-    cls: Any = type(norm)
-    kept = getattr(cls, "keeps_statistics", False)
-    if keep and not kept:
-        norm.__class__ = _frozen_class(cls)
-        norm.eval()
-    elif kept and not keep:
-        norm.__class__ = cls.__mro__[1]
-        norm.train()
+    kept: bool
+
+    def train(self, mode: bool = True) -> KeepsStatistics:
+        return super().train(mode and not self.kept)
+
+    def keep(self, kept: bool) -> None:
+        """Keep the statistics, or follow the model's mode, which is that of training now."""
+        if kept != self.kept:
+            self.kept = kept
+            self.train(not kept)
 
 
-@functools.cache
-def _frozen_class(cls: type[Any]) -> type[Any]:
-    def train(self: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
-        return cls.train(self, False)  # type: ignore[no-any-return]
+def keeping_statistics(norm: torch.nn.Module) -> KeepsStatistics:
+    """Return the norm as one that keeps its statistics."""
+    made = taken_over(norm, _keeping(type(norm)))
+    made.kept = True
+    made.eval()
+    return made
 
-    return type(cls.__name__, (cls,), {"train": train, "keeps_statistics": True, "__doc__": cls.__doc__})
+
+_CLASSES: dict[type, type[KeepsStatistics]] = {}
+
+
+def _keeping(cls: type) -> type[KeepsStatistics]:
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(cls.__name__, (KeepsStatistics, cls), {"__doc__": cls.__doc__})
+    return _CLASSES[cls]

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from drivetrain.core import torch_patches
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, RunSpec
@@ -120,14 +121,12 @@ class Optimizer(Hyperparameters):
 
     def create(self, model: torch.nn.Module, lr_factor: float = 1.0, decay_factor: float = 1.0) -> torch.optim.Optimizer:
         """The optimizer over the model's trainable parameters, with `lr` × `lr_factor` and `weight_decay` × `decay_factor`."""
-        from drivetrain.optimizer import torch_wrappers
-
         self.check_names(trained_names(model))
         groups = parameter_groups(model, self, self.lr * lr_factor, self.group_settings(model))
         for group in groups:
             group["weight_decay"] *= decay_factor
         parameters = [p for g in groups for p in g["params"]]
-        torch_wrappers.avoid_compiler_import()
+        torch_patches.keep_compiler_unimported()
         here = next((p for p in parameters if not p.is_meta), parameters[0])  # another rank updates those without memory
         implementation = self.implementation(here.device.type, sum(p.numel() for p in parameters))
         optimizer = self.make(groups, implementation)
@@ -140,7 +139,7 @@ class Optimizer(Hyperparameters):
         names = {id(p): name for name, p in model.named_parameters()}
         for group in optimizer.param_groups:  # saved with the state, so that it can be matched to parameters
             group["param_names"] = [names[id(p)] for p in group["params"]]
-        torch_wrappers.remove_step_wrappers(optimizer)
+        torch_patches.remove_step_wrappers(optimizer)
         return optimizer
 
     def check_names(self, trained: Collection[str]) -> None:

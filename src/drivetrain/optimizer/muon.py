@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core import torch_patches
 from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -99,7 +100,6 @@ class Muon(Optimizer):
         return {name: rate for kind, rate in given.items() for name in kinds[kind]}
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer import torch_wrappers
         from drivetrain.optimizer.algorithms import chained, muon
 
         matrices, others = ([g for g in groups if g["matrix"] == matrix] for matrix in (True, False))
@@ -118,7 +118,7 @@ class Muon(Optimizer):
             flags = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
             optimizers.append(torch.optim.AdamW(others, betas=betas, eps=self.eps, **flags))
         for optimizer in optimizers:
-            torch_wrappers.remove_step_wrappers(optimizer)
+            torch_patches.remove_step_wrappers(optimizer)
         return chained.ChainedOptimizer(*optimizers)
 
 

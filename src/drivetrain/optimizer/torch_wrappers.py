@@ -1,14 +1,15 @@
-"""What stands in torch.optim's classes around the arithmetic of an update: taken away, or asked what it lets through."""
+"""Whether torch.optim's classes make fused updates."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+from drivetrain.core.torch_patches import keep_compiler_unimported, remove_step_wrappers
 
 
 @functools.cache
@@ -23,7 +24,7 @@ def has_fused(name: str, device: str) -> bool:
 
 def _is_accepted(name: str, device: str) -> bool:
     """Whether the class makes a fused update of a number that says that it is on such a device."""
-    avoid_compiler_import()
+    keep_compiler_unimported()
     with _disable_current_modes():  # a fake number has no place of ours
         number = _Placed(torch.zeros(1))
         optimizer = getattr(torch.optim, name)([number], fused=True)
@@ -52,29 +53,3 @@ class _OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{**(kwargs or {}), **({"device": "cpu"} if kwargs and "device" in kwargs else {})})
-
-
-def avoid_compiler_import() -> None:
-    """Keep torch.optim from importing the compiler, which takes 1.4 s.
-
-    At their first call, methods of torch.optim.Optimizer import torch._dynamo to mark themselves as not to be compiled.
-    They are never compiled here, so each is marked with itself. If torch changes this mechanism, the import takes place.
-    """
-    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
-        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
-        if method is not None:
-            setattr(method, "__dynamo_disable", getattr(method, "__dynamo_disable", method))
-
-
-def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
-    """Make `optimizer.step()` run the optimizer's arithmetic only.
-
-    torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import.
-    """
-    arithmetic = inspect.unwrap(type(optimizer).step)
-
-    def step(*closure: Any) -> None:
-        with torch.no_grad():
-            arithmetic(optimizer, *closure)
-
-    optimizer.step = step  # type: ignore[method-assign, assignment]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.parallel.stages import StagedForward, restore_forward
+from drivetrain.core.torch_patches import wrap_forward
+from drivetrain.parallel.stages import StagedForward
 
 Ranges = Sequence[tuple[int, int]]  # each stage's first block, and the one after its last
 
@@ -75,11 +77,10 @@ def _perturb(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], noise: t
             undo.callback(p.zero_)
             p.normal_(generator=noise)
     for block in blocks:
-        undo.callback(restore_forward(block))
-        block.forward = _noisy(block.forward, noise)  # type: ignore[method-assign]
+        undo.callback(wrap_forward(block, functools.partial(_noisy, noise)))
 
 
-def _noisy(forward: Callable[..., Any], noise: torch.Generator) -> Callable[..., Any]:
+def _noisy(noise: torch.Generator, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward that adds the same noise to its output at each call."""
     added: list[torch.Tensor] = []
 

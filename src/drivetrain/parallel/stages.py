@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from drivetrain.core.torch_patches import wrap_forward
+
 
 class StagedForward:
     """Runs a model's forward with one stage's blocks only. Created last, so that its hooks enclose the blocks' other hooks."""
@@ -20,8 +22,7 @@ class StagedForward:
         self._undo = ExitStack()
         for i, block in enumerate(blocks):
             self._undo.callback(block.register_forward_pre_hook(functools.partial(self._enter, i), prepend=True).remove)
-            self._undo.callback(restore_forward(block))
-            block.forward = self._skip_before_stage(i, block.forward)  # type: ignore[method-assign]
+            self._undo.callback(wrap_forward(block, functools.partial(self._skip_before_stage, i)))
             self._undo.callback(block.register_forward_hook(functools.partial(self._leave, i)).remove)
 
     def run(self, first: int, end: int, h: Any, x: Any) -> Any:
@@ -50,13 +51,6 @@ class StagedForward:
     def _leave(self, i: int, block: Any, args: tuple[Any, ...], out: Any) -> None:
         if i + 1 == self._end and self._end < self._count:
             raise _StageEndError(out)
-
-
-def restore_forward(block: torch.nn.Module) -> Callable[[], None]:
-    """Return a function that restores the module's current forward, its class's or one of its own."""
-    if "forward" in vars(block):
-        return functools.partial(setattr, block, "forward", block.forward)
-    return functools.partial(delattr, block, "forward")
 
 
 class _StageEndError(Exception):

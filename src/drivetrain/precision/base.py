@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Option, Positive
+from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
 from drivetrain.precision import cpu_half, float32_products, one_pixel_conv
 
@@ -296,10 +297,12 @@ class Amp(Bf16):
 
 def _run_in_float32(module: torch.nn.Module) -> None:
     """Make a module's forward run in float32 under autocast."""
-    forward = module.forward
 
-    def in_float32(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return forward(x.float())
+    def wrapped(forward: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def in_float32(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                return forward(x.float())
 
-    module.forward = in_float32  # type: ignore[method-assign]
+        return in_float32
+
+    wrap_forward(module, wrapped)

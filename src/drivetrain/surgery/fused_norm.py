@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.modules import put_in_place, taken_over
 from drivetrain.core.trees import Tree, first
 from drivetrain.surgery.base import Edit
 
@@ -32,6 +33,7 @@ class FusedNorm(Edit):
 
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         fused, left = Counter[str](), 0
+        new: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         for module in list(model.modules()):
             norm = recognise(module)
             if norm is None:
@@ -39,8 +41,9 @@ class FusedNorm(Edit):
             if norm.kernel == "rms_norm" and not first(example).is_cuda:
                 left += 1
                 continue
-            fuse(module, norm)
+            new.append((module, fused_form(module, norm)))
             fused[f"{type(module).__name__} to {norm.kernel}"] += 1
+        put_in_place(model, new)
         rest = f"; {left} RMSNorms left: torch has no single kernel for them on a {first(example).device.type}" if left else ""
         which = ", ".join(f"{n} {name}" for name, n in fused.items()) or "no norm is written out by hand" * (not left)
         return f"{fused.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
@@ -132,10 +135,7 @@ def _called(module: torch.nn.Module, x: torch.Tensor) -> tuple[object, set[str]]
     return out, names & KERNELS
 
 
-def fuse(module: torch.nn.Module, norm: Norm) -> None:
-    """Make the module compute its norm by the kernel, in place: parameters, hooks and state dict stay.
-
-    Its class becomes a new one of the same name, rather than its instance a new forward, so that copies work too.
-    """
+def fused_form(module: torch.nn.Module, norm: Norm) -> torch.nn.Module:
+    """Return the module as one of a class of the same name that computes its norm by the kernel."""
     cls = type(module)
-    module.__class__ = type(cls.__name__, (cls,), {"forward": lambda self, x: norm(self, x), "__doc__": cls.__doc__})
+    return taken_over(module, type(cls.__name__, (cls,), {"forward": lambda self, x: norm(self, x), "__doc__": cls.__doc__}))

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from drivetrain.core.modules import taken_over
+
 
 class SumOverRanks(torch.autograd.Function):
     """The sum over the ranks. Its gradient is the sum of the gradients over the ranks."""
@@ -89,17 +91,16 @@ def is_synchronised(norm: nn.Module) -> bool:
     return isinstance(norm, nn.SyncBatchNorm | AnyDeviceSyncBatchNorm)
 
 
-def synchronise(norm: nn.Module, by_torch: bool) -> bool:
-    """Make a batch norm a synchronised one in place; returns False if its class is not known.
+def synchronised(norm: nn.Module, by_torch: bool) -> nn.Module | None:
+    """Return a batch norm as a synchronised one; None if its class is not known.
 
-    The module keeps its parameters and hooks, since only its class changes. torch's convert_sync_batchnorm makes a new
-    module instead, which loses what a subclass adds.
+    It takes over what a subclass adds, which torch's convert_sync_batchnorm loses.
     """
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        norm.__class__ = SyncNorm if by_torch else AnyDeviceSyncBatchNorm
+        made = taken_over(norm, SyncNorm if by_torch else AnyDeviceSyncBatchNorm)
     elif type(norm).__name__ == "BatchNormAct2d" and hasattr(norm, "drop") and hasattr(norm, "act"):
-        norm.__class__ = SyncNormAct if by_torch else AnyDeviceSyncNormAct
+        made = taken_over(norm, SyncNormAct if by_torch else AnyDeviceSyncNormAct)
     else:
-        return isinstance(norm, nn.SyncBatchNorm)
-    norm.process_group = None  # type: ignore[assignment]  # None means all ranks
-    return True
+        return norm if isinstance(norm, nn.SyncBatchNorm) else None
+    made.process_group = None  # type: ignore[assignment]  # None means all ranks
+    return made

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.modules import put_in_place
 from drivetrain.core.option import RunSpec
 from drivetrain.core.trees import Tree, first
 from drivetrain.surgery.base import Edit
@@ -52,14 +53,16 @@ class SyncBn(Edit):
         ranks = torch.distributed.get_world_size() if norms and torch.distributed.is_initialized() else 1
         if norms and ranks == 1:
             return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
-        from drivetrain.surgery.sync_batchnorm import synchronise
+        from drivetrain.surgery.sync_batchnorm import synchronised
 
-        unknown = {type(m).__name__ for m in norms if not synchronise(m, by_torch=first(example).device.type != "cpu")}
+        new = {norm: synchronised(norm, by_torch=first(example).device.type != "cpu") for norm in norms}
+        unknown = {type(norm).__name__ for norm, made in new.items() if made is None}
         if unknown:
             raise UserError(
                 f"surgery=[sync_bn] does not know how to synchronise {', '.join(sorted(unknown))}: leave sync_bn out, "
                 "or use torch's BatchNorm in the model"
             )
+        put_in_place(model, ((norm, made) for norm, made in new.items() if made is not None))
         return f"{len(norms)} BatchNorms synchronised over {ranks} ranks"
 
 

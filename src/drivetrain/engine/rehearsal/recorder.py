@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from drivetrain.core.torch_patches import fake_addresses
 from drivetrain.engine.rehearsal.operation import Operation, describe
 
 OTHER = "activations"  # a storage that is nothing else: what the forward keeps, and temporary results
@@ -77,12 +78,8 @@ class Fakes(FakeTensorMode):
             storage: int = tensor.untyped_storage()._cdata
             return self._addresses.get(storage, storage) + int(tensor.storage_offset()) * tensor.element_size()
 
-        own = FakeTensor.data_ptr
-        FakeTensor.data_ptr = data_ptr  # type: ignore[method-assign, assignment]
-        try:
+        with fake_addresses(data_ptr):
             yield
-        finally:
-            FakeTensor.data_ptr = own  # type: ignore[method-assign]
 
 
 @dataclass(slots=True)

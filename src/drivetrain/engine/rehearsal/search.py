@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -77,13 +77,7 @@ def furthest(peak: Callable[[int], float], low: int, high: int, limit: float, ex
 @contextmanager
 def recomputed(blocks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within the context these blocks are recomputed in the backward."""
-    own = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        checkpoint_forward(block)
-    try:
+    with ExitStack() as undo:
+        for block in blocks:
+            undo.callback(checkpoint_forward(block))
         yield
-    finally:
-        for block, forward in zip(blocks, own, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from drivetrain.core import trees
 from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
 from drivetrain.core.errors import Diverged
+from drivetrain.core.torch_patches import threads_set_by
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import WaitingCalls
 from drivetrain.engine.callbacks import ToldStep
@@ -290,7 +291,7 @@ class Threads(NamedTuple):
 def measure_threads(update: Callable[[], None], seconds: float) -> Threads:
     """Run updates as they are and, where they leave cores unused, in turns with a thread for each core."""
     place: list[str] = []
-    with _replaced(lambda number: place.append(user_line(sys._getframe(1)) or "")):
+    with threads_set_by(lambda number: place.append(user_line(sys._getframe(1)) or "")):
         update()
     update()  # as it is: it may set the number itself
     number, cores = torch.get_num_threads(), usable_cores()
@@ -303,7 +304,7 @@ def measure_threads(update: Callable[[], None], seconds: float) -> Threads:
         torch.set_num_threads(number)
         as_is.append(_seconds(update))
         torch.set_num_threads(cores)
-        with _replaced(lambda _: None):
+        with threads_set_by(lambda _: None):
             with_all.append(_seconds(update))
     torch.set_num_threads(number)
     ratio = intervals.ratio(with_all, as_is)
@@ -315,17 +316,6 @@ def _seconds(update: Callable[[], None]) -> float:
     began = time.perf_counter()
     update()
     return time.perf_counter() - began
-
-
-@contextmanager
-def _replaced(function: Callable[[int], None]) -> Iterator[None]:
-    """Have code that sets the number of threads call `function` instead."""
-    before = torch.set_num_threads
-    torch.set_num_threads = function  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.set_num_threads = before
 
 
 MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes
@@ -433,10 +423,16 @@ class _Phases:
         if not isinstance(step, PlainStep):
             given = {name: getattr(step, name) for name in ("update", "zero_grad")}
             return SimpleNamespace(micro_batch=self._timed("step", step.micro_batch), **given)
-        precision, loss = copy(step.precision), copy(step.loss)
-        precision.backward = self._timed("backward", step.precision.backward)  # type: ignore[method-assign]
-        loss.step = self._timed("loss", step.loss.step)  # type: ignore[method-assign]
-        return dataclasses.replace(step, forward=self._timed("forward", step.forward), loss=loss, precision=precision)
+        timed, plain = self._timed, step
+
+        class Loss:
+            step = staticmethod(timed("loss", plain.loss.step))
+
+        class Precision:
+            autocast, step = staticmethod(plain.precision.autocast), staticmethod(plain.precision.step)
+            backward = staticmethod(timed("backward", plain.precision.backward))
+
+        return dataclasses.replace(step, forward=timed("forward", step.forward), loss=Loss(), precision=Precision())
 
     def _timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

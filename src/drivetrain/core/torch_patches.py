@@ -1,0 +1,125 @@
+"""What torch must do otherwise than it does. Nothing else in drivetrain writes into an object or a class of torch.
+
+Each function says why, torch's issue where there is one, and what ends it: tests/core/test_torch_patches.py fails then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from drivetrain.core.lazy import torch
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+Forward = TypeVar("Forward", bound=Callable[..., object])
+
+
+def wrap_forward(module: torch.nn.Module, wrapped: Callable[[Forward], Forward]) -> Callable[[], None]:
+    """Let a module run `wrapped(its forward)`, and return what undoes it. Names, class, parameters and hooks stay as they are.
+
+    A forward that runs twice, within a context or not at all cannot be made of hooks (pytorch#103997, closed with hooks that
+    run after an error). A hook of torch's around a forward would end this.
+    """
+    own = vars(module).get("forward")
+    vars(module)["forward"] = wrapped(module.forward)  # type: ignore[arg-type]  # where torch looks first
+
+    def undo() -> None:
+        vars(module).pop("forward") if own is None else vars(module).update(forward=own)
+
+    return undo
+
+
+@contextmanager
+def fake_addresses(address: Callable[[FakeTensor], int]) -> Iterator[None]:
+    """Within the context a fake tensor's `data_ptr()` is `address(tensor)`.
+
+    torch deprecates it (pytorch#122806), and its optimizers ask for it to tell views of one storage from other tensors. An
+    optimizer that compares storages, or a FakeTensor with an address, ends this.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def data_ptr(tensor: FakeTensor) -> int:
+        return address(tensor)
+
+    own = FakeTensor.data_ptr
+    type.__setattr__(FakeTensor, "data_ptr", data_ptr)
+    try:
+        yield
+    finally:
+        type.__setattr__(FakeTensor, "data_ptr", own)
+
+
+def keep_compiler_unimported() -> None:
+    """Keep torch.optim from importing the compiler, which takes 1.4 s.
+
+    At their first call, methods of torch.optim.Optimizer import torch._dynamo to mark themselves as not to be compiled
+    (pytorch#89902). They are never compiled here, so each is marked with itself. A torch that marks them without the import ends
+    this.
+    """
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None:
+            vars(method).setdefault("__dynamo_disable", method)
+
+
+def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
+    """Make `optimizer.step()` run the optimizer's arithmetic only.
+
+    torch wraps it in a profiler range, hooks and graph breaks for the compiler: about 10 µs a step, and the import. A torch
+    whose `step` is not wrapped ends this.
+    """
+    arithmetic = inspect.unwrap(type(optimizer).step)
+
+    def step(*closure: Callable[[], float]) -> None:
+        with torch.no_grad():
+            arithmetic(optimizer, *closure)
+
+    vars(optimizer)["step"] = step
+
+
+def ignore_profiler_ranges() -> None:
+    """Let selective checkpointing pass over the ranges by which FSDP's hooks mark in a profile what they do.
+
+    Within a block that has shards of its own they run another number of times in the recomputation than in the forward, which
+    torch takes for an error (pytorch#196862). The first release with that change ends this.
+    """
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    ranges = torch.ops.profiler
+    SAC_IGNORED_OPS.update({ranges._record_function_enter_new.default, ranges._record_function_exit._RecordFunction})
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Make torch.compiler.is_compiling() true within the context, as torch's own export does; newer torch has a second flag.
+
+    make_fx does not, so that what it records would take branches of the eager mode, such as those that read from the device.
+    A make_fx that sets it ends this.
+    """
+    flags = [f for f in ("_is_compiling_flag", "_is_non_strict_tracing_flag") if hasattr(torch.compiler, f)]
+    saved = [vars(torch.compiler)[f] for f in flags]
+    try:
+        vars(torch.compiler).update(dict.fromkeys(flags, True))
+        yield
+    finally:
+        vars(torch.compiler).update(zip(flags, saved, strict=True))
+
+
+@contextmanager
+def threads_set_by(function: Callable[[int], None]) -> Iterator[None]:
+    """Have code that sets the number of threads call `function` instead, so that what it costs can be measured.
+
+    An event of torch's for it would end this.
+    """
+    import torch  # itself, where others look the function up
+
+    before = torch.set_num_threads
+    vars(torch)["set_num_threads"] = function
+    try:
+        yield
+    finally:
+        vars(torch)["set_num_threads"] = before
