@@ -15,7 +15,7 @@ if (
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.callback import Callback as Callback
 from drivetrain.core.callback import Event as Event
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from drivetrain.run.result import Result
 
 
-def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Result":
+def train(config: Sequence[str] | Mapping[str, object] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Result":
     """Run `python -m src.train <overrides>` and return its result.
 
     `config` is a list of overrides, or a config that your own program composed, such as the DictConfig of a function with
@@ -44,7 +44,7 @@ def train(config: Sequence[str] | Mapping[str, Any] = (), config_dirs: Sequence[
     return launch_train(config, config_dirs, keywords)
 
 
-def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "pandas.DataFrame":
+def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "pandas.DataFrame":
     """Run `python -m src.train -m <overrides>`, such as ["optimizer=sgd,adamw"], and return its runs, as `runs` does.
 
     Keywords are overrides too: sweep(optimizer="sgd,adamw"). It needs pandas (pip install 'drivetrain[pandas]'). Raises
@@ -59,7 +59,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     return as_frame(report.sweep(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
 
 
-def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Compared":
+def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Compared":
     """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
 
     Keywords are overrides too: compare(precision="fp32,bf16", quality=True).
@@ -73,7 +73,7 @@ def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **ke
     return run(words_of("drivetrain.compare", overrides, keywords), config_dirs)[0]
 
 
-def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: Any) -> "Diagnosis":
+def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Diagnosis":
     """Run `drivetrain doctor <overrides>` and return what it found: `profile`, `problems` and `gains`.
 
     Keywords are overrides too: doctor(recipe="naive").

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drivetrain.batch.base import Batch
 from drivetrain.core.errors import UserError
@@ -38,7 +38,7 @@ class Auto(Batch):
         if run.runtime.device_type() == "cpu" and self.memory_gb is None:
             yield "batch=auto on a CPU needs a limit: set batch.memory_gb to what a rank may use, or batch=fixed"
 
-    def choose(self, trials: Trials, recorded: Any = None) -> Batch:
+    def choose(self, trials: Trials, recorded: object = None) -> Batch:
         if trials.resumes:  # the checkpoint has the micro-batch
             return self
         largest = self.global_batch // trials.run.parallel.ranks()

@@ -34,9 +34,9 @@ def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
         device, host = packed
         return host.to(device, non_blocking=True)
 
-    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(forward: Callable[..., object]) -> Callable[..., Any]:
         @functools.wraps(forward)
-        def offloaded(*args: Any, **kwargs: Any) -> Any:
+        def offloaded(*args: object, **kwargs: object) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

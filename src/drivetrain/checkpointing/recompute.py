@@ -94,7 +94,7 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
 def products(min_depth: int) -> Policy:
     """Policy: keep matrix products, convolutions and attention; recompute the rest, and products that sum over few terms."""
 
-    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return _keep_if(_is_product(operation, args, min_depth) and not _draws(operation, args, kwargs))
 
     return policy
@@ -116,7 +116,7 @@ def half(min_depth: int) -> Policy:
 def attention(_: int) -> Policy:
     """Policy: keep only attention, whose cost grows with the square of the length."""
 
-    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(_: object, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         return _keep_if(_packet(operation) in _ATTENTION and not _draws(operation, args, kwargs))
 
     return policy
@@ -126,7 +126,7 @@ def _keep_if(keep: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _packet(operation: Any) -> Any:
+def _packet(operation: object) -> Any:
     return getattr(operation, "overloadpacket", operation)
 
 
@@ -210,7 +210,7 @@ class _Replay(TorchDispatchMode):
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from drivetrain.cli import arguments
 from drivetrain.config import catalog, plugins
@@ -82,7 +81,7 @@ def names(config_dirs: Sequence[str] = ()) -> str:
     return "\n".join(["groups and their options, the default first (what they do: drivetrain list GROUP)", "", *lines])
 
 
-def _listed(option: Any) -> Sequence[str]:
+def _listed(option: object) -> Sequence[str]:
     return option if isinstance(option, list) else ()
 
 

@@ -143,7 +143,7 @@ def _show_config(given: argparse.Namespace) -> int:
     return DONE
 
 
-def _part(config: Any, package: str) -> Any:
+def _part(config: object, package: str) -> Any:
     """The part of a config at a dotted key. Raises UserError."""
     for depth, name in enumerate(package.split(".")):
         if not isinstance(config, dict) or name not in config:

@@ -56,7 +56,7 @@ class Norm(Clip):
     def build(self, context: BuildContext) -> Callable[[], None]:
         total = context.sums["grad_norm"] = torch.zeros((), device=context.device)
 
-        def norm(parameters: Sequence[Any], norm_type: float) -> Any:
+        def norm(parameters: Sequence[object], norm_type: float) -> Any:
             found = context.parallel.norm(parameters, norm_type)
             total.add_(found)
             return found
@@ -117,7 +117,7 @@ class Agc(Clip):
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         return self._clipping(parameters[: _last_matrix(parameters)], lambda _: None)
 
-    def _clipping(self, clipped: list[torch.nn.Parameter], row_sums: Callable[[Any], Any]) -> Callable[[], None]:
+    def _clipping(self, clipped: list[torch.nn.Parameter], row_sums: Callable[[object], object]) -> Callable[[], None]:
         sums: dict[tuple[bool, ...], Any] = {}  # by which parameters have a gradient
 
         def clip() -> None:
@@ -130,7 +130,7 @@ class Agc(Clip):
 
         return clip
 
-    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: Any = None) -> None:
+    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: object = None) -> None:
         with torch.no_grad():
             scale = [_unit_norms(w) for w in weights]
             norms = [_unit_norms(g) for g in gradients]

@@ -151,7 +151,7 @@ class Regional(Inductor):
         return model
 
 
-def _compiled_if_grad(compiled: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_if_grad(compiled: Callable[..., object], plain: Callable[..., object]) -> Callable[..., Any]:
     """Return a forward that is compiled only where gradients are enabled, because evaluation would recompile it."""
 
     @functools.wraps(plain)

@@ -250,7 +250,7 @@ class WholeStep:
             for group, before in zip(groups, saved, strict=True):
                 group.update({k: before[k] for k in ("lr", *TRACEABLE) if k in before})
 
-    def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[Any]) -> None:
+    def _check(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], numbers: list[object]) -> None:
         """Raise CannotRecordError if the update did something that the recording does not contain."""
         tensors_now, numbers_now = self._state()
         if numbers_now != numbers:
@@ -294,7 +294,7 @@ def _tensors(batch: MicroBatch) -> list[torch.Tensor]:
     return trees.leaves((batch.x, batch.y, batch.weight, batch.shares))
 
 
-def _collect(value: Any, tensors: dict[int, torch.Tensor], numbers: list[Any], seen: set[int]) -> None:
+def _collect(value: object, tensors: dict[int, torch.Tensor], numbers: list[object], seen: set[int]) -> None:
     """Collect all reachable tensors and plain values."""
     if isinstance(value, torch.Tensor):
         tensors[id(value)] = value

@@ -45,7 +45,7 @@ class Entries:
     names: Text
     texts: tuple[tuple[Text, Text], ...] = ()  # (names of entries, their texts)
 
-    def problem(self, name: str, value: Any) -> str:
+    def problem(self, name: str, value: object) -> str:
         """Why a recipe may not have this entry; "" where it may."""
         if not self.names.takes(name):
             return f"'{name}' is not {self.names.what}"
@@ -71,7 +71,7 @@ class _Open:
 OPEN = _Open()
 
 
-def rules(hint: Any) -> Iterator[Text | Entries | _Open]:
+def rules(hint: object) -> Iterator[Text | Entries | _Open]:
     """What an annotation says of texts and mappings; OPEN for each part that takes some without a rule."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -105,7 +105,7 @@ def problem(hint: Any, value: Any, entry: str = "") -> str:
     return ""
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[Any]:
     """The elements of a list and of lists in it; any other value itself."""
     if isinstance(value, list | tuple):
         for part in value:

@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 PLAIN, AVERAGE = "plain", "average"  # the weights that are evaluated
 
 
-def _nothing(*given: Any) -> None:
+def _nothing(*given: object) -> None:
     """Take anything and do nothing."""
 
 

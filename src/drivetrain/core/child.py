@@ -62,7 +62,7 @@ def _end_of(printed: Any) -> str:
     return f" ({lines[-1]})" if lines else ""
 
 
-def _child(work: Callable[[Callable[[Any], None]], object], failed: str, connection: Connection, printed: int) -> None:
+def _child(work: Callable[[Callable[[object], None]], object], failed: str, connection: Connection, printed: int) -> None:
     """The process: it sends (error, answer), one of which is None."""
     for stream in (1, 2):
         os.dup2(printed, stream)

@@ -173,6 +173,6 @@ def place_for(path: Path) -> Path:
     return path
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     """Write JSON to a temporary file, sync it and rename it: a reader sees the whole content or none."""
     write_text(path, json.dumps(content, indent=2, default=str) + "\n")

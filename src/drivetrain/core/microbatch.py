@@ -41,7 +41,7 @@ class Request:
         return _unpickled, tuple(value.numpy() if isinstance(value, torch.Tensor) else value for value in values)
 
 
-def _unpickled(*values: Any) -> Request:
+def _unpickled(*values: object) -> Request:
     given: list[Any] = [torch.from_numpy(value) if type(value).__name__ == "ndarray" else value for value in values]
     return Request(*given)
 

@@ -38,7 +38,7 @@ class ModelCall:
             return tuple(x.values() if isinstance(x, dict) else x)
         return x if self.how == "keywords" or isinstance(x, torch.Tensor) else (x,)
 
-    def taking_batches(self, forward: Callable[..., Any]) -> Callable[[Tree], Any]:
+    def taking_batches(self, forward: Callable[..., object]) -> Callable[[Tree], Any]:
         """Return `forward` as a function of a batch's inputs, or of its own arguments, with which a user's loss may call it.
 
         For one argument it is `forward` itself: it costs nothing.
@@ -48,14 +48,14 @@ class ModelCall:
         if self.how == "one":
             return forward
 
-        def called(*given: Any, **keywords: Any) -> Any:
+        def called(*given: object, **keywords: object) -> Any:
             if len(given) != 1 or keywords or isinstance(given[0], torch.Tensor):
                 return forward(*given, **keywords)
             return call(forward, self.arguments(given[0]))
 
         return called
 
-    def output_of(self, returned: Any) -> Any:
+    def output_of(self, returned: object) -> Any:
         """Return the output in what the model returned. Raises UserError."""
         if self.output is None:
             return returned

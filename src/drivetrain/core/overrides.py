@@ -148,7 +148,7 @@ def single_values(overrides: Iterable[str], owner: str, problems: list[str]) -> 
     return values
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """A plain value as Hydra's grammar writes it."""
     if value is None:
         return "null"
@@ -174,6 +174,6 @@ def words_of(verb: str, overrides: Any, keywords: Mapping[str, Any]) -> list[str
     return [*overrides, *(f"{key}={value if isinstance(value, str) else format_value(value)}" for key, value in keywords.items())]
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     """A mapping's key, which Hydra's grammar lets nobody quote."""
     return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", key) if isinstance(key, str) else format_value(key)

@@ -52,7 +52,7 @@ def find(roots: Mapping[str, Any]) -> dict[str, Stateful]:
     return found
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]]:
+def _parts(value: object) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
         return list(value.items())[:ITEMS]
     if isinstance(value, list | tuple):
@@ -138,7 +138,7 @@ class OwnState:
                 owner.load_state_dict(mine[name])
 
 
-def _on_cpu(tree: Any) -> Any:
+def _on_cpu(tree: object) -> Any:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), tree)

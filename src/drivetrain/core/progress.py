@@ -33,7 +33,7 @@ class Progress:
         metrics: dict[str, float],
         name: str,
         better: Callable[[float, float], float],
-        tables: Mapping[str, Any] | None = None,
+        tables: Mapping[str, object] | None = None,
     ) -> None:
         """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`.
 

@@ -69,7 +69,7 @@ class Strategy(Protocol):
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         """Return the maximum over all ranks that hold parts of one gradient, 0-d."""
 
-    def full_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def full_state_dict(self, model: torch.nn.Module, state: dict[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the full, unsharded weights and training state, on rank 0."""
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
@@ -78,22 +78,22 @@ class Strategy(Protocol):
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks rank 0's values of these tensors, in place."""
 
-    def with_states_of_all(self, state: dict[str, Any]) -> dict[str, Any]:
+    def with_states_of_all(self, state: dict[str, object]) -> dict[str, Any]:
         """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
         """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/divided.py)."""
 
-    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an empty tensor into which this rank's parts of one of this shape are read."""
 
     def saving_group(self) -> Any:
         """Return a process group of all ranks for the threads that save."""
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: object) -> list[Any]:
         """Return a list of every rank's value, on rank 0."""
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: object) -> Any:
         """Return rank 0's value, on every rank."""
 
 

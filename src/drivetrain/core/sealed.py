@@ -16,7 +16,7 @@ def text(content: Mapping[str, Any]) -> str:
     return json.dumps({**content, OWN: own}, indent=2)
 
 
-def check(written: str, found: Mapping[str, Any]) -> None:
+def check(written: str, found: Mapping[str, object]) -> None:
     """Raise ValueError where a byte of a sealed file differs from what was written; `found` is its parsed text."""
     if written != text({key: value for key, value in found.items() if key != OWN}):
         raise ValueError("it is damaged: its SHA-256 differs")

@@ -11,7 +11,6 @@ import hmac
 import json
 import secrets
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.user_state import keep_first, user_state
 
@@ -23,13 +22,13 @@ def key_file() -> Path:
     return user_state() / "key"
 
 
-def sign(content: Any) -> str | None:
+def sign(content: object) -> str | None:
     """Return the signature of JSON content (HMAC-SHA256, RFC 2104); None where the user's state folder cannot be written."""
     key = _key()
     return _signature(key, content) if key is not None else None
 
 
-def is_own(content: Any, signature: Any) -> bool:
+def is_own(content: object, signature: object) -> bool:
     """Whether `sign(content)` gave this signature, for this user."""
     key = _read_key() if isinstance(signature, str) else None
     # As bytes: `compare_digest` takes no text that is not ASCII.
@@ -37,7 +36,7 @@ def is_own(content: Any, signature: Any) -> bool:
     return key is not None and hmac.compare_digest(_signature(key, content).encode(), given)
 
 
-def _signature(key: bytes, content: Any) -> str:
+def _signature(key: bytes, content: object) -> str:
     return hmac.new(key, json.dumps(content, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()
 
 

@@ -124,7 +124,7 @@ class Subset(Source):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def fetch(self, indices: torch.Tensor, *options: Any) -> tuple[Tree, Tree]:
+    def fetch(self, indices: torch.Tensor, *options: object) -> tuple[Tree, Tree]:
         """Return the samples at these positions of the view."""
         again = indices - index_of(indices)  # which samples come again (core/order.py)
         return self.source.fetch(self.indices[index_of(indices)] + again, *options)

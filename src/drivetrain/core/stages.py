@@ -185,7 +185,7 @@ def _updates(end: float) -> str:
     return f"update {end:,.0f}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_shown, value)) + "]"
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -25,7 +25,7 @@ def of_result(tables: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str
     return f"{name} set", evaluations.get("final", {})
 
 
-def is_confusion(table: Mapping[str, Any]) -> bool:
+def is_confusion(table: Mapping[str, object]) -> bool:
     """Whether a table counts how many of a class (a row) are predicted to be of each class (a column)."""
     return bool(table["rows"] == table["columns"])
 

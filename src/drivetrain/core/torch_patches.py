@@ -81,6 +81,17 @@ def remove_step_wrappers(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["step"] = step
 
 
+def before_steps(optimizer: torch.optim.Optimizer, look: Callable[[], None]) -> None:
+    """Call `look()` before each step of an optimizer whose wrappers are removed: torch's own hooks are called by them."""
+    arithmetic = optimizer.step
+
+    def step() -> None:
+        look()
+        arithmetic()
+
+    vars(optimizer)["step"] = step
+
+
 def ignore_profiler_ranges() -> None:
     """Let selective checkpointing pass over the ranges by which FSDP's hooks mark in a profile what they do.
 

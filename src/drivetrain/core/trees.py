@@ -18,7 +18,7 @@ Tree = Any  # a torch.Tensor, or a pytree of them
 _seen: set[type] = set()
 
 
-def _no_leaf(node: Any) -> bool:
+def _no_leaf(node: object) -> bool:
     """Return False, and make a node of a dataclass of the user's before torch takes it for a leaf."""
     kind = type(node)
     if kind not in _seen:
@@ -30,7 +30,7 @@ def _no_leaf(node: Any) -> bool:
     return False
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
+def map_tensors(function: Callable[[torch.Tensor], object], tree: Tree) -> Tree:
     """Return the tree with `function` applied to each of its tensors."""
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -94,7 +94,7 @@ def named_leaves(tree: Tree) -> list[tuple[str, torch.Tensor]]:
     return [(".".join(map(_written, path)), leaf) for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
-def _written(key: Any) -> str:
+def _written(key: object) -> str:
     """Return one step of a path: a dict's key, a tuple's position, or a field's name."""
     return str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
 

@@ -24,12 +24,12 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value is a number that a float can hold."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST)
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """Whether a value is a table of an evaluation: names of rows and columns, and a number for each pair."""
     if not (isinstance(value, dict) and fits({k: value.get(k) for k in ("rows", "columns")}, dict[str, list[str]])):
         return False

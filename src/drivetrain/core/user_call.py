@@ -125,7 +125,7 @@ class UserCall:
         return self.function(**{name: offered[what] for name, what in self._named.items()})
 
 
-def _parameters(setting: str, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(setting: str, function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters; a module's are those of its forward. Raises UserError."""
     if inspect.iscoroutinefunction(function):
         raise UserError(f"{setting} is async, and nobody waits for it: write a plain def")

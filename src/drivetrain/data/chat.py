@@ -116,5 +116,5 @@ def messages_of(entry: Mapping[str, Any], keys: Mapping[str, str], asks: bool = 
     return list(found)
 
 
-def _turn(given: Any, role: str) -> Any:
+def _turn(given: object, role: str) -> Any:
     return [{"role": role, "content": given}] if isinstance(given, str) else given

@@ -112,7 +112,7 @@ class Own(Data):
         target = user_code.load(f"data.target={self.target}", str(self.target))
         return self._sources(cast(OwnSource, beside.train).dataset, self._dataset(target, split))[1]
 
-    def _dataset(self, target: Any, split: str) -> Any:
+    def _dataset(self, target: object, split: str) -> Any:
         """Build the Dataset of a split. Raises UserError."""
         kwargs = {**self.kwargs, **self._split_arguments(target, split)}
         dataset = user_code.make(f"data.target={self.target}", target, kwargs)
@@ -144,7 +144,7 @@ class Own(Data):
             "data.test, such as 'data.train={folder: a}' 'data.test={folder: b}'"
         )
 
-    def _sources(self, train: Any, *others: Any) -> list[OwnSource]:
+    def _sources(self, train: object, *others: object) -> list[OwnSource]:
         """Return the sets as sources whose samples are stacked, padded, or put together by the user's function."""
         setting = f"data.target={self.target}"
         if self.collate:
@@ -198,7 +198,7 @@ class Own(Data):
             problem += f". Its targets are numbers such as {y.flatten()[0]:.4g}: if they are no classes, set task=regression"
         raise UserError(problem)
 
-    def _log_target(self, dataset: Any, example: Tree) -> None:
+    def _log_target(self, dataset: object, example: Tree) -> None:
         """Log which key of a sample was taken for its target, where none is named."""
         if self.target_key is None and not self.collate and isinstance(sample := Reader(dataset).look([0])[0], Mapping):
             target = next(key for key in TARGETS if key in sample)
@@ -285,7 +285,7 @@ class OwnSource(Source):
             raise DataError(f"{self.setting}: {error}") from None
 
 
-def is_map_style(dataset: Any) -> bool:
+def is_map_style(dataset: object) -> bool:
     """Return whether samples can be read by their numbers."""
     streams = isinstance(dataset, torch.utils.data.IterableDataset)  # which inherits a __getitem__ that raises
     return hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not streams

@@ -82,7 +82,7 @@ class Reader:
         suspected, self._suspected = self._suspected, False
         return suspected
 
-    def plain(self, indices: Sequence[int], *options: Any) -> Any:
+    def plain(self, indices: Sequence[int], *options: object) -> Any:
         """Return a batch whose samples draw as they come. Raises DataError."""
         saved = [stream.save() for stream in self.watched]
         batch = self._unkeyed(indices, options)
@@ -90,10 +90,10 @@ class Reader:
             self._suspected = True
         return batch
 
-    def _unkeyed(self, indices: Sequence[int], options: Sequence[Any]) -> Any:
+    def _unkeyed(self, indices: Sequence[int], options: Sequence[object]) -> Any:
         return self._together(indices, self._samples(indices), options)
 
-    def _keyed(self, indices: Sequence[int], keys: Sequence[int], options: Sequence[Any]) -> Any:
+    def _keyed(self, indices: Sequence[int], keys: Sequence[int], options: Sequence[object]) -> Any:
         samples = []
         for index, key in zip(indices, keys, strict=True):
             self._seed(key)
@@ -101,7 +101,7 @@ class Reader:
         self._seed(rng.mix(keys[0], TOGETHER))
         return self._together(indices, samples, options)
 
-    def _together(self, indices: Sequence[int], samples: list[Any], options: Sequence[Any]) -> Any:
+    def _together(self, indices: Sequence[int], samples: list[object], options: Sequence[object]) -> Any:
         try:
             return self.together(samples, *options)
         except DataError as error:
@@ -132,7 +132,7 @@ TARGETS = ("label", "labels", "target", "targets", "y")  # the keys that are a d
 TargetKey = str | Sequence[str] | None
 
 
-def split_sample(sample: Any, target_key: TargetKey, keep_dict: bool = False) -> tuple[Any, Any]:
+def split_sample(sample: object, target_key: TargetKey, keep_dict: bool = False) -> tuple[Any, Any]:
     """Return the inputs and the target of a sample, or of a batch of the user's own. Raises UserError.
 
     A dict's target is what `target_key` names, a tuple's is its last item. A dict with one input gives that input, unless
@@ -158,7 +158,7 @@ def split_sample(sample: Any, target_key: TargetKey, keep_dict: bool = False) ->
     return (inputs[0] if len(inputs) == 1 else tuple(inputs)), y
 
 
-def _target_keys(sample: Mapping[str, Any], target_key: TargetKey) -> list[str]:
+def _target_keys(sample: Mapping[str, object], target_key: TargetKey) -> list[str]:
     """Return the keys of a sample that are its target. Raises UserError."""
     if target_key is None:
         found = [key for key in TARGETS if key in sample]
@@ -172,7 +172,7 @@ def _target_keys(sample: Mapping[str, Any], target_key: TargetKey) -> list[str]:
     return keys
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     """Return whether a value is a part of a sample's structure, not a tensor, an array or (nested) numbers."""
     if isinstance(value, Mapping) or is_dataclass(value):
         return True
@@ -205,7 +205,7 @@ def as_tensors(value: Any, name: str) -> Tree:
     return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
 
 
-def tensors_of(sample: Any, target_key: TargetKey, keep_dict: bool = False) -> tuple[Tree, Tree]:
+def tensors_of(sample: object, target_key: TargetKey, keep_dict: bool = False) -> tuple[Tree, Tree]:
     """Return a sample's inputs and target as trees of tensors. Raises UserError."""
     x, y = split_sample(sample, target_key, keep_dict)
     return as_tensors(x, "x"), as_tensors(y, "y")

@@ -490,7 +490,7 @@ KEYS = {"missing": list[str], "inputs": list[str], "columns": list[Any]}
 ENTRY = {"name": str, "type": str, "style": Any, "categories": list[str] | None, "mean": list[float], "std": list[float]}
 
 
-def _is_column(entry: Any) -> bool:
+def _is_column(entry: object) -> bool:
     """Whether an entry of a file has what `to_json` writes of a column."""
     if not (isinstance(entry, dict) and entry.keys() == ENTRY.keys() and all(fits(entry[k], kind) for k, kind in ENTRY.items())):
         return False

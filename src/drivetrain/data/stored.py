@@ -189,7 +189,7 @@ def _is_entry(entry: dict[str, Any]) -> bool:
     return all(fits(entry.get(name), kind) for name, kind in ENTRY.items()) and bool(entry["samples"] > 0)
 
 
-def _as_tensor(content: Any, dtype: torch.dtype) -> torch.Tensor:
+def _as_tensor(content: object, dtype: torch.dtype) -> torch.Tensor:
     """Return bytes, which are only read, as a tensor of the same memory."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

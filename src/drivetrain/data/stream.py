@@ -76,7 +76,7 @@ class Stream(Own):
     def loaded_samples(self) -> int:
         return self._samples
 
-    def _dataset(self, target: Any, split: str) -> Any:
+    def _dataset(self, target: object, split: str) -> Any:
         made = partial(self._made, target, split)
         if split == "train":
             return made
@@ -87,7 +87,7 @@ class Stream(Own):
             raise UserError(f"data.target={self.target} has no {split} samples")
         return dataset
 
-    def _made(self, target: Any, split: str) -> Any:
+    def _made(self, target: object, split: str) -> Any:
         kwargs = {**self.kwargs, **self._split_arguments(target, split)}
         return user_code.make(f"data.target={self.target}", target, kwargs)
 
@@ -128,11 +128,11 @@ class Stream(Own):
         target = user_code.load(f"data.target={self.target}", str(self.target))
         return OwnSource(self._dataset(target, split), f"data.target={self.target}", self._together())
 
-    def _log_target(self, dataset: Any, example: Tree) -> None:
+    def _log_target(self, dataset: object, example: Tree) -> None:
         """A stream's first sample is looked at as all others: by its source."""
 
 
-def _has_shuffle_buffer(dataset: Any) -> bool:
+def _has_shuffle_buffer(dataset: object) -> bool:
     """Return whether a set of Hugging Face's shuffles its samples in a buffer."""
     waiting = [getattr(dataset, "_ex_iterable", None)]
     for each in waiting:
@@ -199,7 +199,7 @@ class Reads:
         self._looks: Iterator[tuple[Tree, Tree]] = iter(())
         self._looked = LOOKED_AT  # samples that `_looks` has given
 
-    def __deepcopy__(self, memo: Any) -> Reads:
+    def __deepcopy__(self, memo: object) -> Reads:
         return self
 
     def take(self, place: tuple[int, int], count: int) -> tuple[Tree, Tree]:
@@ -275,7 +275,7 @@ class Reads:
             )
         return loader, False
 
-    def _begin(self, before: Any = None) -> None:
+    def _begin(self, before: object = None) -> None:
         """Begin a pass, or go on at the state of its loader."""
         self._loader, self._batched = self._opened(self.world, self.workers)
         if before is not None:

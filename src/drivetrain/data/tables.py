@@ -447,7 +447,7 @@ class NativeTable:
             yield len(block), block.__getitem__
 
 
-def _parquet(content: Any, source: str) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
+def _parquet(content: object, source: str) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(pa.BufferReader(pa.py_buffer(content)))

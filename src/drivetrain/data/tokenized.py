@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import one_at_a_time, read_text
@@ -100,7 +100,7 @@ def key_of(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:8], "big", signed=True)
 
 
-def tokenized(paths: Sequence[Path], about: Mapping[str, Any], cache: str | None, prepare: Callable[[], Work]) -> Documents:
+def tokenized(paths: Sequence[Path], about: Mapping[str, object], cache: str | None, prepare: Callable[[], Work]) -> Documents:
     """Return the documents of some files. `about` decides their tokens beside the content; `cache` is the setting data.cache.
 
     `prepare` is asked where they are not in the cache already. Raises UserError.

@@ -214,7 +214,7 @@ class OfModel(BytePairs):
         self.mask = self._token(settings.get("mask_token"))
         self.padding = next((token for token in found[3:] if token is not None), 0)
 
-    def _token(self, named: Any) -> int | None:
+    def _token(self, named: object) -> int | None:
         text = named.get("content") if isinstance(named, dict) else named
         return self.tokenizer.token_to_id(text) if isinstance(text, str) else None
 
@@ -257,7 +257,7 @@ def from_json(text: str, own_file: Path | None = None) -> Tokenizer:
         return BytePairs(Tokenizer.from_str(text))
 
 
-def _foreign_part(content: Any) -> str | None:
+def _foreign_part(content: object) -> str | None:
     """The first part of a file of the tokenizers library that is not as `BytePairs.trained` makes it."""
     if not isinstance(content, dict):
         return "content"
@@ -267,7 +267,7 @@ def _foreign_part(content: Any) -> str | None:
     return next((name for name, is_good in good.items() if not is_good), None)
 
 
-def _is_byte_pairs(model: Any) -> bool:
+def _is_byte_pairs(model: object) -> bool:
     if not isinstance(model, dict):
         return False
     tokens: Any = model.get("vocab")
@@ -276,7 +276,7 @@ def _is_byte_pairs(model: Any) -> bool:
     return isinstance(model.get("merges"), list) and _is_plain({k: v for k, v in model.items() if k not in LISTS}, "BPE")
 
 
-def _is_plain(part: Any, kind: str) -> bool:
+def _is_plain(part: object, kind: str) -> bool:
     """Whether it is this part, and each of its settings is on, off or null."""
     return isinstance(part, dict) and part.get("type") == kind and fits({k: v for k, v in part.items() if k != "type"}, SWITCHES)
 

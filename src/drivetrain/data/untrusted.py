@@ -142,7 +142,7 @@ def mapped(path: Path) -> Any:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def let_go(content: Any) -> None:
+def let_go(content: object) -> None:
     """Give back the memory of what was read of a mapped file; it stays in the system's cache of the file."""
     if isinstance(content, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         content.madvise(mmap.MADV_DONTNEED)

@@ -29,11 +29,11 @@ class Debug(Option):
     def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
-    def choose_data(self, train: Any, evaluated: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    def choose_data(self, train: object, evaluated: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, Any]]:
         """Return the pipelines to evaluate, by split and name, given those of the run."""
         return evaluated
 
-    def wrap_precision(self, precision: Any) -> Any:
+    def wrap_precision(self, precision: object) -> Any:
         """Return the precision or a wrapper that observes its methods, which are the phases of a step."""
         return precision
 

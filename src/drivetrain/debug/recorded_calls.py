@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from drivetrain.core.lazy import torch
@@ -92,7 +93,7 @@ def _record_forward(
     stack: list[str] = []  # names of the modules that are being called
     narrow: list[str] = []
 
-    def enter(name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(name: str, module: torch.nn.Module, args: object, kwargs: object) -> None:
         stack.append(name)
         own = dict(module.named_parameters(recurse=False))
         if name not in calls and not _any_left_out(stack, left_out) and not isinstance(module, _containers()):
@@ -104,7 +105,8 @@ def _record_forward(
 
     handles = []
     for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda m, a, k, n=name: enter(n, m, a, k), with_kwargs=True))
+        entered = partial(enter, name)  # before the inputs are cast
+        handles.append(module.register_forward_pre_hook(entered, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
     try:
         with NarrowFloats(record_narrow):
@@ -141,9 +143,9 @@ def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def as_double(value: Any) -> Any:
+def as_double(value: object) -> Any:
     return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _as_single(value: Any) -> Any:
+def _as_single(value: object) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -45,7 +45,7 @@ class Window(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def wrap_precision(self, precision: Any) -> Any:
+    def wrap_precision(self, precision: object) -> Any:
         return MarkedPrecision(precision, self.mark) if self._context.world.rank == 0 else precision
 
     def stream_watchers(self) -> list[StreamWatcher]:

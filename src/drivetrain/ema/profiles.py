@@ -97,7 +97,7 @@ def synthesised(run_dir: Path, state: Mapping[str, Any], width: float) -> dict[s
         raise UserError(f"average={width:g}: the averages in {run_dir / FOLDER} do not fit the run ({error})") from None
 
 
-def _check(state: Mapping[str, Any]) -> None:
+def _check(state: Mapping[str, object]) -> None:
     """Raise ValueError where a state is none of ema=post_hoc: a run's directory may come from a stranger."""
     updates: Any = state.get("updates")
     widths: Any = state.get("widths")

@@ -323,7 +323,7 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     return model
 
 
-def _check_output(context: BuildContext, output: Any) -> None:
+def _check_output(context: BuildContext, output: object) -> None:
     """Raise UserError where the loss cannot take the model's output for two samples."""
     run, loss = context.run, context.loss
     if isinstance(output, torch.Tensor):

@@ -87,7 +87,7 @@ class Callbacks:
         return self.error or CallbackError(PEER_GONE)
 
     def _tell(
-        self, name: str, metrics: Mapping[str, Any] | None = None, every_update: bool | None = None, status: str = "running"
+        self, name: str, metrics: Mapping[str, object] | None = None, every_update: bool | None = None, status: str = "running"
     ) -> None:
         """Tell the callbacks of an event; where `every_update` is not None, only those that have this value."""
         if not self.named or not self.started or self.error is not None:

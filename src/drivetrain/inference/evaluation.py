@@ -95,7 +95,7 @@ def _on_other_data(job: Job, run_dir: Path) -> bool:
     return not (isinstance(own, str) and expanded(own).resolve() == Path(place[1]).resolve())
 
 
-def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, Any]) -> OwnData:
+def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, object]) -> OwnData:
     """What the run keeps of its own data, and how much of the other data the command asks for."""
     given = set(map(key_of, overrides))
     holdout = getattr(job.run.data, "holdout", None) if "data.holdout" in given else None

@@ -90,7 +90,7 @@ def find(
 def _of_stage(
     run_dir: Path,
     config_dirs: Sequence[str],
-    settings: dict[str, Any],
+    settings: dict[str, object],
     given: set[str],
     choice: Choice,
     used: Collection[str] | None,
@@ -178,7 +178,7 @@ def chosen_weights(
     return {**weights, **{n: t.to(weights[n].dtype) for n, t in tensors.items()}}
 
 
-def fits_weights(tensors: Any, weights: Mapping[str, torch.Tensor]) -> TypeGuard[dict[str, torch.Tensor]]:
+def fits_weights(tensors: object, weights: Mapping[str, torch.Tensor]) -> TypeGuard[dict[str, torch.Tensor]]:
     """Whether these are tensors with the names and shapes of weights."""
     return isinstance(tensors, dict) and all(
         isinstance(tensor, torch.Tensor) and name in weights and tensor.shape == weights[name].shape

@@ -58,14 +58,14 @@ class LoadedRun:
         kind: TargetKind = self.about["targets"] or self._run.loss.takes[0]
         return kind
 
-    def predict(self, x: Any) -> Predictions:
+    def predict(self, x: object) -> Predictions:
         """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of files.
 
         They are resized, encoded and normalised as the run's own evaluation does it. Raises UserError where they do not fit.
         """
         return self.predict_ready(self.transforms(x))
 
-    def predict_ready(self, x: Any) -> Predictions:
+    def predict_ready(self, x: object) -> Predictions:
         """Predict a batch that `transforms` has made. Raises UserError where the model cannot take it."""
         try:
             with self.computing():

@@ -77,5 +77,5 @@ class Predictions:
         return f"<table><tr>{header}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>{more}"
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -88,7 +88,7 @@ class Parquet:
             self._writer.close()
 
 
-def _type(name: str, values: Sequence[Any]) -> Any:
+def _type(name: str, values: Sequence[object]) -> Any:
     """Return a column's type: text where one of its values is a text, or where none is known."""
     import pyarrow
 

@@ -126,5 +126,5 @@ class Transforms:
         return concatenate([map_tensors(lambda t: t.unsqueeze(0), x) for x in samples])
 
 
-def _text(shape: Sequence[Any]) -> str:
+def _text(shape: Sequence[object]) -> str:
     return f"({', '.join(map(str, shape))})"

@@ -259,7 +259,7 @@ def of_run(
     run_dir: Path,
     words: Sequence[str],
     config_dirs: Sequence[str],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     used: Collection[str] | None = None,
 ) -> Job:
     """The job of a run's own recipe and these of its machine-local settings, changed by overrides. Raises UserError.
@@ -284,12 +284,12 @@ def recorded_settings(recorded: dict[str, Any], words: Sequence[str]) -> dict[st
     return {k: v for k, v in local.items() if k not in given and k.partition(".")[0] not in given and not replaced(k, given)}
 
 
-def is_of_this_user(recorded: dict[str, Any]) -> bool:
+def is_of_this_user(recorded: dict[str, object]) -> bool:
     """Whether this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
     return signature.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
-def _of_this_machine(recorded: dict[str, Any]) -> list[Any]:
+def _of_this_machine(recorded: dict[str, object]) -> list[Any]:
     """What a run's record says of this machine: the part of environment.json that is signed."""
     return [recorded.get("machine_local"), recorded.get("config_dirs")]
 

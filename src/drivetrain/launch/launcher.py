@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
@@ -52,7 +51,7 @@ class Ended:
 
 
 def train(
-    config: Sequence[str] | Mapping[str, Any], config_dirs: Sequence[str] = (), keywords: Mapping[str, Any] | None = None
+    config: Sequence[str] | Mapping[str, object], config_dirs: Sequence[str] = (), keywords: Mapping[str, object] | None = None
 ) -> Result:
     """`drivetrain.train`: train in this process, or in a new one where the run has ranks or tries something before it starts.
 
@@ -93,7 +92,7 @@ def train(
     return result
 
 
-def _into_hydras_directory(config: Mapping[str, Any]) -> list[str]:
+def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
     """The override that puts the run into the output directory of Hydra's job around it, if that has no run and none is set."""
     from hydra.core.hydra_config import HydraConfig
 

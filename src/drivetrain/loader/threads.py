@@ -127,7 +127,7 @@ class ThreadPool:
         for thread in self.threads:
             thread.start()
 
-    def submit(self, job: Callable[..., None], *args: Any) -> None:
+    def submit(self, job: Callable[..., None], *args: object) -> None:
         """Queue a job."""
         self.jobs.put((job, args))
 

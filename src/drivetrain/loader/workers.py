@@ -94,7 +94,7 @@ class Workers(Loader):
                 more = request.epoch_end and not self.persistent_workers
                 yield delivery.x, delivery.y, request
 
-    def _deliveries(self, loader: Iterable[Any], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
+    def _deliveries(self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
         """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
 
@@ -149,7 +149,7 @@ class _WaitLimit:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="loader wait limit")
 
-    def each(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def each(self, batches: Iterator[object]) -> Iterator[Any]:
         """Yield the batches, and note since when each is waited for."""
         while True:
             self._waits_since = time.monotonic()
@@ -161,7 +161,7 @@ class _WaitLimit:
                 self._waits_since = None
             yield batch
 
-    def _next(self, batches: Iterator[Any]) -> Any:
+    def _next(self, batches: Iterator[object]) -> Any:
         while True:
             try:
                 return next(batches)
@@ -262,7 +262,7 @@ class _IteratorSampler:
         return self.keys
 
 
-def _start(loader: Iterable[Any]) -> Any:
+def _start(loader: Iterable[object]) -> Any:
     """Start the workers. Raises OSError where the machine has no room for them: torch's half-made iterator then ends unheard."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:

@@ -48,7 +48,7 @@ class Logger(Option):
         """Finish the log at the end of the run."""
 
 
-def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+def numbers(record: Mapping[str, object]) -> dict[str, float]:
     """Return the figures of a record, as <event>/<name>; those of an evaluation as <set>/<name>, such as validation/loss.
 
     The evaluations of the run's end are test/<name> of the last weights, and test_best/<name> of the best checkpoint.

@@ -85,7 +85,7 @@ class Csv(Logger):
             csv.DictWriter(file, self._columns).writerow(row)
 
 
-def as_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_rows(found: Sequence[dict[str, object]]) -> list[dict[str, Any]]:
     """Return records as rows of one table: figures of an evaluation below the name of its set, and epochs from 1."""
     rows: list[dict[str, Any]] = []
     for row in records.with_epochs_from_1(found):
@@ -95,7 +95,7 @@ def as_rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> list[str]:
+def write_table(path: Path, rows: Sequence[dict[str, object]]) -> list[str]:
     """Write records as CSV, with a column for each key that one of them has. Return the columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with files.opened(path, "w", newline="") as file:

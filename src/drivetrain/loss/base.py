@@ -72,11 +72,11 @@ class Loss(Option):
         """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
         return classes
 
-    def input_shape(self, shape: Any) -> Any:
+    def input_shape(self, shape: object) -> Any:
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape
 
-    def steps(self, data: Any) -> tuple[Augmentation, ...]:
+    def steps(self, data: object) -> tuple[Augmentation, ...]:
         """Return what it draws for the samples of each set, such as which tokens are hidden. Raises UserError."""
         return ()
 
@@ -102,11 +102,11 @@ class Loss(Option):
         total, count = self.sum_and_count(output, target)
         return total / count.clamp(min=SMALLEST)
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the loss over a batch's items, to be differentiated, and their number, both 0-d."""
         raise NotImplementedError
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: object) -> torch.Tensor:
         """The number of items that the mean of a batch is over, 0-d."""
         device = trees.first(target).device
         return torch.full((), trees.length(target), dtype=sum_dtype(device), device=device)
@@ -115,7 +115,7 @@ class Loss(Option):
         """The number of items of a micro-batch, as `count` has it, 0-d; for a sum of several losses (losses,)."""
         return self.count(batch.y)
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: object, classes: int) -> str | None:
         """What is wrong with the targets of the first micro-batch, as a sentence that goes on after "the targets"; None: nothing.
 
         It may read from the device.

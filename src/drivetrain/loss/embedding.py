@@ -79,18 +79,18 @@ class ComparingLoss(Loss):
         self._capacity = -(-context.batch.size(epochs - 1) // self._world.size)
 
     @abstractmethod
-    def over_all(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_all(self, embeddings: torch.Tensor, target: object, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the loss over the samples, and their number; embeddings (n, views, d), valid (n,)."""
 
     @abstractmethod
-    def right(self, embeddings: torch.Tensor, target: Any) -> torch.Tensor:
+    def right(self, embeddings: torch.Tensor, target: object) -> torch.Tensor:
         """The number of samples of a group whose nearest is the right one, 0-d."""
 
     def joined(self, x: Any) -> Any:
         """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
         return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
 
-    def input_shape(self, shape: Any) -> Any:
+    def input_shape(self, shape: object) -> Any:
         return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
 
     def embeddings(self, output: Any) -> torch.Tensor:
@@ -119,7 +119,7 @@ class ComparingLoss(Loss):
         # Each rank has the gradients of its own samples alone, and the ranks average them: they add up to the batch's.
         return loss * self._world.size - loss.detach() * (self._world.size - 1)
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         embeddings = self.embeddings(output)
         return self._exact(embeddings, target, torch.ones(len(embeddings), dtype=torch.bool, device=embeddings.device))
 
@@ -149,7 +149,7 @@ class ComparingLoss(Loss):
             everything = everything + torch.nn.functional.pad(mine, [0, 0] * values.dim() + list(others))
         return everything.flatten(0, 1).to(tensor.dtype)
 
-    def _exact(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _exact(self, embeddings: torch.Tensor, target: object, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`over_all` without autocast, which would compute its matrix products in 16 bits."""
         with torch.autocast(embeddings.device.type, enabled=False):
             return self.over_all(embeddings, target, valid)
@@ -186,7 +186,7 @@ class Contrastive(ComparingLoss):
     def __init__(self, temperature: Positive = 0.1, within_views: bool = True, group: Count = 16) -> None:
         self.temperature, self.within_views, self.group = temperature, within_views, group
 
-    def over_all(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_all(self, embeddings: torch.Tensor, target: object, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self._scores(embeddings, valid)
         n = len(embeddings)
         positive = torch.arange(n, device=embeddings.device) + n * (1 - torch.arange(2, device=embeddings.device)[:, None])
@@ -205,13 +205,13 @@ class Contrastive(ComparingLoss):
         excluded = excluded | (~valid.repeat(2) & ((number[:, None] - number).abs() != n))
         return (z @ z.T / self.temperature).masked_fill(excluded, float("-inf"))
 
-    def right(self, embeddings: torch.Tensor, target: Any) -> torch.Tensor:
+    def right(self, embeddings: torch.Tensor, target: object) -> torch.Tensor:
         n = len(embeddings)
         everyone = torch.ones(n, dtype=torch.bool, device=embeddings.device)
         found = self._scores(embeddings, everyone).argmax(1)[:n]
         return (found == torch.arange(n, 2 * n, device=found.device)).sum()
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: object, classes: int) -> str | None:
         return None
 
 

@@ -141,7 +141,7 @@ class Own(PartedLoss):
                 self.log(name if self._phase is None else f"{self._phase}_{name}", value * batch.weight)
         return parts["loss"]
 
-    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
         """The output, and the loss, and that of each phase, times its items, and their number (metrics + 1,)."""
         output = forward(batch.x) if need_output or "output" in self._call.needs else None
         count = self.items(batch)
@@ -152,7 +152,7 @@ class Own(PartedLoss):
             ]
         return output, torch.stack([torch.stack(losses).sum(), *(losses if self._phases else ()), count])
 
-    def _returned(self, forward: Callable[[Any], Any], output: Any, batch: MicroBatch, training: bool) -> Any:
+    def _returned(self, forward: Callable[[object], object], output: object, batch: MicroBatch, training: bool) -> Any:
         """What the function returns for a micro-batch."""
         model = self._model(forward) if self.runs_model else None
         returned = self._call(
@@ -178,7 +178,7 @@ class Own(PartedLoss):
             parts["loss"] = torch.stack(list(parts.values())).sum()
         return parts
 
-    def _model(self, forward: Callable[[Any], Any]) -> RunModel:
+    def _model(self, forward: Callable[[object], object]) -> RunModel:
         parallel, named = self._context.parallel, self._context.run.named
         whole = "" if parallel.calls_parts else f"with {named('parallel')} each rank holds a part of the weights"
         return RunModel(forward, self._context.model, whole)
@@ -194,7 +194,7 @@ class Own(PartedLoss):
 
 
 @contextmanager
-def _evaluating(function: Any) -> Iterator[None]:
+def _evaluating(function: object) -> Iterator[None]:
     """Put a module, and what is in it, into evaluation mode, in which its buffers stay as they are."""
     modules = [m for m in function.modules() if m.training] if isinstance(function, torch.nn.Module) else []
     for module in modules:

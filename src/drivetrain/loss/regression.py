@@ -93,10 +93,10 @@ class Quantile(Regression):
     def outputs(self, classes: int) -> int:
         return classes * len(self.quantiles)
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: object, classes: int) -> str | None:
         return super().problem(target, classes // len(self.quantiles))
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         above = self._above(output, target)
         total = sum((torch.maximum(q * a, (q - 1) * a).sum() for q, a in zip(self.quantiles, above.unbind(-1), strict=True)))
         return total, self.count(above).to(above.dtype)  # type: ignore[return-value]

@@ -98,7 +98,7 @@ class Sum(PartedLoss):
     def outputs(self, classes: int) -> int:
         return max(loss.outputs(classes) for loss in self.losses.values())
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: object, classes: int) -> str | None:
         return next((p for loss in self.losses.values() if (p := loss.problem(target, classes)) is not None), None)
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
@@ -121,7 +121,7 @@ class Sum(PartedLoss):
         below = [(name, loss.parts()) for name, loss in self.losses.items()]
         return super().parts() | {f"loss_{name}_{k.removeprefix('loss_')}": v for name, parts in below for k, v in parts.items()}
 
-    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
         """The output, and the sums of each part, one after the other."""
         output = forward(batch.x)
         return output, torch.cat([loss.evaluate(lambda _: output, batch, False)[1] for loss in self.losses.values()])

@@ -85,7 +85,7 @@ def _in_group(group: str, first: Job, other: Job, old: Any, new: Any) -> Iterato
 
 
 def _in_option(
-    prefix: str, before: Option, after: Option, old: dict[str, Any], new: dict[str, Any]
+    prefix: str, before: Option, after: Option, old: dict[str, object], new: dict[str, object]
 ) -> Iterator[tuple[str, Effect]]:
     """The knobs of one option that differ."""
     old, new = flatten(old), flatten(new)
@@ -223,7 +223,7 @@ def in_order(changes: Sequence[Change], can_run: Callable[[Sequence[Change]], bo
     return done
 
 
-def _values(key: str, old: Any, new: Any) -> Iterator[Change]:
+def _values(key: str, old: object, new: object) -> Iterator[Change]:
     """The changed values at and below a key. Mappings are compared value by value where they have the same keys."""
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
         for name in new:

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.files import write_json
 from drivetrain.launch.job import Job
@@ -20,7 +19,7 @@ def folder(job: Job, verb: str) -> Path:
     return directory.create(Path(job.run.values["output_dir"]), verb)
 
 
-def leave(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: dict[str, Any], content: Any = None) -> None:
+def leave(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: dict[str, object], content: object = None) -> None:
     """Write NAME.html, which ends with the command and the environment, and NAME.json where there is `content`; say where."""
     if content is not None:
         write_json(place / f"{name}.json", content)
@@ -28,7 +27,7 @@ def leave(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: d
     echo(f"written to {place}/{f'{name}.json and ' if content is not None else ''}{name}.html")
 
 
-def origin(command: Sequence[str], about: dict[str, Any]) -> list[Section]:
+def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:
     """The command that repeats a measurement, and the environment in which it ran."""
     again = commands(shlex.join(["drivetrain", *command]))
     return [*under("How to reproduce it", again), *under("Where it ran", machine(about))]

@@ -69,7 +69,7 @@ class Model(Option):
             yield f"{run.named('model')} is for masks, and {data} has none: set task=segmentation, or another model"
         yield from self._weights_problems(run)
 
-    def input_problem(self, inputs: Any) -> str:
+    def input_problem(self, inputs: object) -> str:
         """Why the model cannot take such inputs of two samples, which own data shows only when it is read; "" where it can."""
         if self.tokens is None or not isinstance(inputs, torch.Tensor):
             return ""

@@ -98,7 +98,7 @@ def _read_folder(folder: Path) -> tuple[Path, Weights]:
     return folder, checkpoint_io.load(folder)[0]  # shards, merged
 
 
-def _tensors_of(path: Path, content: Any) -> Weights:
+def _tensors_of(path: Path, content: object) -> Weights:
     """The tensors of a torch file, which may hold them under a key of their own, beside an optimizer's state and counters."""
     for _ in range(DEPTH):
         if not isinstance(content, Mapping):
@@ -117,7 +117,7 @@ def _tensors_of(path: Path, content: Any) -> Weights:
     return weights
 
 
-def _plain_names(weights: Weights, own: Mapping[str, Any]) -> Weights:
+def _plain_names(weights: Weights, own: Mapping[str, object]) -> Weights:
     """Remove what wrappers have added to the names."""
     for infix in INFIXES:
         if not any(infix in name for name in own):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.core.lazy import import_torchao, torch
 from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec, needs_extra
@@ -38,7 +37,7 @@ class AdamW8bit(Optimizer):
                 "tensors as state, and torchao's are packed): set compile=inductor"
             )
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         import_torchao("torchao.optim")
         from drivetrain.optimizer.torchao_adamw import AdamW8bit
 

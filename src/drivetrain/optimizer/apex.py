@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
@@ -48,7 +48,7 @@ class Apex(Optimizer):
         if not hasattr(optimizers, self.apex_name):
             yield f"{name}: this apex has no optimizers.{self.apex_name}: set optimizer={self.alternative}"
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from apex import optimizers
 
         return getattr(optimizers, self.apex_name)(groups, **self.arguments())

@@ -149,7 +149,7 @@ class Optimizer(Hyperparameters):
             trained, {"optimizer.no_weight_decay": self.no_weight_decay, "optimizer.lr_multipliers": list(multipliers)}
         )
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         """The optimizer over these parameter groups, each of which has its own lr and weight_decay."""
         raise NotImplementedError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
@@ -33,7 +32,7 @@ class Lars(Layerwise):
     nesterov: bool = False
     trust: Positive = 0.001
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms.lars import Lars
 
         return Lars(groups, loop=implementation == "loop", **self.arguments())
@@ -51,7 +50,7 @@ class Lamb(Layerwise):
     eps: Positive = 1e-6
     bias_correction: bool = True
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms.lamb import Lamb
 
         arguments = {"max_grad_norm": None, **self.arguments()}
@@ -85,7 +84,7 @@ class NovoGrad(Optimizer):
     eps: Positive = 1e-8
     grad_averaging: bool = False
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms.novograd import NovoGrad
 
         return NovoGrad(groups, loop=implementation == "loop", **self.arguments())

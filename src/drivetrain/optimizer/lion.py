@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, NonNegative, Positive
@@ -22,7 +21,7 @@ class Lion(Optimizer):
     beta1: Momentum = 0.9
     beta2: Momentum = 0.99
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms import lion
 
         return lion.Lion(groups, loop=implementation == "loop", **self.arguments())

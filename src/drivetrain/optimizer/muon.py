@@ -122,7 +122,7 @@ class Muon(Optimizer):
         return chained.ChainedOptimizer(*optimizers)
 
 
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
+def _plain(group: dict[str, object]) -> dict[str, Any]:
     """The group without this option's own settings."""
     return {k: v for k, v in group.items() if k not in ("matrix", "adamw_lr")}
 

@@ -25,7 +25,7 @@ class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
                     for name, tensor in _tensors(self._blank_state(group, p)).items():
                         tensor.copy_(values[name])
 
-    def _blank_state(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    def _blank_state(self, group: dict[str, object], p: torch.Tensor) -> dict[str, Any]:
         """The state that the library makes of a parameter at its first gradient."""
         gradient, p.grad = p.grad, torch.zeros_like(p)
         self.init_group({**group, "params": [p]})

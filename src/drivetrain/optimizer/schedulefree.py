@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Gt, Lt
 
@@ -42,7 +42,7 @@ class ScheduleFree(Optimizer):
         if run.ema.active:
             yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages the trained weights"
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from drivetrain.optimizer.algorithms import schedulefree
 
         return schedulefree.ScheduleFree(groups, loop=implementation == "loop", **self.arguments())

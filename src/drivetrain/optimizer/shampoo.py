@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
@@ -51,7 +51,7 @@ class Shampoo(Optimizer):
                 "are): set compile=inductor"
             )
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from pytorch_optimizer.optimizer.utils.graft import LayerWiseGrafting
 
         from drivetrain.optimizer.scalable_shampoo import ScalableShampoo

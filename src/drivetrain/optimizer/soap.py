@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Momentum, NonNegative, Positive, RunSpec, needs_extra
@@ -37,7 +36,7 @@ class Soap(Optimizer):
         yield from super().validate(run)
         yield from needs_extra("pytorch_optimizer", "soap", run.named("optimizer"))
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from pytorch_optimizer import SOAP
 
         return SOAP(groups, **self.arguments())

@@ -17,7 +17,7 @@ class TorchOptimizer(Optimizer):
 
     torch_name: ClassVar[str]
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
         return self.algorithm()(groups, **flags, **self.arguments())  # type: ignore[no-any-return]
 

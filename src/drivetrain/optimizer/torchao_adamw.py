@@ -27,7 +27,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):
         # Each shape has a kernel of its own, which is compiled once.
         self._adam = torch.compile(single_param_adam, fullgraph=True, dynamic=False) if compiled else single_param_adam
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         torch.optim.Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()

@@ -117,11 +117,11 @@ class Bf16Pure(Precision):
 
         return weights_to_evaluate
 
-    def _while_materialized(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _while_materialized(self, method: Callable[..., object]) -> Callable[..., Any]:
         from torch.utils._pytree import tree_map
 
         @functools.wraps(method)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def wrapped(*args: object, **kwargs: object) -> Any:
             with self._materialized():
                 return tree_map(self._detach_from_masters, method(*args, **kwargs))
 
@@ -137,7 +137,7 @@ class Bf16Pure(Precision):
             torch._foreach_copy_(self._weights, self._views)
             self._release()
 
-    def _detach_from_masters(self, value: Any) -> Any:
+    def _detach_from_masters(self, value: object) -> Any:
         """Clone a tensor that shares the masters' memory, which is freed between updates."""
         if self.master == "fp32" or not isinstance(value, torch.Tensor):
             return value
@@ -206,7 +206,7 @@ class Bf16Pure(Precision):
             torch._foreach_copy_(self._weights, self._views)
 
 
-def _to_bfloat16(value: Any) -> Any:
+def _to_bfloat16(value: object) -> Any:
     return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 

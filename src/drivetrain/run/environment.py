@@ -20,7 +20,7 @@ from drivetrain.core.overrides import SECRET
 from drivetrain.core.overrides import redact as redact
 
 
-def describe(overrides: list[str], config_hash: str, machine_local: dict[str, Any]) -> dict[str, Any]:
+def describe(overrides: list[str], config_hash: str, machine_local: dict[str, object]) -> dict[str, Any]:
     """The content of environment.json; `machine_local` are the settings that belong to this machine and not to the recipe."""
     versions = {n: version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {

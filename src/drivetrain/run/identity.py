@@ -23,7 +23,7 @@ def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> di
     return {k: v for k, v in given.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
 
 
-def reads_environment(value: Any) -> bool:
+def reads_environment(value: object) -> bool:
     """Whether an unresolved value refers to the environment, which no recipe may."""
     return "${oc." in str(value)
 
@@ -59,7 +59,7 @@ def _length(value: Any) -> float:
     return value if is_number(value) and value else math.inf
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], machine_local_keys: set[str]) -> list[str]:
+def differences(old: dict[str, object], new: dict[str, object], machine_local_keys: set[str]) -> list[str]:
     """The keys in which two configs differ, as "key: old → new". Machine-local keys may differ, and a run may become longer.
 
     Where another option of a group was chosen, the group is listed and its keys are not.

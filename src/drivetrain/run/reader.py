@@ -145,7 +145,7 @@ def _places(top: Path) -> Iterator[Path]:
             waiting += [folder / name for name in names if (folder / name).is_dir() and not (folder / name).is_symlink()]
 
 
-def compared(tree: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:
+def compared(tree: dict[str, object], chosen: dict[str, object]) -> dict[str, Any]:
     """The part of a config in which runs are compared: its values by dotted keys, and the chosen options."""
     config = {k: v for k, v in flatten(tree).items() if k and k.split(".")[0] not in NOT_COMPARED and not k.endswith("_target_")}
     return {**config, **chosen} if config else {}
@@ -173,7 +173,7 @@ def read(path: Path) -> RunFiles:
     return RunFiles(path, label, result, status, config, environment, train, evaluated, changed)
 
 
-def _bounded(tree: Any) -> dict[str, Any]:
+def _bounded(tree: object) -> dict[str, Any]:
     """Return a mapping with text as keys; {} where it is none, or too large: aliases in YAML can hold billions of values."""
     left, waiting = MAX_VALUES, [(tree, 0)]
     while waiting:

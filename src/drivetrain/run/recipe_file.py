@@ -64,7 +64,7 @@ def to_recipe(
     )
 
 
-def code_words(choices: Mapping[str, Any], values: Mapping[str, Any], trust: Sequence[str]) -> list[str]:
+def code_words(choices: Mapping[str, object], values: Mapping[str, object], trust: Sequence[str]) -> list[str]:
     """What the operator says beside the recipe of a config to run it with its code; [] where it has none.
 
     `values` have dotted keys.
@@ -90,13 +90,13 @@ def settable(composed: Composed, machine_local_keys: Collection[str], left_out: 
     return {k: v for k, v in every.items() if not is_machine_local(k, outside)}
 
 
-def digest(settings: dict[str, Any]) -> str:
+def digest(settings: dict[str, object]) -> str:
     """The hash of `settable`: the same on every machine and in every order, and the same for 1 and 1.0."""
     text = json.dumps(_canonical(settings), sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
-def _canonical(value: Any) -> Any:
+def _canonical(value: object) -> Any:
     if isinstance(value, dict):
         return {str(k): _canonical(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -133,7 +133,7 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
         yield f"{about}: its options or values were changed since. To share it, export it anew from a run, or remove hash:"
 
 
-def keys_of_machine(tree: Any, trust: Collection[str] = (), prefix: str = "") -> set[str] | None:
+def keys_of_machine(tree: object, trust: Collection[str] = (), prefix: str = "") -> set[str] | None:
     """The machine-local keys of the options in a config, which need not be a valid run; None if one's code is not trusted."""
     found: set[str] = set()
     if not isinstance(tree, dict):

@@ -198,7 +198,7 @@ class Result:
         return True
 
 
-def _is_time_to_target(target: dict[str, Any]) -> bool:
+def _is_time_to_target(target: dict[str, object]) -> bool:
     """Whether it is what a run writes of its target."""
     kind = float if target.get("update") is not None else None
     return isinstance(target.get("reach"), str) and all(

@@ -54,11 +54,11 @@ def _is_size(value: Any) -> bool:
     return fits(value, int) and 0 < value < MOST
 
 
-def _is_shape(value: Any) -> bool:
+def _is_shape(value: object) -> bool:
     return isinstance(value, list) and all(_is_size(size) for size in value) and math.prod(value) < MOST
 
 
-def _is_tree(value: Any, deep: int = 0) -> bool:
+def _is_tree(value: object, deep: int = 0) -> bool:
     """Whether it is the structure of inputs, as engine/description.py writes it."""
     if not isinstance(value, dict) or deep > DEEPEST:
         return False
@@ -69,7 +69,7 @@ def _is_tree(value: Any, deep: int = 0) -> bool:
     return _is_shape(value.get("shape")) and value.get("dtype") in DTYPES
 
 
-def _is_range(value: Any) -> bool:
+def _is_range(value: object) -> bool:
     """Whether it is the range of pixel values, as engine/description.py writes it."""
     if value is None:
         return True

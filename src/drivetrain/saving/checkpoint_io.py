@@ -123,7 +123,7 @@ def _begin(run_dir: Path, update: int) -> Path:
     return temporary
 
 
-def _finish(run_dir: Path, update: int, about: Mapping[str, Any] | None) -> Path:
+def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> Path:
     """Write the manifest and rename the temporary folder: from here on it is a checkpoint."""
     root = run_dir / "checkpoints"
     target, temporary = root / str(update), _temporary(run_dir, update)

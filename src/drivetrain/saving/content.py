@@ -74,16 +74,16 @@ class _Nothing:
     def __new__(cls, *_: Any, **__: Any) -> _Nothing:
         return super().__new__(cls)
 
-    def __setstate__(self, _: Any) -> None:
+    def __setstate__(self, _: object) -> None:
         pass
 
-    def __setitem__(self, *_: Any) -> None:
+    def __setitem__(self, *_: object) -> None:
         pass
 
     def append(self, _: Any) -> None:
         pass
 
-    def extend(self, _: Any) -> None:
+    def extend(self, _: object) -> None:
         pass
 
 
@@ -115,5 +115,5 @@ class _Structure(pickle._Unpickler):  # type: ignore[name-defined,misc]
             raise Malformed(f"it names {full}, which is no part of a checkpoint")
         return _Nothing
 
-    def persistent_load(self, _: Any) -> Any:
+    def persistent_load(self, _: object) -> Any:
         return _Nothing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from drivetrain.core.lazy import torch
 
@@ -27,7 +27,7 @@ class Shards(Protocol):
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
         """Return a tensor that belongs to the weight `name` as this rank's parts of it, in the weight's own shape."""
 
-    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an empty tensor for this rank's parts of one of this shape. A meta tensor: it has none of it."""
 
 
@@ -38,7 +38,7 @@ class Undivided:
         """Return the tensor as its only part."""
         return whole(tensor)
 
-    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an empty tensor of the whole shape."""
         return torch.empty(shape, dtype=dtype)
 

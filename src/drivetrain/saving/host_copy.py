@@ -23,7 +23,7 @@ class HostCopy:
         for event in self._events:
             event.record()
 
-    def _copy(self, value: Any) -> Any:
+    def _copy(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         self._devices.add(value.device)

@@ -58,7 +58,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def write(folder: Path, update: int, about: Mapping[str, Any]) -> None:
+def write(folder: Path, update: int, about: Mapping[str, object]) -> None:
     """Write the manifest of the files in a folder: their sizes and hashes."""
     names = sorted(file.name for file in folder.iterdir())
     sizes = {name: (folder / name).stat().st_size for name in names}
@@ -97,7 +97,7 @@ def about(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
-def as_metadata(about: Mapping[str, Any]) -> dict[str, str]:
+def as_metadata(about: Mapping[str, object]) -> dict[str, str]:
     """Return the same as the metadata of a file, in which all values are texts: as JSON, under the one key "drivetrain".
 
     safetensors writes several keys in a random order, and two equal runs would not write equal files.

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
@@ -101,7 +100,7 @@ def explain(error: BaseException, run_dir: Path) -> str | None:
     return str(cannot_write(named, run_dir, _said(error)))
 
 
-def size_of(*values: Any) -> int:
+def size_of(*values: object) -> int:
     """Return how many bytes the tensors in nested containers take as files; of a DTensor all of it, on all ranks together."""
     import torch
     from torch.utils._pytree import tree_leaves

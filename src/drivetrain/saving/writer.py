@@ -88,7 +88,7 @@ class Writer:
             saved = self._run_dir / "checkpoints" / str(update)
             raise CannotSave(f"{gone}: its state is saved in {saved}, go on with resume={self._run_dir}")
 
-    def _write(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
+    def _write(self, update: int, weights: object, state: object, ranked: list[int]) -> None:
         write = self._write_shards if self._saving.sharded else self._write_full
         if not self._saving.asynchronous:
             write(update, weights, state, ranked)

@@ -145,7 +145,7 @@ def _restored(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
                 buffer.copy_(before)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     """All tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value

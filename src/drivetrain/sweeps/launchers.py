@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import accelerators, cpus, files, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
@@ -30,6 +30,9 @@ from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps.options import Ray, SubmititLocal, SubmititSlurm
 from drivetrain.sweeps.store import LENGTH, Entry, SweepJob, one_job, read
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +161,7 @@ def run_job(entry: Entry, quiet: bool) -> int:
     return ended.code
 
 
-def _write_length(trainer: Any) -> None:
+def _write_length(trainer: Trainer) -> None:
     """Write the number of the run's updates to its folder, for the progress table."""
     if trainer.parallel.world.rank == 0:
         files.write_text(trainer.run_dir / LENGTH, str(trainer.max_updates))

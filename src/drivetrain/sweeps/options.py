@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Literal, get_type_hints
 
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, is_hydra_override
 from drivetrain.config.hydra_words import split as split_hydra
@@ -152,7 +152,7 @@ def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[
     return Settings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]  # type: ignore[arg-type]
 
 
-def _option(group: str, values: dict[str, Any], problems: list[str], check: bool) -> SweepOption | None:
+def _option(group: str, values: dict[str, object], problems: list[str], check: bool) -> SweepOption | None:
     """The chosen option with its keys; None where it has a problem."""
     known = OPTIONS[group]
     name = str(values.get(f"hydra/{group}", "basic"))

@@ -89,7 +89,7 @@ def examples(axis: Any) -> list[Any]:
     return [round(middle) if isinstance(axis.low, int) else middle]
 
 
-def setting(key: str, value: Any) -> str:
+def setting(key: str, value: object) -> str:
     """The override that sets this value, with at most six significant digits."""
     return f"{key}={float(f'{value:.6g}') if isinstance(value, float) else value}"
 
@@ -110,7 +110,7 @@ class SearchSpace:
         if option.direction is not None:
             self.objective.maximize = option.direction == "maximize"
 
-    def job(self, values: dict[str, Any]) -> SweepJob:
+    def job(self, values: dict[str, object]) -> SweepJob:
         """The job of these values."""
         label = [setting(key, values[key]) for key in self.axes]
         overrides = [setting(o, values[o]) if o in self.axes else o for o in self.overrides]

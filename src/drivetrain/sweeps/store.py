@@ -71,7 +71,7 @@ def _refuse_hopeless(jobs: Sequence[SweepJob]) -> None:
 
 
 def prepare_one(
-    label: Sequence[str], overrides: Sequence[str], cell: dict[str, Any] | None = None, config_dirs: Sequence[str] = ()
+    label: Sequence[str], overrides: Sequence[str], cell: dict[str, object] | None = None, config_dirs: Sequence[str] = ()
 ) -> SweepJob:
     """One job of these overrides, each with one value, and of this cell of its recipe's `sweep:`."""
     cell = cell or {}

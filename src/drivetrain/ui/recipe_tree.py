@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from drivetrain.core.option import Effect
 from drivetrain.ui import output
@@ -69,7 +69,7 @@ def lines(composed: Composed) -> list[Line]:
     return [_line(composed, group, plain.get(group) or {}) for group in composed.choices]
 
 
-def _line(composed: Composed, group: str, section: dict[str, Any]) -> Line:
+def _line(composed: Composed, group: str, section: dict[str, object]) -> Line:
     choice = composed.choices[group]
     option_set = choice != composed.default_choices.get(group)
     if isinstance(choice, list):
@@ -90,5 +90,5 @@ def effect(run: RunSpec, group: str) -> str:
     return max(claims, key=get_args(Effect).index, default="exact")
 
 
-def _option(choice: Any) -> str:
+def _option(choice: object) -> str:
     return f"[{','.join(choice)}]" if isinstance(choice, list) else str(choice)

@@ -216,7 +216,7 @@ def figure(value: float | None, form: str) -> str:
     return form.format(value) if value is not None else "–"
 
 
-def setting(value: Any, none: str = "–") -> str:
+def setting(value: object, none: str = "–") -> str:
     """A config value as it would be written in an override; a dash where there is none."""
     if isinstance(value, list):
         return f"[{','.join(setting(each, 'null') for each in value)}]"
@@ -231,7 +231,7 @@ def facts(rows: Sequence[tuple[str, str]], name: str) -> Table:
     return Table(("", ""), rows, name, ("",))
 
 
-def machine(about: Mapping[str, Any]) -> Table:
+def machine(about: Mapping[str, object]) -> Table:
     """The versions and the machine of an environment.json, as far as it says them."""
     versions = about.get("versions")
     named = {name: about.get(name) for name in ("drivetrain", "python", "platform", "processor", "git_commit", "lock_hash")}

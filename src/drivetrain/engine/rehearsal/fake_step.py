@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -14,6 +13,7 @@ from drivetrain.core import trees
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.engine.rehearsal.operation import Operation
 from drivetrain.engine.rehearsal.recorder import Fakes, Recorder
+from drivetrain.engine.trainer import Trainer
 
 PARAMETERS, GRADIENTS, STATE, BATCH = "parameters", "gradients", "optimizer state", "batch"
 
@@ -33,7 +33,7 @@ class StepRecord:
 class Rehearsal:
     """A trainer whose step is made on fake tensors. Afterwards it cannot train: its optimizer's state has no values."""
 
-    trainer: Any
+    trainer: Trainer
     sample: MicroBatch  # real, for the shapes of micro-batches
     fakes: Fakes = field(init=False)  # of the model's weights, where these are fake already
     has_state: bool = False  # an update was made, so that the optimizer has its state
@@ -76,7 +76,7 @@ class Rehearsal:
         trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
         for parameter in trained:
             note(parameter)
-        within = [parameter.register_post_accumulate_grad_hook(note) for parameter in trained]  # of a closure, or of phases
+        within = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]  # a closure's, or phases'
         trainer.step.update()
         for handle in within:
             handle.remove()
@@ -91,14 +91,14 @@ class Rehearsal:
                 recorder.note(self.fakes.standing_for(tensor), kind)
 
 
-def resident(trainer: Any) -> dict[str, list[torch.Tensor]]:
+def resident(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
     """What stays in memory between updates, by kind. A tensor of several kinds is of the last one."""
     held = [vars(part) for part in (trainer.optimizer, trainer.precision, trainer.ema)]
     model = trainer.model
     return {STATE: list(_tensors(held, set())), PARAMETERS: [*model.parameters(), *model.buffers()]}
 
 
-def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
     """The tensors in lists, tuples, values of dicts and parts of an optimizer, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -122,7 +122,7 @@ def _enlarged(sample: MicroBatch, size: int, weight: float, last: bool) -> Micro
     return MicroBatch(x, y, torch.full_like(sample.weight, weight), last, last)
 
 
-def one_sample(trainer: Any) -> MicroBatch:
+def one_sample(trainer: Trainer) -> MicroBatch:
     """A real micro-batch of two samples, the longest where they differ in length, for its shapes."""
     indices = trainer.batch.largest(len(trainer.train_data.source), 2)
     stream = trainer.loader.stream(trainer.train_data, [Request(0, indices, 1.0)], trainer.device, trainer.memory_format)

@@ -70,12 +70,12 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any, phase: str = "forward"
     return Operation(signature(func, specs), kind, phase, flops, nbytes, made, dtype, (func, *specs))
 
 
-def spec_of(value: Any) -> Any:
+def spec_of(value: object) -> Any:
     """A tensor's spec; any other value as it is."""
     return Spec(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def is_spec(value: Any) -> bool:
+def is_spec(value: object) -> bool:
     """Whether it stands for a tensor."""
     return isinstance(value, Spec)
 
@@ -85,7 +85,7 @@ def signature(func: Any, specs: Any) -> str:
     return f"{func} {specs[0]!r} {specs[1]!r}"
 
 
-def _specs(tree: Any) -> list[Spec]:
+def _specs(tree: object) -> list[Spec]:
     return [leaf for leaf in tree_leaves(tree_map(spec_of, tree), is_leaf=is_spec) if is_spec(leaf)]
 
 

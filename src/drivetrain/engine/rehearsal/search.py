@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
 from drivetrain.engine.rehearsal.fake_step import Rehearsal, StepRecord, one_sample
 from drivetrain.engine.rehearsal.recorder import OTHER
+from drivetrain.engine.trainer import Trainer
 
 BY_LINE = 4  # numbers that are tried by the line between two peaks; the first is nearly exact, as most memory grows by a line
 CLOSE = 0.02  # of the limit: near enough
@@ -18,7 +18,7 @@ BUFFERS = 0.1  # of the activations: kernels' own buffers, which fake tensors do
 HEAP = 1.0  # of the activations: what the heap of a process on a CPU takes beside them, approximately
 
 
-def largest_micro_batch(trainer: Any, most: int, limit: float) -> int:
+def largest_micro_batch(trainer: Trainer, most: int, limit: float) -> int:
     """The samples, at most `most`, whose step is forecast to take at most `limit` bytes in tensors; 0: not even two.
 
     The trainer cannot train afterwards. Raises what the step raises where it needs values.
@@ -30,7 +30,7 @@ def largest_micro_batch(trainer: Any, most: int, limit: float) -> int:
 
 
 def fewest_recomputed(
-    trainer: Any, blocks: Sequence[torch.nn.Module], micro_batch: int, micro_batches: int, limit: float
+    trainer: Trainer, blocks: Sequence[torch.nn.Module], micro_batch: int, micro_batches: int, limit: float
 ) -> tuple[int, float]:
     """The fewest of the first blocks with which the step fits, and its peak in bytes; all of them, where none is enough.
 

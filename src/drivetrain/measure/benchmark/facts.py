@@ -62,7 +62,7 @@ class Facts:
         return found
 
 
-def final_figures(of_set: Any) -> dict[str, float]:
+def final_figures(of_set: object) -> dict[str, float]:
     """The figures that a run ends with on a set. A run that averages its weights (ema) is judged by the average."""
     final = of_set.get("final") if isinstance(of_set, dict) else None
     found = final if isinstance(final, dict) else {}

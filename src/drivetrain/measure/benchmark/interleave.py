@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.compile.base import compiled_anew
 from drivetrain.core import process, stages, trees
@@ -37,6 +37,9 @@ from drivetrain.launch.job import Job
 from drivetrain.loader.resident import free_memory
 from drivetrain.run import environment
 from drivetrain.run.result import Result
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up
 LEAD = 0.15  # share of a block that runs untimed before it: prefetched batches are used up and caches are warm again
@@ -108,12 +111,12 @@ class BenchmarkAgent:
         self._pipes = [multiprocessing.Pipe() for _ in range(ranks - 1)]
         self._started = False
 
-    def attach(self, trainer: Any) -> None:
+    def attach(self, trainer: Trainer) -> None:
         """Wrap a finished trainer's stream, and let the run go on without end."""
         trainer.endless()
         trainer.stream_watchers.append(lambda stream: self._serve(stream, trainer))
 
-    def _serve(self, stream: Iterator[Any], trainer: Any) -> Iterator[Any]:
+    def _serve(self, stream: Iterator[Any], trainer: Trainer) -> Iterator[Any]:
         """Warm up and report; then time a block of as many updates as each message asks for."""
         if self._started:  # the trainer starts again with a micro-batch half as large, which is another arm
             raise RuntimeError("out of memory")
@@ -136,7 +139,7 @@ class BenchmarkAgent:
                 seconds, updates, samples, times.data_wait_s(), times.step_s(), peak_memory(trainer.device)
             )  # fmt: skip
 
-    def _pause(self, trainer: Any, report: Any) -> int:
+    def _pause(self, trainer: Trainer, report: Any) -> int:
         """Wait until every rank stands still, send rank 0's report, and return the number of updates of the next block."""
         trainer.parallel.finish_collectives()
         if self._pipes and trainer.device.type != "cpu":
@@ -154,7 +157,7 @@ class BenchmarkAgent:
         return updates
 
 
-def _facts(trainer: Any, elapsed_s: float, times: Times) -> dict[str, Any]:
+def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> dict[str, Any]:
     """What an arm reports of itself after the warm-up, so many seconds after it began."""
     steps = times.step_s()
     step_s = statistics.median(steps[trainer.timer.warmup :])

@@ -375,7 +375,7 @@ class Report:
             lines.append(f"{what}: {answer.reason}{more}; what is left to suspect: {suspects}")
         return [*lines, f"found by {cost}; BAD: {self._figures(answer.whole)}"]
 
-    def as_dict(self, settings: Settings, facts: dict[str, Any]) -> dict[str, Any]:
+    def as_dict(self, settings: Settings, facts: dict[str, object]) -> dict[str, Any]:
         """The content of bisect.json."""
         answer, changes = self.answer, self.subsets.numbered
         causes = [

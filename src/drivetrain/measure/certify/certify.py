@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.config.catalog import default_options
 from drivetrain.core import child
@@ -40,6 +40,9 @@ from drivetrain.run import directory, environment
 from drivetrain.run.identity import flatten
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, setting, words
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 FORMATS = {2.0**-24: "float32", 2.0**-11: "float16 or TF32", 2.0**-8: "bfloat16", 2.0**-3: "float8"}
 MEANS = {
@@ -307,7 +310,7 @@ def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = 
     return Certified(verdict_on(ours, theirs, roundoff, recorded, recorded_tested, say), ours, theirs, roundoff)
 
 
-def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
+def run_recorded(job: Job, updates: int, **look: object) -> Trace:
     """Return the trace of a run's first updates; `look` holds further fields of record.Look. Raises UserError.
 
     It is an ordinary run in a process of its own, with its ranks, that makes a few updates.
@@ -324,7 +327,7 @@ def run_recorded(job: Job, updates: int, **look: Any) -> Trace:
         if looked.float64:
             run = record.widened_run(run) if looked.techniques else record.shadow_of(run)
 
-        def recording(trainer: Any) -> None:  # of each rank
+        def recording(trainer: Trainer) -> None:  # of each rank
             if (trace := record.Recorder(trainer, looked).run()) is not None:
                 answer(trace)
 

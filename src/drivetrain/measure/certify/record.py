@@ -21,7 +21,9 @@ from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import WrappingStep
+from drivetrain.core.torch_patches import before_steps
 from drivetrain.core.trees import Tree
+from drivetrain.engine.trainer import Trainer
 from drivetrain.measure.certify.judge import FLOAT32, MARGIN, Array, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
@@ -63,7 +65,7 @@ def widened(tree: Tree) -> Tree:
     return trees.map_tensors(lambda t: t.double() if t.is_floating_point() else t, tree)
 
 
-def widen_loss(loss: Any) -> None:
+def widen_loss(loss: object) -> None:
     """Convert what a loss holds, such as class weights or a teacher, to float64."""
     for name, value in vars(loss).items():
         if isinstance(value, torch.nn.Module):
@@ -98,7 +100,7 @@ class RandomRounding(TorchDispatchMode):
             return out
         return tuple(map(self._rounded, out)) if isinstance(out, tuple) else self._rounded(out)
 
-    def _rounded(self, value: Any) -> Any:
+    def _rounded(self, value: object) -> Any:
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
             return value
         noise = torch.rand(value.shape, generator=self._generator(value.device), dtype=torch.float64, device=value.device)
@@ -137,7 +139,7 @@ class WatchedStep(WrappingStep):
         self.inner.zero_grad()
 
 
-def hidden(trainer: Any) -> str:
+def hidden(trainer: Trainer) -> str:
     """Why the modules of a run cannot be looked into; "" if they can."""
     if not trainer.parallel.own_forward:
         return "layers: each rank runs a part of the model"
@@ -167,7 +169,7 @@ class _Modules:
         self._attempt = 0  # the update that they belong to
         self._calls: Counter[str] = Counter()
 
-    def begin(self, model: torch.nn.Module, args: Any) -> None:
+    def begin(self, model: torch.nn.Module, args: object) -> None:
         """The model's forward begins."""
         if not model.training:
             return
@@ -176,7 +178,7 @@ class _Modules:
         self._forwards += 1
         self._calls.clear()
 
-    def keep(self, name: str, module: torch.nn.Module, *trees_of_call: Any) -> None:
+    def keep(self, name: str, module: torch.nn.Module, *trees_of_call: object) -> None:
         """Keep the last of what a hook gets: the output of a module, or else its input."""
         recorder = self._recorder
         self._calls[name] += 1
@@ -246,7 +248,7 @@ class Look:
 class Recorder:
     """Looks at the stream, at the step and at the state after each update."""
 
-    trainer: Any
+    trainer: Trainer
     look: Look
     trace: Trace = field(default_factory=Trace)
     update: int = 1
@@ -283,7 +285,7 @@ class Recorder:
         self.trace.notice = trainer.precision.notice()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
 
-    def _watched(self, trainer: Any) -> Any:
+    def _watched(self, trainer: Trainer) -> Any:
         """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""
         batches = EVALUATED_BATCHES * trainer.batch.accumulation_steps * trainer.parallel.data_world.size
         evaluator = replace(
@@ -299,13 +301,13 @@ class Recorder:
             stream_watchers=[*trainer.stream_watchers, self._watch],
         )
 
-    def rounding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def rounding(self, function: Callable[..., object]) -> Callable[..., Any]:
         """The function, with its operations rounded at random where that is asked."""
         noise = self.noise
         if noise is None:
             return function
 
-        def rounding(*args: Any) -> Any:
+        def rounding(*args: object) -> Any:
             with noise:
                 return function(*args)
 
@@ -385,15 +387,8 @@ class Recorder:
             self._add_gradient("gradient", name, p.grad, p, scale)
 
     def _look_at_optimizer(self) -> None:
-        """Look at the gradients before each step of the optimizer, which has no hooks: its `step` is the arithmetic alone."""
-        optimizer = self.trainer.optimizer
-        arithmetic = optimizer.step
-
-        def step() -> None:
-            self.before_optimizer()
-            arithmetic()
-
-        optimizer.step = step
+        """Look at the gradients before each step of the optimizer."""
+        before_steps(self.trainer.optimizer, self.before_optimizer)
 
     def before_optimizer(self) -> None:
         """Keep the gradients as the optimizer gets them: unscaled and clipped.
@@ -411,7 +406,7 @@ class Recorder:
             for name, p in reversed(list(own.items())):
                 self._add_gradient("clipped gradient", name, p.grad, p)
 
-    def _add_gradient(self, phase: str, name: str, grad: Any, p: Any, scale: float = 1.0) -> None:
+    def _add_gradient(self, phase: str, name: str, grad: object, p: object, scale: float = 1.0) -> None:
         entry = of_tensor(whole(p if grad is None else grad), scale)
         self._add(phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry)
 
@@ -491,7 +486,7 @@ class Recorder:
         return trace
 
 
-def _named(tree: Any) -> list[tuple[str, torch.Tensor]]:
+def _named(tree: object) -> list[tuple[str, torch.Tensor]]:
     return [("", tree)] if isinstance(tree, torch.Tensor) else trees.named_leaves(tree)
 
 
@@ -500,7 +495,7 @@ def _change(entry: Entry, first: Entry) -> Entry:
     return replace(entry, values=entry.values - first.values)
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
+def _numbers(group: dict[str, object]) -> dict[str, float]:
     """The numbers among the settings of an optimizer's group."""
     found: dict[str, float] = {}
     for key, value in group.items():

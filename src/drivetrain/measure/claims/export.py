@@ -57,7 +57,7 @@ def against(job: Job, base: Job) -> dict[str, Any]:
     return found
 
 
-def claim_of(row: Row, against: dict[str, Any]) -> Claim | None:
+def claim_of(row: Row, against: dict[str, object]) -> Claim | None:
     """The claim of a variant that was compared to its baseline, and of the runs that were trained for its verdict.
 
     None where the ratio has no interval.
@@ -103,7 +103,7 @@ def _not_in_a_recipe(job: Job) -> set[str]:
     return job.machine_local_keys | {group for group, option in job.composed.choices.items() if names_code(group, option)}
 
 
-def recipe_text(job: Job, against: dict[str, Any], row: Row, base: Row, comments: Sequence[str] = ()) -> str:
+def recipe_text(job: Job, against: dict[str, object], row: Row, base: Row, comments: Sequence[str] = ()) -> str:
     """A recipe file of `job`, which `row` measured: comments, the recipe, and its claim.
 
     The recipe leaves out the user's own code and paths, and saving=none, which measuring sets. Where the baseline differs in
@@ -387,7 +387,7 @@ def _check_same(runs: Sequence[RunFiles]) -> None:
         raise UserError(f"several runs have {SEED}={again[0]}: give one run for each seed")
 
 
-def _each(values: Iterable[Any]) -> str:
+def _each(values: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(map(sections.shown, values)))
 
 

@@ -79,7 +79,7 @@ class Differences:
     data: str = ""
 
     @classmethod
-    def of(cls, claim: Claim, kind: str | None, device: str | None, data: Any = None) -> Differences:
+    def of(cls, claim: Claim, kind: str | None, device: str | None, data: object = None) -> Differences:
         """The differences of what ran here, on this device; `data` is the fingerprint of what it read, where that is known."""
         other = [f"{name} {here}, claimed with {claimed}" for name, claimed, here in _other_versions(claim)]
         return cls(
@@ -101,7 +101,7 @@ def _other_versions(claim: Claim) -> list[tuple[str, str, str]]:
     return [(n, claimed, here) for n, claimed, here in found if here is not None and here.split(".")[0] != claimed.split(".")[0]]
 
 
-def _other_data(claimed: Data, here: Any) -> str:
+def _other_data(claimed: Data, here: object) -> str:
     if not isinstance(here, dict) or not isinstance(here.get("hash"), str):
         return "the data here has no fingerprint"
     if here["hash"] == claimed.hash:
@@ -135,7 +135,7 @@ class OfRuns:
             return f"other data: {differ.data}"
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
 
-    def answer(self, claimed: Any, seen: Seen) -> Answer:
+    def answer(self, claimed: object, seen: Seen) -> Answer:
         """Whether a claim holds of the runs that were trained here."""
         again = self.made(seen.runs, self.same(claimed))
         measured = str(again) if again is not None else "–"

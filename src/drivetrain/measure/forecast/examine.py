@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import trees
 from drivetrain.core.blocks import blocks_for
@@ -21,6 +21,9 @@ from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.devices import HERE, Device, Figure, known
 from drivetrain.measure.forecast.plan import Memory, Plan, peak_memory, sent_bytes
 from drivetrain.measure.forecast.replay import this_device
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 FILLED = 0.97  # of a device's memory that a run may fill
 DATA, NETWORK = "data", "network"
@@ -79,7 +82,7 @@ class Subject:
     """A plan's trainer as it was built here, with what is known of the device."""
 
     plan: Plan
-    trainer: Any
+    trainer: Trainer
     device: Device
     rehearsal: fake_step.Rehearsal
     here: bool
@@ -90,7 +93,7 @@ class Subject:
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
 
     @classmethod
-    def build(cls, plan: Plan, trainer: Any = None) -> Subject:
+    def build(cls, plan: Plan, trainer: Trainer | None = None) -> Subject:
         """Build the plan's run in this process, unless it is given. Raises UserError."""
         on_exit = ExitStack()
         if trainer is None:
@@ -179,7 +182,7 @@ def examine(subject: Subject, budget_s: float, until: float | None = None) -> Fo
     return found
 
 
-def _first_updates(trainer: Any) -> float:
+def _first_updates(trainer: Trainer) -> float:
     """The number of a run's updates. Where its batch grows, one that is four times as large as the first counts as four."""
     batch, left, found = trainer.batch, trainer.max_updates, 0.0
     if not batch.grow_every:

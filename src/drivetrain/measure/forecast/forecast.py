@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.blocks import blocks_for
 from drivetrain.core.errors import DONE, FAILED, UserError
@@ -24,6 +24,9 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, facts, under, words
 from drivetrain.ui.terminal import duration
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
 ROW_S = 1.0  # of timing operations that are new in a row
@@ -376,7 +379,7 @@ def forecast(
 def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     """The answer of a process of its own, which builds the run."""
 
-    def question(trainer: Any) -> Answer:
+    def question(trainer: Trainer) -> Answer:
         return answer(planned, trainer, settings, until)
 
     return child.ask(planned.look(), question, "the run cannot be forecast", values=planned.times_layers)
@@ -395,7 +398,7 @@ def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[
     return subject, found
 
 
-def answer(planned: Plan, trainer: Any, settings: Settings, until: float | None = None) -> Answer:
+def answer(planned: Plan, trainer: Trainer, settings: Settings, until: float | None = None) -> Answer:
     """Forecast a plan whose trainer is built, in this process; by `until` of time.perf_counter() it should be done."""
     until = until or time.perf_counter() + settings.seconds
     subject = Subject.build(planned, trainer)

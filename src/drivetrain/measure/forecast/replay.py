@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from drivetrain.core.user_state import user_state
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.engine.rehearsal.fake_step import StepRecord
 from drivetrain.engine.rehearsal.operation import Operation, Spec, is_spec
+from drivetrain.engine.trainer import Trainer
 from drivetrain.measure.forecast.devices import HERE, Device, Figure
 from drivetrain.run import environment
 
@@ -179,16 +181,16 @@ def _row(operation: Operation, count: int, timed: Timed | None, now: int) -> Row
     return Row(name, operation.kind, dtype, operation.phase, count, operation.flops, operation.nbytes, seconds, now + workspace)
 
 
-def reading_seconds(trainer: Any, device: torch.device) -> float:
+def reading_seconds(trainer: Trainer, device: torch.device) -> float:
     """The time in which this process reads and delivers one micro-batch: the shortest of some after the first, which prepares."""
     now, times = clock(device), []
     stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
-    for _ in range(READS):
-        began = now()
-        if next(stream, None) is None:
-            break
-        times.append(now() - began)
-    stream.close()
+    with closing(stream):  # type: ignore[type-var]
+        for _ in range(READS):
+            began = now()
+            if next(stream, None) is None:
+                break
+            times.append(now() - began)
     return min(times[1:] or times, default=0.0)
 
 
@@ -217,7 +219,7 @@ def clock(device: torch.device) -> Callable[[], float]:
     return until_done
 
 
-def _seconds(call: Callable[[], Any], now: Callable[[], float]) -> float:
+def _seconds(call: Callable[[], object], now: Callable[[], float]) -> float:
     """The median of several calls; by the wall's clock the shortest, as other programs lengthen some of them."""
     times: list[float] = []
     enough = ENOUGH_S if now is time.thread_time else 5 * ENOUGH_S
@@ -394,7 +396,7 @@ def _read() -> dict[str, dict[str, float]]:
     return found if fits(found, dict[str, dict[str, float]]) else {}
 
 
-def _write(content: dict[str, Any]) -> None:
+def _write(content: dict[str, object]) -> None:
     try:
         state_file().parent.mkdir(parents=True, exist_ok=True)
         write_json(state_file(), content)

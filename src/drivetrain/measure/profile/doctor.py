@@ -31,6 +31,7 @@ from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
     from drivetrain.measure.profile.sampler import Line
     from drivetrain.measure.profile.step import StepProfile
 
@@ -472,7 +473,7 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     return found
 
 
-def _profile_step(trainer: Any, profile_s: float, asked: float) -> StepProfile:
+def _profile_step(trainer: Trainer, profile_s: float, asked: float) -> StepProfile:
     from drivetrain.measure.profile.step import profile_step  # imports torch
 
     start_s = time.monotonic() - asked

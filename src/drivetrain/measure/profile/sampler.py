@@ -462,7 +462,7 @@ def _next_node() -> int:
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def _is_layers(name: str, args: Any, trains: bool) -> bool:
+def _is_layers(name: str, args: object, trains: bool) -> bool:
     """Whether a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
     return trains and (name.startswith(_OF_LAYERS) or _has_weights(args))
 
@@ -471,7 +471,7 @@ def _has_weights(args: Any) -> bool:
     return any(isinstance(a, torch.nn.Parameter) and a.requires_grad for a in args)
 
 
-def _describe(operation: Operation, out: Any, small_size: int) -> None:
+def _describe(operation: Operation, out: object, small_size: int) -> None:
     if not isinstance(out, torch.Tensor):
         out = next((o for o in out if isinstance(o, torch.Tensor)), None) if isinstance(out, tuple | list) else None
     if out is not None:

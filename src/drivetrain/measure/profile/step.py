@@ -30,6 +30,7 @@ from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import WaitingCalls
 from drivetrain.engine.callbacks import ToldStep
 from drivetrain.engine.step import PlainStep
+from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.update_step import UpdateStep
 from drivetrain.measure import intervals
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
@@ -74,7 +75,7 @@ class TrackedStream:
             self.phase = "micro_batch"
 
 
-def update(trainer: Any, stream: Iterable[Any]) -> None:
+def update(trainer: Trainer, stream: Iterable[Any]) -> None:
     """Run one update and what comes after it, as the training loop does."""
     progress = trainer.progress
     for micro in stream:
@@ -117,7 +118,7 @@ class Looked:
     queued: float  # the share of the unwatched time in which the step waited for a core that other programs had
 
 
-def look(trainer: Any, stream: TrackedStream, profile_s: float, busy: float = 0.0) -> Looked:
+def look(trainer: Trainer, stream: TrackedStream, profile_s: float, busy: float = 0.0) -> Looked:
     """Look at updates in turns: as they are, sampled, by their phases, and with each operation recorded.
 
     The machine's speed changes, so that each look is one of several, and the interval of a line's share is told by their spread.
@@ -169,7 +170,7 @@ def _own_since(clock: Callable[[], Times], began: Times) -> float:
     return (clock() - began).own
 
 
-def reading_lines(trainer: Any, seconds: float) -> Samples:
+def reading_lines(trainer: Trainer, seconds: float) -> Samples:
     """Read batches in this process, and sample it: the loader's own processes cannot be watched."""
     sampler = Sampler(lambda: "data", reading_lines.__code__, threading.active_count() > 1)
     until = time.perf_counter() + seconds
@@ -181,7 +182,7 @@ def reading_lines(trainer: Any, seconds: float) -> Samples:
     return sampler.spent
 
 
-def _host_reads(trainer: Any, stream: TrackedStream) -> dict[str, int]:
+def _host_reads(trainer: Trainer, stream: TrackedStream) -> dict[str, int]:
     """How often in an update each user line makes the host wait for the device, or would on CUDA."""
     found: Counter[str] = Counter()
 
@@ -202,7 +203,7 @@ PROFILED = 5  # updates
 SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def time_shares(trainer: Any, stream: TrackedStream) -> dict[str, float]:
+def time_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
     """Shares of an update's time; empty where the profiler sees nothing of the device.
 
     On an accelerator these are the device's own times of kernels and copies, and beside them the host's time waiting for it.
@@ -353,7 +354,7 @@ class StepProfile:
     start_s: float = 0.0  # until the run is built
 
 
-def profile_step(trainer: Any, profile_s: float) -> StepProfile:
+def profile_step(trainer: Trainer, profile_s: float) -> StepProfile:
     """Run updates of a built trainer, for `profile_s` seconds in each of several kinds of profile."""
     run_updates = trainer.max_updates
     trainer.endless()
@@ -400,12 +401,13 @@ REST = "schedule, records and callbacks"
 class _Phases:
     """Times the phases of updates, and the rest of them. The device is synchronized after each phase."""
 
-    def __init__(self, trainer: Any, stream: TrackedStream, clock: Callable[[], Times]) -> None:
+    def __init__(self, trainer: Trainer, stream: TrackedStream, clock: Callable[[], Times]) -> None:
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._clock, self._count, self._device = clock, 0, trainer.device
         self._whole, self._stream = 0.0, self._reads(stream)
         self.read_s: list[float] = []
         step = self._apart(trainer.step)
+        self._trainer: Any
         self._trainer = copy(trainer)
         self._trainer.ema = SimpleNamespace(update=self._timed("update", trainer.ema.update))
         self._trainer.step = SimpleNamespace(
@@ -434,8 +436,8 @@ class _Phases:
 
         return dataclasses.replace(step, forward=timed("forward", step.forward), loss=Loss(), precision=Precision())
 
-    def _timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+    def _timed(self, phase: str, call: Callable[..., object]) -> Callable[..., Any]:
+        def run(*args: object) -> Any:
             began = self._clock()
             result = call(*args)
             synchronize(self._device)
@@ -469,7 +471,7 @@ class _Phases:
         return {phase: 1e3 * seconds / self._count for phase, seconds in spent.items()}
 
 
-def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
+def _larger_batch(trainer: Trainer, micro: Any, profile_s: float) -> float | None:
     """Samples a second of forward and backward with four times the micro-batch, relative to one: the median of pairs.
 
     None where four times the micro-batch does not fit.
@@ -497,14 +499,14 @@ def _larger_batch(trainer: Any, micro: Any, profile_s: float) -> float | None:
         return None
 
 
-def _roofline(trainer: Any, samples: int) -> Roofline:
+def _roofline(trainer: Trainer, samples: int) -> Roofline:
     """The limits of this machine, as the forecast knows it, and the operations of an update of `samples`."""
     number = number_format(trainer.precision.dtype or "float32", bool(getattr(trainer.precision, "matmul", "")))
     device = this_device(trainer.device, (number,))
     return Roofline(device.flops[number], device.bandwidth, samples * (trainer.log.mfu.model.per_sample or 0.0))
 
 
-def _evaluation_s(trainer: Any) -> float:
+def _evaluation_s(trainer: Trainer) -> float:
     """Seconds of one evaluation, extrapolated from its first batches."""
     world, sets = trainer.parallel.data_world, trainer.evaluator.sets[trainer.evaluator.set].values()
     batches = max(len(trainer.batch.evaluation(pipeline.source, world)) for pipeline in sets)
@@ -516,7 +518,7 @@ def _evaluation_s(trainer: Any) -> float:
     return _own_since(clock, began) * batches / max(1, trainer.evaluator.max_batches)
 
 
-def _saving_s(trainer: Any) -> float | None:
+def _saving_s(trainer: Trainer) -> float | None:
     """Seconds of saving one checkpoint."""
     if not trainer.saving.active:
         return None

@@ -11,11 +11,14 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.measure.profile.step import TrackedStream
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
 
 LOW, HIGH = 1e-6, 10.0  # the usual rates of any optimizer lie between
 SMOOTHING = 4  # losses to each side that are averaged; a centred mean does not shift the curve, as a running mean would
@@ -52,7 +55,7 @@ class RangeTest:
         return None if self.steepest is None else self.rates[self.smoothed.index(min(self.smoothed))] / 10
 
 
-def run(trainer: Any, updates: int) -> RangeTest:
+def run(trainer: Trainer, updates: int) -> RangeTest:
     """Train a built trainer for at most `updates` updates, while the rate rises from LOW to HIGH by a constant factor."""
     import torch
 

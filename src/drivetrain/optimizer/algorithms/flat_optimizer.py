@@ -157,7 +157,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.update_all(work)
         return loss
 
-    def update_all(self, work: list[tuple[Chunk, dict[str, Any]]]) -> None:
+    def update_all(self, work: list[tuple[Chunk, dict[str, object]]]) -> None:
         """Update all chunks, each with its group."""
         for chunk, group in work:
             chunk.step += 1
@@ -235,7 +235,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             for name, value in state_dict["state"].get(index, {}).items():
                 self.state[p][name] = value.to(p.device, copy=True)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._chunks = {}
 

@@ -27,18 +27,18 @@ class LayerwiseOptimizer(FlatOptimizer):
         """Take part of each parameter: `sums` adds up numbers over the ranks, `norm` is that of the whole model's gradients."""
         self._sums, self._norm, self.own_work = sums, norm, True
 
-    def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
+    def measure(self, chunk: Chunk, group: dict[str, object]) -> tuple[Tensor, ...]:
         """Begin the update. Returns `measures` tensors (n,), norms of the chunk's parameters; or nothing."""
         raise NotImplementedError
 
-    def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
+    def move(self, chunk: Chunk, group: dict[str, object], *norms: Tensor) -> None:
         """End the update, by the norms of whole parameters."""
         raise NotImplementedError
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         self.move(chunk, group, *self.measure(chunk, group))
 
-    def update_all(self, work: list[tuple[Chunk, dict[str, Any]]]) -> None:
+    def update_all(self, work: list[tuple[Chunk, dict[str, object]]]) -> None:
         if not self.own_work:
             super().update_all(work)
             return

@@ -45,10 +45,10 @@ class NovoGrad(LayerwiseOptimizer):
         g = chunk.grads()
         self._move(chunk, group, g, chunk.norms(g))
 
-    def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
+    def measure(self, chunk: Chunk, group: dict[str, object]) -> tuple[Tensor, ...]:
         return (chunk.norms(chunk.grads()),)
 
-    def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
+    def move(self, chunk: Chunk, group: dict[str, object], *norms: Tensor) -> None:
         self._move(chunk, group, chunk.grads(), *norms)
 
     def _move(self, chunk: Chunk, group: dict[str, Any], g: Tensor, norms: Tensor) -> None:
