@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import drivetrain
+from drivetrain.cli import main
 from drivetrain.core import process
 from drivetrain.logger.files import Files
 from drivetrain.run import environment, reader, records, remarks
@@ -288,7 +289,7 @@ def test_the_interval_of_a_share(of_set, name, value, samples, says):
 
 
 def test_a_run_tells_the_intervals_of_its_shares(train, capsys):
-    """In the table at its end, in its page and in a notebook; of shares of the test set's samples alone."""
+    """In the table at its end, in its page, in a notebook and evaluated again; of shares of the test set's samples alone."""
     result = train("metrics=[top5,f1]", "metrics.top5.k=2", "updates=2", "data.test_samples=11")
     assert result.shares == {"accuracy": 11, "top2": 11}
     terminal.show_result(result)
@@ -299,6 +300,10 @@ def test_a_run_tells_the_intervals_of_its_shares(train, capsys):
         for shown in (out, page, result._repr_html_()):
             assert said in shown
     assert f"accuracy {terminal.number(result.tested()['accuracy'])} (11 samples: " in page  # its first sentence
+    assert f"status         completed; {result.remarks[0].partition(':')[0]}" in out
+    assert main.main(["evaluate", str(result.run_dir), "data.test_samples=12"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" (12 samples: 0.") == 2
     assert train("debug=fast", "data.test_samples=11").shares == {}  # which evaluates a part
 
 

@@ -17,6 +17,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths, expanded
 from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.inference.finished import Choice
+from drivetrain.run.result import uncertainty
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
 
@@ -129,7 +130,9 @@ def _evaluate(given: RunArguments) -> int:
     samples = f"{found.samples:,} sample{'s' * (found.samples != 1)}"
     which = f"{found.split} set, {samples}, update {found.update}" + (", averaged" if found.average else "")
     echo(f"{found.split} set: {samples} of {found.source}")
-    Table((str(given.run_dir), which), [(name, f"{value:.6g}") for name, value in found.metrics.items()]).show()
+    open_yet = {name: uncertainty(value, found.shares.get(name, 0)) for name, value in found.metrics.items()}
+    rows = [(name, f"{value:.6g} {open_yet[name]}".rstrip()) for name, value in found.metrics.items()]
+    Table((str(given.run_dir), which), rows).show()
     if given.options.out is not None:
         given.options.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(given.options.out, asdict(found))

@@ -23,6 +23,7 @@ from drivetrain.core.owned import OwnState
 from drivetrain.core.protocols import Loader
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Augmentation
+from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import send
 from drivetrain.core.trees import Tree, described
 from drivetrain.data.base import SPLITS, Splits
@@ -78,6 +79,18 @@ class Evaluator:
     def samples(self) -> int:
         """Return how many samples an evaluation has."""
         return sum(len(pipeline.source) for pipeline in self.sets[self.set].values())
+
+    def shares(self, kind: TargetKind | None) -> dict[str, int]:
+        """Return the figures that are shares of a set's samples, each with one answer, and how many these are.
+
+        `kind` is that of the targets: of masks, tokens and labels a sample has several answers, which depend on each other.
+        """
+        if self.max_batches is not None or kind not in ("class", None):
+            return {}
+        names = [*self.loss.counting, *(name for meter in self.meters if meter.share for name in meter.directions)]
+        averages = {False, self.ema.active}
+        sizes = {of_set: len(data.source) for of_set, data in self.sets[self.set].items()}
+        return {str(Figure(name, averaged, of)): size for of, size in sizes.items() for averaged in averages for name in names}
 
     @contextmanager
     def holding(self, weights: str | None = None) -> Iterator[torch.nn.Module]:

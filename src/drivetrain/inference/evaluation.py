@@ -13,6 +13,7 @@ from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.targets import TargetKind, kind_of
 from drivetrain.core.trees import length
 from drivetrain.data.base import Data, OwnData
 from drivetrain.engine.description import recall
@@ -47,6 +48,7 @@ class Evaluation:
     device: str | None
     samples: int  # in the set
     source: str  # where they come from
+    shares: dict[str, int]  # figure that is a share of samples → how many these are
 
 
 def evaluate(
@@ -64,11 +66,12 @@ def evaluate(
     if (about := manifest.about(checkpoint)) and _on_other_data(finished.job, Path(run_dir)):
         own = _own_data(finished.job, overrides, Path(run_dir), about)
         finished.job.run = finished.job.run.with_parts(data=finished.job.run.data.with_values(own=own))
-    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice)
+    kind = kind_of(finished.job.run)
+    finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice, kind)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)
         told: dict[str, Any] = (
-            read_json(Path(folder) / TOLD) if (Path(folder) / TOLD).is_file() else {"samples": 0, "origin": ""}
+            read_json(Path(folder) / TOLD) if (Path(folder) / TOLD).is_file() else {"samples": 0, "origin": "", "shares": {}}
         )  # of rank 0
     if ended.result.status == "interrupted":
         raise Interrupted(str(ended.result.error))
@@ -78,6 +81,7 @@ def evaluate(
     return Evaluation(
         str(run_dir), int(checkpoint.name), choice.average, choice.split, result.metrics[choice.split]["final"],
         list(overrides), result.world_size, result.device, told["samples"], _source(finished.job, told["origin"]),
+        told["shares"],
     )  # fmt: skip
 
 
@@ -119,7 +123,7 @@ def _source(job: Job, origin: str) -> str:
     return f"{named}, {origin}" if origin else named
 
 
-def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) -> None:
+def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, kind: TargetKind | None) -> None:
     """Load the weights, without the state that only training needs, and evaluate them. Called on all ranks."""
     StopFlag.nothing_to_save()
     weights, state = worker.load(checkpoint, trainer.parallel)
@@ -135,7 +139,11 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice) ->
     trainer.progress.updates = state["progress"]["updates"]
     trainer.evaluator = evaluated = trainer.evaluator.on(choice.split)
     if trainer.parallel.world.rank == 0:
-        told = {"samples": evaluated.samples(), "origin": evaluated.origins.get(choice.split, "")}
+        told = {
+            "samples": evaluated.samples(),
+            "origin": evaluated.origins.get(choice.split, ""),
+            "shares": evaluated.shares(kind),
+        }
         write_json(trainer.run_dir / TOLD, told)
     with Rate("samples", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None

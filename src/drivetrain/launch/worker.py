@@ -325,7 +325,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
 
         _show_tables(result, trainer, trainer.run_dir)
         result.data = fingerprint(trainer.train_data.source)
-        result.shares = _shares(staged)
+        result.shares = trainer.evaluator.on("test").shares(kind_of(staged.context.run))
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
         for remark in result.remarks:
             logger.info("%s", remark)
@@ -340,20 +340,6 @@ def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
     yield from remarks.of_test(
         result, {name: share for name, each in sets.items() if (share := commonest(each.source)) is not None}
     )
-
-
-def _shares(staged: StagedRun) -> dict[str, int]:
-    """The figures of the test sets that are shares of their samples, of which each is one answer, and how many these are."""
-    evaluator = staged.trainer.evaluator
-    if evaluator.max_batches is not None or kind_of(staged.context.run) not in ("class", None):
-        return {}
-    names = [*evaluator.loss.counting, *(name for meter in evaluator.meters if meter.share for name in meter.directions)]
-    return {
-        str(Figure(name, averaged, of_set)): len(data.source)
-        for of_set, data in evaluator.sets["test"].items()
-        for averaged in {False, evaluator.ema.active}
-        for name in names
-    }
 
 
 def commonest(source: Source) -> float | None:

@@ -24,6 +24,12 @@ def interval(share: float, count: int) -> tuple[float, float]:
     return (middle - width) / scale, (middle + width) / scale
 
 
+def uncertainty(share: float, count: int) -> str:
+    """What the interval of a share leaves open, in words; "" where there are enough samples, or it is no share of any."""
+    low, high = interval(share, count) if count > 0 and 0 <= share <= 1 else (0.0, 0.0)
+    return f"({count:,} samples: {low:.2f} to {high:.2f})" if high - low > TOLD else ""
+
+
 @dataclass
 class Result:
     """A run's outcome. Times in seconds unless the name says otherwise; null where the run did not get that far."""
@@ -101,8 +107,7 @@ class Result:
 
     def uncertainty(self, of_set: str, name: str, value: float) -> str:
         """What `interval` leaves open, in words; "" where the test set is large enough."""
-        low, high = self.interval(of_set, name, value) or (0.0, 0.0)
-        return f"({self.shares[name]:,} samples: {low:.2f} to {high:.2f})" if high - low > TOLD else ""
+        return uncertainty(value, self.shares[name]) if self.interval(of_set, name, value) else ""
 
     def note_on_best(self, of_set: str, name: str, number: Callable[[float], str] = "{:.4g}".format) -> str:
         """What the best evaluation adds to a figure's final value, in words; "" where it adds nothing.

@@ -191,7 +191,8 @@ def _since(result: Result) -> str:
 
 def show_result(result: Result) -> None:
     """Show a run's result as a table."""
-    rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
+    said = [result.status, *(remark.partition(":")[0] for remark in result.remarks)]
+    rows = [("status", "; ".join(said) + (f": {result.error}" if result.error else ""))]
     rows += [("note", remark) for remark in result.remarks]
     for figures, by_weights in result.metrics.items():
         for name, value in by_weights.get("final", {}).items():
