@@ -68,6 +68,7 @@ def said(**given):
         ({"sched": "wsd", "decay_epochs": 0.2, "epochs": 105}, {"scheduler.decay": "20ep", "scheduler.shape": "sqrt"}),
         ({"grad_accum_steps": 4}, {"batch": "accumulate", "batch.accumulation_steps": 4, "batch.global_batch": 512}),
         ({"amp": True}, {"precision": "amp"}),
+        ({"native_amp": True}, {"precision": "amp"}),
         ({"amp": True, "amp_dtype": "bfloat16"}, {"precision": "bf16"}),
         ({"channels_last": True, "sync_bn": True}, {"surgery": ["channels_last", "sync_bn"]}),
         ({"model_ema": True}, {"ema": "ema", "ema.decay": 0.9998, "ema.warmup": False}),

@@ -324,12 +324,13 @@ class _Run:
 
     def rest(self) -> None:
         dtype = self.get("model_dtype")
-        half = ("bf16" if self.get("amp_dtype") == "bfloat16" else "amp") if self.get("amp") else None
+        mixed = [self.get(name) for name in ("amp", "native_amp", "apex_amp")]  # the last two are of older versions
+        half = ("bf16" if self.get("amp_dtype") == "bfloat16" else "amp") if any(mixed) else None
         if precision := DTYPES.get(dtype or "") or half:
             self.options["precision"] = precision
         if dtype not in (None, "float32", *DTYPES):
             self.left.append(f"model_dtype={dtype}: weights in {dtype} cannot be trained")
-        self.read |= {"amp_dtype", "apex_amp", "native_amp"}
+        self.read.add("amp_dtype")
         for name, (group, option) in FLAGS.items():
             if self.get(name):
                 self.options[group] = option
