@@ -18,6 +18,8 @@ from bench import cards, harness, overhead, startup
 from drivetrain.cli.list import show
 from drivetrain.config import catalog
 from drivetrain.measure.benchmark import arms
+from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.intervals import Interval
 from tests.support import pairwise
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -171,3 +173,16 @@ def test_a_list_shows_what_was_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         assert line in capsys.readouterr().out
     show("clip=agc")
     assert "measured" not in capsys.readouterr().out
+
+
+def test_a_card_has_the_memory_of_the_option_less_that_of_its_base() -> None:
+    first = Row("clip=none", [], rates=[10.0] * 6, peaks_bytes=[100 * cards.MIB] * 6)
+    row = Row(
+        "clip=norm", [], ratio=Interval(0.9, 0.8, 1.0), rates=[9.0] * 6, peaks_bytes=[(120 + n % 2) * cards.MIB for n in range(6)]
+    )
+    found = cards.figures(first, row, cards.cards()["clip=norm"])
+    assert found["memory_mib"][0] == pytest.approx(20.5)
+    assert found["memory_mib"][1] < 20.5 < found["memory_mib"][2]
+    assert (found["of_mib"], found["ratio"]) == (100, [0.9, 0.8, 1.0])
+    failed = cards.figures(first, Row("clip=norm", [], error="out of memory\nat a line"), cards.cards()["clip=norm"])
+    assert failed == {"reason": "out of memory"}
