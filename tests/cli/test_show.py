@@ -208,7 +208,7 @@ def test_the_data_of_training_is_drawn_beside_what_augmentation_makes_of_it(tmp_
     assert "lr: " in told
     assert main(["show", "batch.global_batch=8"]) == 0
     assert "What was read" not in capsys.readouterr().out
-    data = ImageFolder(str(root), size=96, holdout=0.3).load_sets(torch.device("cpu"))
+    data = ImageFolder(root=str(root), size=96, holdout=0.3).load_sets(torch.device("cpu"))
     drawn, first = picture_of(tmp_path / "page.html"), data.train.fetch(torch.tensor([0]))[0][0].permute(1, 2, 0).numpy()
     assert np.array_equal(drawn[:96, :96], first)
     moved = drawn[:96, 100:196]
@@ -227,7 +227,7 @@ def test_masks_are_drawn_over_their_images(tmp_path):
         "augment=[]",
     ]
     assert main(["show", *words, "augment=[]", "--data", str(tmp_path / "page.html")]) == 0
-    splits = Masks(str(tmp_path / "masked"), size=96, holdout=0.3).load_sets(torch.device("cpu"))
+    splits = Masks(root=str(tmp_path / "masked"), size=96, holdout=0.3).load_sets(torch.device("cpu"))
     x, y = splits.train.fetch(torch.tensor([0]))
     drawn = picture_of(tmp_path / "page.html")[:96, :96]
     plain, same = x[0].permute(1, 2, 0).numpy(), (y[0] == 0).numpy()

@@ -166,8 +166,10 @@ def layout(root: Path, *names: str, validation: str | None = "auto") -> list[str
         path = root / f"{name}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    found = listing.find("root", listing.walk(str(root), [".png"]), validation)
-    return [None if folder is None else folder.path for folder in (found.train, found.test, found.validation)] + found.not_read
+    named = None if validation == "auto" else [validation] if validation else []
+    found = listing.find("root", listing.walk(str(root), [".png"]), named)
+    sets = ([folder.path for folder in each.values()] or [None] for each in (found.test, found.validation))
+    return [found.train.path, *(path for paths in sets for path in paths), *found.not_read]
 
 
 @pytest.mark.parametrize(
@@ -437,6 +439,6 @@ def test_synthetic_tokens_have_the_next_one_as_their_target(train, make, problem
 
 def test_small_images_that_are_enlarged_are_told(images):
     """One line, with the size to set; not where they are as large as what is wanted, or nearly."""
-    (said,) = ImageFolder(str(images("train") / "train")).load(CPU).doubts
+    (said,) = ImageFolder(root=str(images("train") / "train")).load(CPU).doubts
     assert re.search(r"are \d+×16 and are enlarged to 224×224, .*: set data.size=16, unless the model wants 224", said)
-    assert not ImageFolder(str(images("train") / "train"), size=24).load(CPU).doubts
+    assert not ImageFolder(root=str(images("train") / "train"), size=24).load(CPU).doubts

@@ -43,11 +43,11 @@ class Form(NamedTuple):
 
 
 def shards(folder: Path) -> data.Data:
-    return webdataset_options.WebDataset(str(folder / "shard.tar"), size=8, holdout=0.2, cache=str(folder / "cache"))
+    return webdataset_options.WebDataset(train=str(folder / "shard.tar"), size=8, holdout=0.2, cache=str(folder / "cache"))
 
 
 def texts(**words: str) -> Callable[[Path], data.Data]:
-    return lambda folder: jsonl_options.Jsonl(str(folder / "texts.jsonl"), length=8, holdout=0.2, **words)
+    return lambda folder: jsonl_options.Jsonl(path=str(folder / "texts.jsonl"), length=8, holdout=0.2, **words)
 
 
 FORMS = {
@@ -56,11 +56,13 @@ FORMS = {
     "labelled": Form(("texts.jsonl",), texts(label="kind")),
     "labels_csv": Form(
         ("table.csv",),
-        lambda f: images.LabelsCsv(str(f / "table.csv"), root=str(f), target="kind", size=8, holdout=0.2), ("masked/images/*",),
+        lambda f: images.LabelsCsv(path=str(f / "table.csv"), root=str(f), target="kind", size=8, holdout=0.2),
+        ("masked/images/*",),
     ),
-    "tabular": Form(("table.csv",), lambda f: tabular_options.Tabular(str(f / "table.csv"), target="kind", columns=["x"])),
+    "tabular": Form(("table.csv",), lambda f: tabular_options.Tabular(path=str(f / "table.csv"), target="kind", columns=["x"])),
     "masks": Form(
-        ("masked/masks/*", "masked/images/*"), lambda f: masks_options.Masks(str(f / "masked"), classes=3, size=8, holdout=0.2)
+        ("masked/masks/*", "masked/images/*"),
+        lambda f: masks_options.Masks(root=str(f / "masked"), classes=3, size=8, holdout=0.2)
     ),
     "webdataset": Form(("shard.tar",), shards),
     "index": Form(("cache/*",), shards, ("shard.tar",)),

@@ -63,13 +63,13 @@ def test_classes_are_matched_by_their_names(tmp_path):
         rows = {"text": list(2 * kinds), "label": [kind.str2int(letter) for letter in 2 * kinds]}
         splits[split] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "a"))
-    data = HuggingFace(str(tmp_path / "a"), image=None, text="text", length=4, validation=None).load(CPU)
+    data = HuggingFace(root=str(tmp_path / "a"), image=None, text="text", length=4, validation=None).load(CPU)
     for source in (data.train, data.test):
         x, y = source.fetch(torch.arange(len(source)))
         assert [data.names[label] for label in y] == [chr(token - 1) for token in x[:, 0]]
     datasets.DatasetDict({"train": splits["test"], "test": splits["train"]}).save_to_disk(str(tmp_path / "b"))
     with pytest.raises(DataError, match=r"has classes that data\.train=train has not: a"):
-        HuggingFace(str(tmp_path / "b"), image=None, text="text", validation=None).load(CPU)
+        HuggingFace(root=str(tmp_path / "b"), image=None, text="text", validation=None).load(CPU)
 
 
 def test_without_a_split_for_the_test_samples_are_held_out(saved):

@@ -32,7 +32,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_bytes_of_texts_are_predicted_from_those_before(texts):
-    splits = Jsonl(str(texts), length=16, holdout=0.2).load(CPU)
+    splits = Jsonl(path=str(texts), length=16, holdout=0.2).load(CPU)
     x, y = splits.train.fetch(torch.tensor([0]))
     assert (splits.classes, splits.vocabulary) == (257, None)
     assert x[0, 0] == 256  # the begin of a text
@@ -42,7 +42,7 @@ def test_bytes_of_texts_are_predicted_from_those_before(texts):
 
 def test_byte_pairs_are_trained_once_and_kept_with_the_run(texts):
     pytest.importorskip("tokenizers")
-    option = Jsonl(str(texts), tokenizer="bpe", vocabulary=300, length=64, holdout=0.2)
+    option = Jsonl(path=str(texts), tokenizer="bpe", vocabulary=300, length=64, holdout=0.2)
     splits, again = option.load(CPU), option.load(CPU)
     assert splits.files == again.files
     tokenizer = from_json(splits.files["tokenizer.json"])
@@ -53,7 +53,7 @@ def test_byte_pairs_are_trained_once_and_kept_with_the_run(texts):
     assert splits.token_bytes[tokens.long()].sum() == len(TEXTS[3])
     file = texts.parent / "tokenizer.json"
     file.write_text(splits.files["tokenizer.json"])
-    loaded = Jsonl(str(texts), tokenizer="file", tokenizer_file=str(file), length=64, holdout=0.2).load(CPU)
+    loaded = Jsonl(path=str(texts), tokenizer="file", tokenizer_file=str(file), length=64, holdout=0.2).load(CPU)
     assert torch.equal(loaded.train.documents.tokens, splits.train.documents.tokens)
 
 
@@ -61,7 +61,7 @@ def test_byte_pairs_are_trained_once_and_kept_with_the_run(texts):
 def test_a_text_has_a_class(texts, tokenizer):
     if tokenizer == "bpe":
         pytest.importorskip("tokenizers")
-    option = Jsonl(str(texts), label="animal", tokenizer=tokenizer, vocabulary=300, length=64, holdout=0.2)
+    option = Jsonl(path=str(texts), label="animal", tokenizer=tokenizer, vocabulary=300, length=64, holdout=0.2)
     splits = option.load(CPU)
     assert (option.targets, splits.names, splits.classes) == ("class", ["cat", "dog"], 2)
     x, y = splits.train.fetch(torch.arange(len(splits.train)))
@@ -88,7 +88,7 @@ def test_a_text_has_a_class(texts, tokenizer):
 def test_a_wrong_line_is_named(tmp_path, content, settings, says):
     (tmp_path / "t.jsonl").write_text(content)
     with pytest.raises(UserError, match=says):
-        Jsonl(str(tmp_path / "t.jsonl"), **settings).load(CPU)
+        Jsonl(path=str(tmp_path / "t.jsonl"), **settings).load(CPU)
 
 
 def test_pieces_of_documents_with_a_class():
@@ -105,7 +105,7 @@ def test_the_packages_of_the_standard_library_are_classes(tmp_path):
         (tmp_path / package).mkdir()
         for i in range(2 if package == "tiny" else 30):
             (tmp_path / package / f"{i}.py").write_text(f"{package} = {i}\n")
-    option = Stdlib("class", str(tmp_path), length=16, holdout=0.3)
+    option = Stdlib(kind="class", root=str(tmp_path), length=16, holdout=0.3)
     option.targets = "class"
     splits = option.load(CPU)
     assert splits.names == ["alpha", "beta"]
@@ -126,14 +126,14 @@ def test_padding_does_not_change_what_a_classifier_says():
 
 def test_a_text_is_encoded_as_the_source_has_it(texts):
     """With a class: the first bytes plus one. Without: the token before the text, and its last bytes."""
-    option = Stdlib("class", length=5)
+    option = Stdlib(kind="class", length=5)
     option.targets = "class"
     source = LabelledTexts([torch.tensor(list(b"import os"), dtype=torch.uint8)], [0], 5, 1)
     assert option.encode("import os", None).tolist() == source.fetch(torch.tensor([0]))[0][0].tolist()
     assert option.encode("", None).tolist() == [0]
     assert option.decode([*option.encode("impo", None).tolist(), 0], None) == "impo"
     for label in ("animal", None):
-        jsonl = Jsonl(str(texts), str(texts), label=label, length=200)
+        jsonl = Jsonl(path=str(texts), test=str(texts), label=label, length=200)
         splits = jsonl.load(CPU)
         x, _ = splits.train.fetch(torch.tensor([7]))
         encoded = jsonl.encode(TEXTS[7], splits)
@@ -149,14 +149,14 @@ def test_plain_text_is_read_in_passages_of_whole_lines(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("".join(text + "\n" for text in TEXTS))
     (tmp_path / "in" / "notes.md").write_text("not read")
-    option = TextFiles(str(tmp_path / "in" / "a.txt"), length=16, holdout=0.3)
+    option = TextFiles(path=str(tmp_path / "in" / "a.txt"), length=16, holdout=0.3)
     splits = option.load(CPU)
     train, test = passages_of(splits.train), passages_of(splits.test)
     passages = [*train, *test]
     assert sorted("".join(passages).splitlines()) == sorted(TEXTS)
     assert all(64 <= len(p) < 64 + len(max(TEXTS, key=len)) + 1 and p.endswith("\n") for p in passages)
     (tmp_path / "in" / "b.txt").write_text("something else " * 20)
-    folder = TextFiles(str(tmp_path / "in"), length=16, holdout=0.3).load(CPU)
+    folder = TextFiles(path=str(tmp_path / "in"), length=16, holdout=0.3).load(CPU)
     assert set(test) <= set(passages_of(folder.test))
     assert set(train) <= set(passages_of(folder.train))
     x, y = splits.train.fetch(torch.arange(2))
@@ -169,14 +169,16 @@ def test_what_is_no_plain_text(tmp_path, problems):
     for name, content, says in (("e.txt", b"", "e.txt is empty"), ("l.txt", b"caf\xe9", "l.txt:1: the byte 0xe9 is no UTF-8")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=says):
-            TextFiles(str(tmp_path / name)).load(CPU)
+            TextFiles(path=str(tmp_path / name)).load(CPU)
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match=r"none holds no \.txt file with a text"):
-        TextFiles(str(tmp_path / "none")).load(CPU)
+        TextFiles(path=str(tmp_path / "none")).load(CPU)
     assert any(
         p.endswith("set task=language_modelling, or data=jsonl") for p in problems("task=text_classification", "data=text")
     )
-    assert "data.path=gone.txt is no file" in problems("data=text", "data.path=gone.txt")
+    assert "data.path=gone.txt is no file: set it to a .txt file, or a folder of them" in problems(
+        "data=text", "data.path=gone.txt"
+    )
     assert any("set task=language_modelling, which sets model and loss" in p for p in problems("data=text"))
     assert "data=text needs data.path, a .txt file, or a folder of them" in problems("data=text")
 
@@ -190,39 +192,39 @@ def test_texts_of_other_encodings(tmp_path):
     for name, content, option in (("t.txt", text, TextFiles), ("t.jsonl", lines, Jsonl)):
         path = tmp_path / name
         path.write_text(content, encoding="utf-8")
-        expected = option(str(path), length=8, holdout=0.4).load(CPU).train.documents.tokens
+        expected = option(path=str(path), length=8, holdout=0.4).load(CPU).train.documents.tokens
         for encoding, given in (("utf-8-sig", None), ("utf-16", None), ("latin-1", "latin-1")):
             path.write_bytes(content.encode(encoding))
             assert torch.equal(
-                option(str(path), length=8, encoding=given, holdout=0.4).load(CPU).train.documents.tokens, expected
+                option(path=str(path), length=8, encoding=given, holdout=0.4).load(CPU).train.documents.tokens, expected
             )
         path.write_bytes(content.encode().replace(b" 7 ", b"\xe9"))
         with pytest.raises(
             UserError, match=rf"{name}:8: the byte 0xe9 is no UTF-8: save the file as UTF-8, or name .* data.encoding"
         ):
-            option(str(path), length=8).load(CPU)
+            option(path=str(path), length=8).load(CPU)
         path.write_bytes(content.encode().replace(b" 7 ", b"\0"))
         with pytest.raises(UserError, match=rf"{name}:8 holds a zero byte: it is no text"):
-            option(str(path), length=8).load(CPU)
+            option(path=str(path), length=8).load(CPU)
 
 
 def test_half_of_a_character_in_json_is_named(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "a"}\n{"text": "b \\ud83d c"}\n')
     with pytest.raises(UserError, match=r"t.jsonl:2: '\\ud83d' is half of a character: mend the text"):
-        Jsonl(str(tmp_path / "t.jsonl")).load(CPU)
+        Jsonl(path=str(tmp_path / "t.jsonl")).load(CPU)
 
 
 def test_one_long_line_is_cut_at_its_spaces_and_held_out(tmp_path):
     words = " ".join(f"word{n}ß" for n in range(2000))
     (tmp_path / "text8.txt").write_text(words)
-    splits = TextFiles(str(tmp_path / "text8.txt"), length=16, holdout=0.2).load(CPU)
+    splits = TextFiles(path=str(tmp_path / "text8.txt"), length=16, holdout=0.2).load(CPU)
     train, test = passages_of(splits.train), passages_of(splits.test)
     passages = [*train, *test]
     assert sorted(word for passage in passages for word in passage.split()) == sorted(words.split())
     assert all(64 <= len(passage.encode()) < 80 for passage in passages if not passage.endswith("word1999ß"))
     assert 0 < len(test) < len(train)
     (tmp_path / "text8.txt").write_text("ß" * 1000)  # no space: no character is cut through
-    found = {line.text for line in TextFiles(str(tmp_path / "text8.txt"), length=16)._read(tmp_path / "text8.txt")}
+    found = {line.text for line in TextFiles(path=str(tmp_path / "text8.txt"), length=16)._read(tmp_path / "text8.txt")}
     assert found == {"ß" * 104, "ß" * 128}
 
 
@@ -230,12 +232,12 @@ def test_the_texts_of_a_folder_are_read_by_their_ending_and_hidden_ones_are_not(
     for name in ("a.txt", "B.TXT", ".hidden.txt", "__MACOSX/c.txt", ".git/d.txt", "in/e.txt", "f.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    found = {line.text for line in TextFiles(str(tmp_path))._read(tmp_path)}
+    found = {line.text for line in TextFiles(path=str(tmp_path))._read(tmp_path)}
     assert found == {"a.txt", "B.TXT", "in/e.txt"}
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_an_empty_text_is_encoded(texts, tokenizer):
     for label in ("animal", None):
-        option = Jsonl(str(texts), str(texts), label=label, tokenizer=tokenizer, vocabulary=300)
+        option = Jsonl(path=str(texts), test=str(texts), label=label, tokenizer=tokenizer, vocabulary=300)
         assert len(option.encode("", option.load(CPU))) == 1

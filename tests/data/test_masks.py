@@ -36,27 +36,27 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_mask_belongs_to_its_image(root):
-    splits = Masks(str(root), size=8, holdout=0.3).load(CPU)
+    splits = Masks(root=str(root), size=8, holdout=0.3).load(CPU)
     x, y = splits.train.fetch(torch.arange(4))
     assert (x.shape, y.shape, splits.classes) == ((4, 3, 8, 8), (4, 8, 8), 2)
     assert y[:, 1:, :4].eq(1).all()
     assert y[:, 1:, 4:].eq(0).all()
     assert x[:, 0, :, 0].eq(255).all()
-    full = Masks(str(root), size=16, holdout=0.3).load(CPU)
+    full = Masks(root=str(root), size=16, holdout=0.3).load(CPU)
     assert full.train.fetch(torch.tensor([0]))[1][0, 0].eq(IGNORE_INDEX).all()
     assert len(splits.train) + len(splits.test) == 30
 
 
 def test_what_is_wrong_with_masks_is_named(root):
     with pytest.raises(DataError, match=r"masks have the values 0, 1, 255, and data\.classes=1: set data\.classes"):
-        Masks(str(root), size=8, classes=1, holdout=0.3).load(CPU)
+        Masks(root=str(root), size=8, classes=1, holdout=0.3).load(CPU)
     (root / "images" / "note.txt").touch()
     (root / "masks" / "7.png").unlink()
     with pytest.raises(UserError, match="1 files have no partner of the same name in images/ and masks/, the first is 7"):
-        Masks(str(root), size=8).load(CPU)
+        Masks(root=str(root), size=8).load(CPU)
     (root / "images" / "3.jpg").write_bytes((root / "images" / "3.png").read_bytes())
     with pytest.raises(UserError, match=r"images: 3\.jpg and 3\.png have one name, and a pair has one"):
-        Masks(str(root), size=8).load(CPU)
+        Masks(root=str(root), size=8).load(CPU)
 
 
 def pair(folder: Path, name: str, image: Image.Image, mask: Image.Image, exif: int = 1, **how: Any) -> None:
@@ -74,7 +74,7 @@ def masked(folder: Path, *masks: Image.Image, **knobs: Any) -> Splits:
     noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
     for n in range(max(8, len(masks))):
         pair(folder, f"{n}", Image.fromarray(noise), masks[n % len(masks)])
-    return Masks(str(folder), size=8, holdout=0.3, validation=None, **knobs).load(CPU)
+    return Masks(root=str(folder), size=8, holdout=0.3, validation=None, **knobs).load(CPU)
 
 
 def mask_of(*values: Any, dtype: Any = np.uint8, mode: str | None = None) -> Image.Image:
@@ -157,7 +157,7 @@ def test_masks_that_do_not_tell_are_refused_with_what_to_set(tmp_path, name):
             size = masks[0].size
             pair(tmp_path, str(n), Image.new("RGB", size), masks[n % len(masks)])
         with pytest.raises(DataError, match=says):
-            Masks(str(tmp_path), size=8, holdout=0.3).load(CPU)
+            Masks(root=str(tmp_path), size=8, holdout=0.3).load(CPU)
         return
     ending = {"fractions": ".tif", "below 0": ".tif", "ink": ".tif"}.get(name, ".png")
     noise = Image.new("RGB", (8, 8))
@@ -166,7 +166,7 @@ def test_masks_that_do_not_tell_are_refused_with_what_to_set(tmp_path, name):
         (tmp_path / "masks" / f"{n}.png").unlink()
         masks[n % len(masks)].save(tmp_path / "masks" / f"{n}{ending}")
     with pytest.raises(DataError, match=says):
-        Masks(str(tmp_path), size=8, holdout=0.3).load(CPU)
+        Masks(root=str(tmp_path), size=8, holdout=0.3).load(CPU)
 
 
 def test_values_are_the_classes_in_their_order(tmp_path):
@@ -246,7 +246,7 @@ def test_an_image_and_its_mask_are_turned_alike(tmp_path, orientation, stored):
         pair(tmp_path, str(n), turned(image, each), turned(mask, each) if stored else mask, each)
     small = turned(mask.resize((24, 16), Image.Resampling.NEAREST), 8 if stored else 1)
     pair(tmp_path, "small", turned(image, 8), small, 8)  # a mask may be of another size
-    splits = Masks(str(tmp_path), size=32, holdout=0.2, validation=None).load(CPU)
+    splits = Masks(root=str(tmp_path), size=32, holdout=0.2, validation=None).load(CPU)
     assert overlap(splits) > 0.9
 
 
@@ -255,14 +255,14 @@ def test_what_does_not_tell_how_a_mask_is_turned_is_refused(tmp_path):
     for n in range(8):
         pair(tmp_path, str(n), turned(image, 3), turned(mask, 3), 3)
     with pytest.raises(DataError, match=r"8 images are turned by their EXIF, and nothing tells whether their masks are"):
-        Masks(str(tmp_path), size=32, holdout=0.3).load(CPU)
+        Masks(root=str(tmp_path), size=32, holdout=0.3).load(CPU)
     pair(tmp_path, "a", image, mask.resize((48, 40)))
     with pytest.raises(DataError, match=r"a\.jpg is 48×32 and its mask 48×40, which is another shape"):
-        Masks(str(tmp_path), size=32, holdout=0.3).load(CPU)
+        Masks(root=str(tmp_path), size=32, holdout=0.3).load(CPU)
 
 
 def test_a_scenes_labels_are_the_digits_of_its_mask():
-    labels, masks = DigitScenes("labels", samples=56, test_samples=10), DigitScenes("mask", samples=56, test_samples=10)
+    labels, masks = DigitScenes(kind="labels", samples=56, test_samples=10), DigitScenes(kind="mask", samples=56, test_samples=10)
     labels.targets, masks.targets = "labels", "mask"
     (x, y), (same, mask) = (option.load(CPU).train.fetch(torch.arange(50)) for option in (labels, masks))
     assert torch.equal(x, same)
@@ -274,7 +274,7 @@ def test_a_scenes_labels_are_the_digits_of_its_mask():
 
 
 def test_scenes_are_the_same_every_time_and_the_tests_are_others():
-    first, again = (DigitScenes("labels", samples=20, test_samples=20).load(CPU) for _ in range(2))
+    first, again = (DigitScenes(kind="labels", samples=20, test_samples=20).load(CPU) for _ in range(2))
     assert torch.equal(first.train.x, again.train.x)
     assert not torch.equal(first.train.x, first.test.x)
 

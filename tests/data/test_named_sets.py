@@ -77,13 +77,13 @@ def tables(tmp_path: Path) -> Path:
 
 def test_each_set_is_loaded_as_it_is_alone(tables):
     path, near, far = (str(tables / f"{name}.csv") for name in ("train", "near", "far"))
-    option = Tabular(path, {"near": near, "far": far}, target="kind", validation={"held": 0.1, "far": "far.csv"})
+    option = Tabular(path=path, test={"near": near, "far": far}, target="kind", validation={"held": 0.1, "far": "far.csv"})
     option.targets = "class"
     data = option.load_sets(CPU)
     assert {name: len(source) for name, source in data.sets("test").items()} == {"near": 20, "far": 12}
     assert {name: len(source) for name, source in data.sets("validation").items()} == {"held": 6, "far": 12}
     assert len(data.train) == 54
-    alone = Tabular(path, far, target="kind", validation=0.1)
+    alone = Tabular(path=path, test=far, target="kind", validation=0.1)
     alone.targets = "class"
     for got, wanted in zip(
         data.sets("test")["far"].fetch(torch.arange(12)), alone.load_sets(CPU).test.fetch(torch.arange(12)), strict=True
@@ -93,7 +93,7 @@ def test_each_set_is_loaded_as_it_is_alone(tables):
 
 def test_own_data_makes_one_dataset_for_each_set(their_marks):
     option = Own(
-        "their_marks.Marks",
+        target="their_marks.Marks",
         test={"one": {"split": "one"}, "two": {"split": "two", "count": 8}},
         train={"split": "train"},
         validation={"split": "val"},
@@ -109,7 +109,7 @@ def test_own_data_makes_one_dataset_for_each_set(their_marks):
 def test_sets_of_another_kind_are_refused(their_marks, tables):
     path = str(tables / "train.csv")
     (tables / "other.csv").write_text("a,b,kind\n1,2,z\n")
-    option = Tabular(path, {"near": str(tables / "near.csv"), "other": str(tables / "other.csv")}, target="kind")
+    option = Tabular(path=path, test={"near": str(tables / "near.csv"), "other": str(tables / "other.csv")}, target="kind")
     option.targets = "class"
     with pytest.raises(UserError, match="z"):
         option.load_sets(CPU)

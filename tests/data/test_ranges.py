@@ -53,7 +53,7 @@ def folder(root: Path, *images: np.ndarray, ending: str = "tif") -> Path:
 
 
 def loaded(root: Path, **knobs: Any) -> Any:
-    return ImageFolder(str(root), size=8, holdout=0.4, validation=None, **knobs).load(CPU)
+    return ImageFolder(root=str(root), size=8, holdout=0.4, validation=None, **knobs).load(CPU)
 
 
 FULL = [0, 36, 73, 109, 146, 182, 219, 255]  # eight steps from black to white
@@ -147,7 +147,7 @@ def test_the_images_of_masks_have_a_range_too(tmp_path):
     for n in range(12):
         Image.fromarray(steps(0, 4095, np.uint16)).save(tmp_path / "images" / f"{n}.tif")
         Image.fromarray(steps(0, 1, np.uint8)).save(tmp_path / "masks" / f"{n}.png")
-    x, _ = Masks(str(tmp_path), size=8, holdout=0.3, validation=None).load(CPU).train.fetch(torch.tensor([0]))
+    x, _ = Masks(root=str(tmp_path), size=8, holdout=0.3, validation=None).load(CPU).train.fetch(torch.tensor([0]))
     assert (x.int() - torch.tensor(FULL)).abs().max() <= 1
 
 

@@ -133,7 +133,7 @@ def test_what_makes_no_batch_is_named(samples, says):
 
 
 def ragged(name: str, **knobs):
-    return Own(f"tree_sets.{name}", **knobs).load(CPU)
+    return Own(target=f"tree_sets.{name}", **knobs).load(CPU)
 
 
 def test_sequences_are_padded_and_a_mask_says_where_they_are_real():
@@ -233,7 +233,7 @@ def test_a_stream_of_samples_is_refused_with_what_to_do(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"an IterableDataset has not.* resumes at any of them.*list\(your_dataset\)"):
-        Own("streams_of_mine.Stream", train={}, test={}).load(CPU)
+        Own(target="streams_of_mine.Stream", train={}, test={}).load(CPU)
 
 
 def test_settings_that_cannot_be_are_refused(problems):

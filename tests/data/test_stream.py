@@ -25,7 +25,7 @@ def importable(monkeypatch):
 
 
 def source(kind: str = "numbers", rank: int = 0, ranks: int = 1, **knobs):
-    option = Stream(f"streams.{kind}", **{**KINDS.get(kind, {}), **knobs})
+    option = Stream(target=f"streams.{kind}", **{**KINDS.get(kind, {}), **knobs})
     option._samples = 10_000
     return option.load(CPU).train.taken(World(rank, ranks), 5, ExitStack())
 

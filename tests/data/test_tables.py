@@ -40,7 +40,7 @@ def asked(option, *targets: str):
 
 
 def test_a_tables_columns_become_standardised_numbers_and_categories(houses):
-    splits = asked(Tabular(houses, target="kind", columns=["zone:category", "*"])).load(CPU)
+    splits = asked(Tabular(path=houses, target="kind", columns=["zone:category", "*"])).load(CPU)
     x, y = splits.train.x, splits.train.y
     assert splits.shape == (1 + 2 + 4 + 1,)  # area, two ages, four zones, price
     torch.testing.assert_close(x[:, [0, 7]].mean(0), torch.zeros(2), atol=1e-5, rtol=0)
@@ -51,7 +51,7 @@ def test_a_tables_columns_become_standardised_numbers_and_categories(houses):
 
 
 def test_numbers_are_the_targets_of_regression_in_the_datas_units(houses):
-    splits = asked(Tabular(houses, target="price"), "values").load(CPU)
+    splits = asked(Tabular(path=houses, target="price"), "values").load(CPU)
     prices = splits.units(splits.train.y)
     assert set(prices.flatten().round().int().tolist()) <= {2 * i + 1 for i in range(100)}
     torch.testing.assert_close(splits.train.y.mean(), torch.tensor(0.0), atol=1e-5, rtol=0)
@@ -60,7 +60,7 @@ def test_numbers_are_the_targets_of_regression_in_the_datas_units(houses):
 
 def test_columns_of_0_and_1_are_several_labels(tmp_path):
     path = written(tmp_path, "x,red,round", *(f"{i},{i % 2},{i % 3 // 2}" for i in range(60)))
-    splits = asked(Tabular(path, target=["red", "round"]), "labels").load(CPU)
+    splits = asked(Tabular(path=path, target=["red", "round"]), "labels").load(CPU)
     assert splits.names == ["red", "round"]
     assert splits.train.y.shape[1] == 2
     assert set(splits.train.y.flatten().tolist()) == {0.0, 1.0}
@@ -68,9 +68,9 @@ def test_columns_of_0_and_1_are_several_labels(tmp_path):
 
 def test_the_same_rows_are_held_out_when_rows_are_added_and_moved(houses, tmp_path):
     header, *rows = Path(houses).read_text().splitlines()
-    before = asked(Tabular(houses, target="price"), "values").load(CPU)
+    before = asked(Tabular(path=houses, target="price"), "values").load(CPU)
     more = written(tmp_path, header, *reversed(rows), "500,new,1,a,7", name="more.csv")
-    after = asked(Tabular(more, target="price"), "values").load(CPU)
+    after = asked(Tabular(path=more, target="price"), "values").load(CPU)
     held = [set(s.units(s.test.y).flatten().round().int().tolist()) for s in (before, after)]
     assert held[0] <= held[1]
     assert len(held[1] - held[0]) <= 1
@@ -90,7 +90,7 @@ def test_other_forms_give_the_same_table(tmp_path, form):
         np.savez(path, area=area, price=price)
     else:
         written(tmp_path, "area\tprice", *(f"{a}\t{p}" for a, p in zip(area, price, strict=True)), name="table.tsv")
-    one, other = (asked(Tabular(p, target="price"), "values").load(CPU) for p in (csv, path))
+    one, other = (asked(Tabular(path=p, target="price"), "values").load(CPU) for p in (csv, path))
     assert torch.equal(one.train.x, other.train.x)
     assert torch.equal(one.test.y, other.test.y)
 
@@ -98,15 +98,15 @@ def test_other_forms_give_the_same_table(tmp_path, form):
 def test_missing_values_are_refused_or_filled(tmp_path):
     path = written(tmp_path, "x,c,y", *(f"{'' if i == 50 else i},{'?' if i == 60 else 'ab'[i % 2]},{i}" for i in range(100)))
     with pytest.raises(UserError, match=r"table.csv:52 and others have no value in x \(1\), c \(1\): set data.missing=fill"):
-        asked(Tabular(path, target="y", holdout=0.05), "values").load(CPU)
-    splits = asked(Tabular(path, target="y", missing="fill", holdout=0.05), "values").load(CPU)
+        asked(Tabular(path=path, target="y", holdout=0.05), "values").load(CPU)
+    splits = asked(Tabular(path=path, target="y", missing="fill", holdout=0.05), "values").load(CPU)
     filled = (splits.units(splits.train.y) - 50).abs().argmin()
     assert splits.train.x[filled, 0] == pytest.approx(0.0, abs=1e-6)  # the mean
     assert splits.shape == (1 + 3,)  # a missing text is a category of its own
 
 
 def test_the_schema_that_a_run_keeps_encodes_new_rows_alike(houses):
-    splits = asked(Tabular(houses, target="price"), "values").load(CPU)
+    splits = asked(Tabular(path=houses, target="price"), "values").load(CPU)
     (found,) = predicted(splits, "zone,kind,age,area", "1,unseen,new,5")
     assert found.shape == (1, *splits.shape)
     assert found[0, -2:].tolist() == [0.0, 0.0]  # a category that no training row has
@@ -134,14 +134,14 @@ def predicted(splits, *lines: str, size: int = 100, option=None) -> list[torch.T
 def test_a_wrong_table_is_answered_with_what_to_do(tmp_path, lines, settings, says):
     path = written(tmp_path, *lines)
     with pytest.raises(UserError, match=says):
-        asked(Tabular(path, test=path, **settings)).load(CPU)
+        asked(Tabular(path=path, test=path, **settings)).load(CPU)
 
 
 def test_a_code_is_one_category_whether_its_column_holds_numbers_or_texts(tmp_path):
     """The same codes are numbers in a column of numbers, and texts where another row has a text."""
     train = written(tmp_path, "code,y", *(f"{code},{n}" for n, code in enumerate(["1", "2", "x", "1234567"])))
     test = written(tmp_path, "code,y", "2,1", "1234567,3", name="test.csv")
-    splits = asked(Tabular(train, test, target="y", columns=["code:category"]), "values").load(CPU)
+    splits = asked(Tabular(path=train, test=test, target="y", columns=["code:category"]), "values").load(CPU)
     assert torch.equal(splits.test.x, splits.train.x[[1, 3]])
     assert not torch.equal(splits.train.x[0], splits.train.x[3])
 
@@ -149,19 +149,19 @@ def test_a_code_is_one_category_whether_its_column_holds_numbers_or_texts(tmp_pa
 def test_numbers_that_no_training_row_has_lead_to_regression(tmp_path):
     train, test = written(tmp_path, "x,price", "1,10", "2,20"), written(tmp_path, "x,price", "3,31.5", name="test.csv")
     with pytest.raises(UserError, match=r"no training row has the class 31.5 of price: if it is a number .* task=regression"):
-        asked(Tabular(train, test, target="price"), "class").load(CPU)
+        asked(Tabular(path=train, test=test, target="price"), "class").load(CPU)
 
 
 def test_a_text_among_numbers_of_the_test_is_named(tmp_path):
     train = written(tmp_path, "x,y", "1,1", "2,2")
     test = written(tmp_path, "x,y", "3,1", "many,2", name="test.csv")
     with pytest.raises(UserError, match=r"test.csv:3: the column x holds 'many', and the training rows have numbers there"):
-        asked(Tabular(train, test, target="y"), "values").load(CPU)
+        asked(Tabular(path=train, test=test, target="y"), "values").load(CPU)
 
 
 def test_texts_are_no_targets_of_regression(houses):
     with pytest.raises(UserError, match="holds texts, such as 'a', and regression wants numbers: set task=classification"):
-        asked(Tabular(houses, target="kind"), "values").load(CPU)
+        asked(Tabular(path=houses, target="kind"), "values").load(CPU)
 
 
 def test_a_trial_without_a_directory_writes_no_encoder(make, tmp_path):
@@ -195,12 +195,12 @@ def test_a_table_beside_images_gives_a_class_labels_or_numbers(tmp_path):
         Image.new("RGB", (9, 8), (6 * i, 0, 0)).save(tmp_path / f"{i}.png")
         lines.append(f"{i}.png,{'cat' if i % 2 else 'dog'},{'red|big' if i % 2 else 'red'},{i}")
     path = written(tmp_path, "image,animal,tags,age", *lines)
-    splits = asked(LabelsCsv(path, target="animal", size=8, holdout=0.3)).load(CPU)
+    splits = asked(LabelsCsv(path=path, target="animal", size=8, holdout=0.3)).load(CPU)
     x, y = splits.train.fetch(torch.arange(3))
     assert (x.shape, splits.names) == ((3, 3, 8, 8), ["cat", "dog"])
-    splits = asked(LabelsCsv(path, target="tags", separator="|", size=8, holdout=0.3), "labels").load(CPU)
+    splits = asked(LabelsCsv(path=path, target="tags", separator="|", size=8, holdout=0.3), "labels").load(CPU)
     assert splits.names == ["big", "red"]
-    splits = asked(LabelsCsv(path, target="age", size=8, holdout=0.3), "values").load(CPU)
+    splits = asked(LabelsCsv(path=path, target="age", size=8, holdout=0.3), "values").load(CPU)
     x, y = splits.train.fetch(torch.arange(5))
     assert torch.equal(splits.units(y)[:, 0].round() * 6, x[:, 0, 0, 0].float())  # each image has its own row's target
 
@@ -210,13 +210,13 @@ def test_the_rows_of_an_image_stay_together(tmp_path):
     for i in range(40):
         Image.new("RGB", (4, 4), (6 * i, 0, 9)).save(tmp_path / f"{i}.png")
     path = written(tmp_path, "image,kind,by", *(f"{i}.png,{'ab'[i % 2]},{by}" for by in "xyz" for i in range(40)))
-    splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3, validation=0.3)).load_sets(CPU)
+    splits = asked(LabelsCsv(path=path, target="kind", size=8, holdout=0.3, validation=0.3)).load_sets(CPU)
     sets = [{source.name(i) for i in range(len(source))} for source in (splits.train, splits.test, splits.validation)]
     assert [len(source) for source in (splits.train, splits.test, splits.validation)] == [3 * len(names) for names in sets]
     assert sum(map(len, sets)) == len(set.union(*sets)) == 40
     assert not splits.doubts
     test = written(tmp_path, "image,kind,by", "3.png,b,x", name="test.csv")
-    doubts = asked(LabelsCsv(path, test=test, target="kind", size=8)).load(CPU).doubts
+    doubts = asked(LabelsCsv(path=path, test=test, target="kind", size=8)).load(CPU).doubts
     assert "1 images of data.test are in training too, the first is 3.png" in doubts
 
 
@@ -225,7 +225,7 @@ def test_paths_are_as_they_are_written_and_true_and_false_are_classes(tmp_path):
     for name in names:
         Image.new("RGB", (4, 4), (9, len(name), 200)).save(tmp_path / name)
     path = written(tmp_path, "image,kind", *(f"{name},{n % 2 == 0}" for n, name in enumerate(names)))
-    splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3)).load(CPU)
+    splits = asked(LabelsCsv(path=path, target="kind", size=8, holdout=0.3)).load(CPU)
     assert splits.names == ["false", "true"]
     found = [source.name(i) for source in (splits.train, splits.test) for i in range(len(source))]
     assert sorted(found) == sorted(str(tmp_path / name) for name in names)
@@ -235,14 +235,14 @@ def test_an_image_that_is_not_there_is_named(tmp_path):
     for i in range(20):
         Image.new("RGB", (4, 4), (6 * i, 0, 9)).save(tmp_path / f"{i}.png")
     path = written(tmp_path, "image,kind", *(f"{i}.png,{'ab'[i % 2]}" for i in range(22)))
-    splits = asked(LabelsCsv(path, target="kind", size=8, holdout=0.3, on_error="skip", max_skipped=2)).load(CPU)
+    splits = asked(LabelsCsv(path=path, target="kind", size=8, holdout=0.3, on_error="skip", max_skipped=2)).load(CPU)
     for source in (splits.train, splits.test):
         source.fetch(torch.arange(len(source)))
     skipped = [*splits.train.skipped(), *splits.test.skipped()]
     assert sorted(skipped) == [str(tmp_path / f"{i}.png") for i in (20, 21)]
     path = written(tmp_path, "image,y", "gone.png,1", "lost.png,2")
     with pytest.raises(UserError, match=r"names 2 images that are not there, the first is .*gone.png: set data.root"):
-        asked(LabelsCsv(path, test=path, target="y")).load(CPU)
+        asked(LabelsCsv(path=path, test=path, target="y")).load(CPU)
 
 
 def test_several_outputs_for_each_number_have_its_units():

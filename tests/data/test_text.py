@@ -88,8 +88,8 @@ def test_fewer_files_are_still_of_both_sides(library):
 
 
 def test_an_evaluation_on_fewer_pieces_takes_them_from_all_files(library):
-    whole = Stdlib(root=str(library), length=16, holdout=0.3).load(CPU).test
-    some = Stdlib(root=str(library), length=16, holdout=0.3, test_samples=5).load(CPU).test
+    asked = {"root": str(library), "length": 16, "holdout": 0.3, "validation": None}
+    whole, some = (Stdlib(**asked, test_samples=most).load_sets(CPU).test for most in (None, 5))
     assert len(some) == 5
     expected = torch.tensor([i * len(whole) // 5 for i in range(5)])
     assert torch.equal(some.fetch(torch.arange(5))[0], whole.fetch(expected)[0])
@@ -249,5 +249,5 @@ def test_text_with_its_own_model_and_loss_is_not_refused(make, library):
 
 
 def test_a_folder_without_files_is_refused(tmp_path):
-    with pytest.raises(UserError, match="0 training and 0 held-out"):
+    with pytest.raises(UserError, match=r"0 training and 0 test \.py files"):
         Stdlib(root=str(tmp_path)).load(CPU)

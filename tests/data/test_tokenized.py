@@ -49,8 +49,8 @@ def large(monkeypatch) -> None:
 def option(texts: Path, kind: str, **settings) -> Jsonl:
     given = {"cache": str(texts.parent / "cache"), "length": 16, "holdout": 0.2, **settings}
     if kind == "plain":
-        return TextFiles(str(texts / "plain"), **given)
-    return Jsonl(str(texts / "rows.jsonl"), label="kind" if kind == "labelled" else None, **given)
+        return TextFiles(path=str(texts / "plain"), **given)
+    return Jsonl(path=str(texts / "rows.jsonl"), label="kind" if kind == "labelled" else None, **given)
 
 
 def sets(splits: Splits) -> list:

@@ -62,13 +62,13 @@ def test_texts_and_tables_that_never_end(monkeypatch):
         Path(name).write_text("{}" if name == "t.jsonl" else "a,b\n" + "1,2\n" * 1000)
         os.truncate(name, 1 << 40)  # sparse
         with pytest.raises(UserError, match=rf"{name} has a (line|row) of more than"):
-            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else open_table(Path(name), Form()).cells()
+            Jsonl(path=name).load(torch.device("cpu")) if name == "t.jsonl" else open_table(Path(name), Form()).cells()
         Path(name).unlink()
         os.mkfifo(name)
         with pytest.raises(UserError, match=name):
-            Jsonl(name).load(torch.device("cpu")) if name == "t.jsonl" else open_table(Path(name), Form()).cells()
+            Jsonl(path=name).load(torch.device("cpu")) if name == "t.jsonl" else open_table(Path(name), Form()).cells()
     with pytest.raises(DataError, match=r"gone.jsonl cannot be read"):
-        Jsonl("gone.jsonl").load_sets(torch.device("cpu"))
+        Jsonl(path="gone.jsonl").load_sets(torch.device("cpu"))
 
 
 def test_archives_shards_and_packed_files_that_never_end():

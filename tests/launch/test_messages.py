@@ -107,7 +107,7 @@ def test_own_data_whose_targets_are_numbers_needs_no_number_of_classes():
     job = prepare(["data=own", f"data.target={__name__}.Numbers", f"trust=[{__name__.split('.')[0]}]", "task=regression"])
     assert job.run.data.load(torch.device("cpu")).classes == 1
     with pytest.raises(UserError, match="targets are numbers such as 0: if they are no classes, set task=regression"):
-        Own(f"{__name__}.Numbers").load(torch.device("cpu"))
+        Own(target=f"{__name__}.Numbers").load(torch.device("cpu"))
 
 
 def test_internal_commands_are_not_suggested_and_completion_has_help(capsys):

@@ -172,7 +172,7 @@ def test_what_others_draw_beside_the_threads_is_no_reason():
 
 def test_a_generator_without_a_seed_is_said(monkeypatch, caplog):
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
-    Own("drawing_sets.All").load(CPU)
+    Own(target="drawing_sets.All").load(CPU)
     assert not caplog.records
-    Own("drawing_sets.Entropy").load(CPU)
+    Own(target="drawing_sets.Entropy").load(CPU)
     assert "is another one at each read" in caplog.text

@@ -30,7 +30,7 @@ def _sets(monkeypatch):
 
 
 def pipeline(name: str, *steps) -> Pipeline:
-    splits = Own(f"tree_sets.{name}").load(CPU)
+    splits = Own(target=f"tree_sets.{name}").load(CPU)
     return Pipeline(splits.train, steps, splits.normalize, 0, images=splits.images)
 
 
@@ -63,7 +63,7 @@ def test_every_loader_gives_what_the_loop_reads_itself(loader, name):
 
 
 def views() -> Pipeline:
-    return Pipeline(Own("tree_sets.Views", target_key=["start", "end"]).load(CPU).train, (), None, 0)
+    return Pipeline(Own(target="tree_sets.Views", target_key=["start", "end"]).load(CPU).train, (), None, 0)
 
 
 def test_the_images_of_a_dict_are_augmented_and_normalised_and_nothing_else():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar, cast
 
 import annotated_types
 
@@ -29,6 +29,7 @@ from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import Tensors as Tensors
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.decoding import ImageFileSource, Range
+from drivetrain.data.untrusted import Encoding
 
 SPLITS = ("validation", "test")  # what is evaluated
 IGNORE_INDEX = -100  # a target that the loss ignores: torch's own ignore_index
@@ -47,6 +48,9 @@ SAMPLES = 32  # that are read for it where it would be dear to read all, spread 
 WHOLE = {"test": "the whole file"}  # the origin of the samples of another file than the run's own
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+P = TypeVar("P", bound="Part")
+K = TypeVar("K")
 
 
 @dataclass
@@ -73,6 +77,11 @@ class Splits:
     origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
     inputs: str = ""  # what the inputs are, in short, for the run's first line
     doubts: Sequence[str] = ()  # what looks wrong in the data, a line each
+
+    def __post_init__(self) -> None:
+        # One set alone has no name.
+        alone = (found.get("", found or None) if isinstance(found, dict) else found for found in (self.test, self.validation))
+        self.test, self.validation = cast(Any, tuple(alone))
 
     def sets(self, split: str) -> Mapping[str, Source]:
         """Return the sets of a split, test or validation, by name: one alone is "", and {} where there is none."""
@@ -159,34 +168,39 @@ def number_apart(count: int, share: float) -> int:
     return apart
 
 
+@dataclass(kw_only=True, eq=False)
 class Data(Option):
-    """The base of every data option."""
+    """The base of every data option. Its settings are fields; those of each option follow from its class and its bases."""
 
     changes = "trains on other samples"
-    stage_keys: ClassVar[tuple[str, ...]] = ("size",)
-    stays: ClassVar[str] = "the samples and their order are one for the whole run"
-    drop_last: bool
-    order: Sampling
+    drop_last: bool = True
+    order: Sampling = "shuffled"
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, Any] = None
-    test: Any = None  # the test set, or several by name, where the user chooses it
-    beside: frozenset[str] = frozenset()  # what the settings name for other sets of the data, of an option that is `alone`
-    max_value: float | None = 255.0  # the largest value of an input; None where there is no bound
+    stage_keys: ClassVar[tuple[str, ...]] = ("size",)
+    stays: ClassVar[str] = "the samples and their order are one for the whole run"
+    test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
+    max_value: ClassVar[float | None] = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
     mirrored_changes_label = False  # a mirrored image shows another class
-    tokens: bool | None = False  # inputs are sequences of tokens, which may differ in length; None where only the user knows
+    # Inputs are sequences of tokens, which may differ in length; None where only the user knows.
+    tokens: bool | None = field(init=False, default=False)
     each_token_counts = True  # each token of a sample is a target of the loss, where targets are tokens
     packing = False  # samples share rows, with position ids that begin anew at each of them
     has_prompts = False  # samples are prompts with answers, whose tokens alone are targets
     byte_tokens = True  # a token is a byte: losses are also in bits per byte
     may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
-    targets: TargetKind | None = "class"  # what a sample's target is; None where only the user knows
+    targets: TargetKind | None = field(init=False, default="class")  # what a sample's target is; None where only the user knows
     views = 1  # how many views the augmentation makes of each sample
     input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
     reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
-    kind: TargetKind | None = None  # the one of them that the user chose
-    own: OwnData | None = None  # of a finished run that is evaluated on data of another place
+    kind: TargetKind | None = field(init=False, default=None)  # the one of them that the user chose
+    own: OwnData | None = field(init=False, default=None)  # of a finished run that is evaluated on data of another place
+
+    def __post_init__(self) -> None:
+        for key in self.machine_local_keys:
+            vars(self)[key] = _expanded(getattr(self, key))
 
     def resolve(self, run: RunSpec) -> Self:
         """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
@@ -200,13 +214,9 @@ class Data(Option):
         return self.with_values(targets=targets)
 
     def rules(self, run: RunSpec) -> Iterator[str]:
-        """Yield what is wrong with the named sets, or what `validate` says of each of them alone."""
+        """Yield what is wrong with the named sets, or what `validate` says."""
         wrong = list(self._name_problems())
-        yield from wrong
-        if not wrong:
-            each = [(split, name) for split in SPLITS for name in self.several(split)]
-            for one in (("", ""), *each):
-                yield from self.alone(*one).validate(run)
+        yield from wrong or self.validate(run)
 
     def _name_problems(self) -> Iterator[str]:
         for split, given in (("validation", self.validation), ("test", self.test)):
@@ -228,12 +238,14 @@ class Data(Option):
         """Return the names of the sets that models are selected by; one alone is \"\"."""
         return list(self.several("test" if self.validation is None else "validation")) or [""]
 
-    def alone(self, split: str = "", name: str = "") -> Data:
-        """Return the option with one set in each split: the set `name` of `split`, and the first ones of others."""
-        beside = frozenset(str(each) for of in SPLITS for each in self.several(of).values())
-        named = {each: given for each in SPLITS if (given := self.several(each))}
-        chosen = {each: given[name] if each == split else next(iter(given.values())) for each, given in named.items()}
-        return self.with_values(beside=beside, **chosen)
+    def places(self, split: str, known: Any = None) -> dict[str, str]:
+        """Return the file, folder or name of each set of a split that is one of its own, by name; one alone is \"\".
+
+        Those too that what was read of training shows, where it is `known`.
+        """
+        given = self.test if split == "test" else self.validation
+        named = given if isinstance(given, Mapping) else {"": given}
+        return {name: place for name, place in named.items() if isinstance(place, str) and place != "auto"}
 
     def advise(self, run: RunSpec) -> Iterator[str]:
         if self.validation is None:
@@ -243,21 +255,11 @@ class Data(Option):
             )
 
     def load(self, device: torch.device) -> Splits:
-        """Load the data, or open its files: the training and the test set, and the validation set where it is one of its own.
+        """Load the data, or open its files: the training set, and all sets of the test and the validation that are its own.
 
         Raises UserError where it is missing or not usable.
         """
         raise NotImplementedError
-
-    def load_set(self, split: str, beside: Splits, device: torch.device) -> Source:
-        """Return the one set of a split, for data that is loaded. Raises UserError where it does not fit that."""
-        data = self.load(device)
-        if (data.classes, data.names, data.shape) != (beside.classes, beside.names, beside.shape):
-            raise DataError(
-                f"data.{split}={self.test if split == 'test' else self.validation} has {data.classes} classes and the shape "
-                f"{data.shape}, and other sets have {beside.classes} and {beside.shape}: all sets must be of one kind"
-            )
-        return data.sets(split)[""]
 
     def load_sets(self, device: torch.device) -> Splits:
         """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError.
@@ -274,22 +276,17 @@ class Data(Option):
             ) from None
 
     def _all_sets(self, device: torch.device) -> Splits:
-        """Load the data with all its sets, named ones too."""
-        data, share, named = self.alone().load(device), self.share(), self.several("validation")
-        sets: dict[str, Any] = {split: data.sets(split) for split in SPLITS}
-        for split in SPLITS:
-            if given := self.several(split):
-                own = [name for name, setting in given.items() if not isinstance(setting, float)]
-                first = {name: source for name, source in zip(given, sets[split].values(), strict=False) if name in own}
-                sets[split] = {n: first.get(n) or self.alone(split, n).load_set(split, data, device) for n in own}
-        if share is not None and (named or not sets["validation"]):
-            train, held = hold_out(data.train, share)
-            data = replace(data, train=train, origins={"validation": f"{share:g} of training", **data.origins})
-            sets["validation"] = {name: sets["validation"].get(name, held) for name in named or ("",)}
-        return replace(data, **{split: found.get("", found or None) for split, found in sets.items()})
+        """Load the data with all its sets, one that is a share of the training set too."""
+        data, share, names = self.load(device), self.share(), list(self.several("validation")) or [""]
+        own = data.sets("validation")
+        if share is None or all(name in own for name in names):
+            return data
+        train, held = hold_out(data.train, share)
+        origins = {"validation": f"{share:g} of training", **data.origins}
+        return replace(data, train=train, validation={name: own.get(name, held) for name in names}, origins=origins)
 
     def load_whole(self, own: Splits) -> Splits | None:
-        """Return all samples as the training and the test set, encoded as those of a run's own data. Raises UserError.
+        """Return all samples as the training and the test sets, encoded as those of a run's own data. Raises UserError.
 
         None where the option has no such way, or where there is a test set: the sets are then those of training.
         """
@@ -306,18 +303,13 @@ class Data(Option):
             divided = self._all_sets(device)
             if (fingerprint(divided.train) or {}).get("hash") == own.hash:  # it was moved: its test set is the run's own
                 return divided
-        if named := self.several("test"):
-            each = {name: self.alone("test", name)._judged(own, device) for name in named}
-            return replace(
-                next(iter(each.values())), test={name: data.sets("test")[""] for name, data in each.items()}, origins={}
-            )
         data = self.load_whole(own.splits)
         if data is None:
             return divided or self._all_sets(device)
         if own.holdout is None:
             return data
-        _, test = hold_out(data.sets("test")[""], own.holdout)
-        return replace(data, test=test, origins={"test": f"{own.holdout:g} of the samples"})
+        held = {name: hold_out(source, own.holdout)[1] for name, source in data.sets("test").items()}
+        return replace(data, test=held, origins={"test": f"{own.holdout:g} of the samples"})
 
     def share(self) -> float | None:
         """Return which share of the training samples is held out, where the data has no validation set of its own."""
@@ -398,6 +390,129 @@ class Data(Option):
         return None
 
 
+class Part(Protocol):
+    """The samples of one set as they are read: a source already, or what becomes one once the training samples are known."""
+
+    def __len__(self) -> int: ...
+
+    def subset(self, indices: torch.Tensor) -> Any:
+        """Return some of the samples (n,)."""
+
+
+class Listed(list[T]):
+    """Samples in a list."""
+
+    def subset(self, indices: torch.Tensor) -> Listed[T]:
+        return Listed(self[number] for number in indices.tolist())
+
+
+@dataclass(kw_only=True, eq=False)
+class HeldOut(Data, Generic[P, K]):
+    """The base of data that is read set by set. The share `holdout` of training is the test set where it has no other.
+
+    A subclass reads the training samples and those of another set (P), and knows what encodes them (K): a schema, classes, …
+    """
+
+    holdout: Fraction = 0.1
+    samples_are: ClassVar[str] = "images"  # what messages call them
+    remedy: ClassVar[str] = "set data.test or data.holdout, or add more"  # where a set is empty
+
+    def read(self) -> tuple[P, K]:
+        """Return the training samples, those included that are held out of them, and what is known. Raises UserError."""
+        raise NotImplementedError
+
+    def fractions(self, every: P) -> np.ndarray:
+        """Return a number in [0, 1) for each sample (n,), by which it is held out: the same one in every run."""
+        raise NotImplementedError
+
+    def divided(self, every: P) -> tuple[P, P]:
+        """Return the samples that train, and those that are held out of them as the test set."""
+        apart = torch.from_numpy(self.fractions(every) < self.holdout)
+        return every.subset((~apart).nonzero().flatten()), every.subset(apart.nonzero().flatten())
+
+    def learn(self, known: K, every: P, train: P) -> K:
+        """Return what is known with what the training samples teach: classes, statistics. `every` has the held out ones too."""
+        return known
+
+    def read_set(self, place: str, known: K, split: str) -> P:
+        """Return the samples of another set than that of training. Raises UserError."""
+        raise NotImplementedError
+
+    def source(self, known: K, part: P) -> Any:
+        """Return the samples of a set as a source. Raises UserError."""
+        return part
+
+    def about(self, known: K, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        """Return what Splits say of the sources: of training, and of other sets, each after its split.
+
+        `own` is a run's own data, where these are others.
+        """
+        raise NotImplementedError
+
+    def load(self, device: torch.device) -> Splits:
+        every, known = self.read()
+        tests = self.places("test", known)
+        train, test = (every, None) if tests else self.divided(every)
+        known = self.learn(known, every, train)
+        sets = {
+            split: {name: self.read_set(place, known, split) for name, place in self.places(split, known).items()}
+            for split in SPLITS
+        }
+        if test is not None:
+            sets["test"] = {"": test}
+        counts = [len(train), *map(len, sets["test"].values())]
+        if not all(counts):
+            raise UserError(
+                f"{getattr(self, self.machine_local_keys[0])} gives {counts[0]} training and {min(counts[1:])} test "
+                f"{self.samples_are}: {self.remedy}"
+            )
+        return self._encoded(known, train, sets, None)
+
+    def _encoded(self, known: K, train: P, sets: Mapping[str, Mapping[str, P]], own: Splits | None) -> Splits:
+        source = self.source(known, train)
+        of = {split: {name: self.source(known, part) for name, part in parts.items()} for split, parts in sets.items()}
+        others = [(split, each) for split, sources in of.items() for each in sources.values()]
+        about = self.about(known, source, others, own)
+        return Splits(train=source, test=of["test"], validation=of.get("validation"), **about)
+
+    def kept(self, own: Splits) -> K | None:
+        """Return what a run knows of its own data, to encode other data by it; None: it cannot be. Raises UserError."""
+        return None
+
+    def load_whole(self, own: Splits) -> Splits | None:
+        """Load the files of the test where the command gives them, else that of training."""
+        if (known := self.kept(own)) is None:
+            return None
+        places = self.places("test") if self.own is not None and self.own.test else {"": str(self.other_file())}
+        return self.judged(known, {name: self.read_set(place, known, "test") for name, place in places.items()}, own)
+
+    def judged(self, known: K, parts: Mapping[str, P], own: Splits, origins: Mapping[str, str] = WHOLE) -> Splits:
+        """Return the sets of other data as those of the test, the first one as the training set too."""
+        first, *others = parts
+        data = self._encoded(known, parts[first], {"test": {name: parts[name] for name in others}}, own)
+        return replace(data, test={first: data.train, **data.sets("test")}, files=own.files or data.files, origins=origins)
+
+
+@dataclass(kw_only=True, eq=False)
+class FromFile(HeldOut[P, K]):
+    """The base of data in a file for each set."""
+
+    path: str | None = None
+    test: str | dict[str, str] | None = None
+    encoding: Encoding | None = None
+    validation: Fraction | FileName | Sets | None = 0.1
+
+    def places(self, split: str, known: Any = None) -> dict[str, str]:
+        """Return the files of a split's sets; those of the validation stand beside the training file."""
+        found, folder = super().places(split), Path(str(self.path)).parent
+        return found if split == "test" else {name: str(folder / file) for name, file in found.items()}
+
+    def absent(self, exists: Callable[[Path], bool], should_be: str) -> Iterator[str]:
+        """Yield a problem for each file that is not there."""
+        given = [("path", self.path), *((split, file) for split in SPLITS for file in self.places(split).values())]
+        yield from (f"data.{knob}={file} is no file: {should_be}" for knob, file in given if file and not exists(Path(file)))
+
+
 def measure_normalization(x: torch.Tensor) -> Normalize:
     """Return the normalisation that brings inputs x (n, c, …) to mean 0 and standard deviation 1 per channel."""
     per_channel = x.double().transpose(0, 1).flatten(1)
@@ -411,21 +526,21 @@ def measure_on_some(source: Source, images: str | None = None) -> Normalize:
     return measure_normalization(x if images is None else x[images])
 
 
-def beside(path: str | None, validation: object) -> Path | None:
-    """Return the file of the validation set, in the folder of the training file `path`; None where it is no file."""
-    return Path(str(path)).parent / validation if path and isinstance(validation, str) else None
-
-
 def hash_fraction(name: str) -> float:
     """Return a number in [0, 1) that depends on a sample's name alone, to hold out the same samples in every run."""
     return int.from_bytes(hashlib.sha256(name.encode(errors="surrogateescape")).digest()[:8], "big") / 2**64
 
 
-def expanded(path: str | Mapping[str, str] | None) -> Any:
-    """Return a path, or those of several sets, with ~ as the home directory; None where there is none."""
-    if isinstance(path, Mapping):
-        return {name: os.path.expanduser(each) for name, each in path.items()}
-    return os.path.expanduser(path) if path else None
+def hash_fractions(names: Iterable[str]) -> np.ndarray:
+    """Return the `hash_fraction` of each name (n,)."""
+    return np.array([hash_fraction(name) for name in names])
+
+
+def _expanded(given: Any) -> Any:
+    """Return a path, or those of several sets, with ~ as the home directory; None for an empty one; and what else there is."""
+    if isinstance(given, Mapping):
+        return {name: _expanded(each) for name, each in given.items()}
+    return os.path.expanduser(given) or None if isinstance(given, str) else given
 
 
 def hold_out(source: Source, share: float) -> tuple[Source, Source]:

@@ -13,6 +13,7 @@ import os
 import pickletools
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -21,7 +22,6 @@ from drivetrain.core.files import one_at_a_time
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
-from drivetrain.core.order import Sampling
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
 from drivetrain.data.untrusted import check_member, ordinary, read_whole
 
@@ -59,6 +59,7 @@ class Version(NamedTuple):
     read: Callable[[str, bytes], tuple[torch.Tensor, torch.Tensor]]  # file name for messages, content → images, labels
 
 
+@dataclass(kw_only=True, eq=False)
 class Cifar10(Data):
     """CIFAR-10 (Krizhevsky 2009): 50,000 training and 10,000 test images of 32×32 in ten classes, held in memory.
 
@@ -67,23 +68,10 @@ class Cifar10(Data):
 
     machine_local_keys = ("root", "download")
 
-    def __init__(
-        self,
-        root: str | None = None,
-        download: bool = False,
-        validation: Fraction | None = 0.1,
-        normalize: bool = True,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.root = os.path.expanduser(root) if root else None
-        self.download, self.validation, self.normalize, self.drop_last, self.order = (
-            download,
-            validation,
-            normalize,
-            drop_last,
-            order,
-        )
+    root: str | None = None
+    download: bool = False
+    validation: Fraction | None = 0.1
+    normalize: bool = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, ClassVar, Literal
 
@@ -15,9 +16,17 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_large
 from drivetrain.core.option import Count, RunSpec, Share
-from drivetrain.core.order import Sampling
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, count_held_out, measure_normalization, number_apart
+from drivetrain.data.base import (
+    Fraction,
+    HeldOut,
+    Normalize,
+    Splits,
+    Tensors,
+    count_held_out,
+    measure_normalization,
+    number_apart,
+)
 from drivetrain.data.tabular import data_file
 
 DIGITS = 1797
@@ -26,7 +35,8 @@ Size = Annotated[int, annotated_types.Ge(4), annotated_types.Le(64)]
 Digit = Annotated[int, annotated_types.Ge(0), annotated_types.Le(9)]
 
 
-class Digits(Data):
+@dataclass(kw_only=True, eq=False)
+class Digits(HeldOut):
     """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998). Nothing is downloaded.
 
     With `classes` only these digits, numbered from 0 in the order given: for pretraining on some and fine-tuning on others.
@@ -36,24 +46,11 @@ class Digits(Data):
     max_value = 16.0
     mirrored_changes_label = True
 
-    def __init__(
-        self,
-        holdout: Fraction = 0.2,
-        validation: Fraction | None = 0.2,
-        normalize: bool = True,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-        classes: Sequence[Digit] | None = None,
-        size: Size = SIDE,
-    ) -> None:
-        self.holdout, self.validation, self.normalize, self.drop_last, self.order = (
-            holdout,
-            validation,
-            normalize,
-            drop_last,
-            order,
-        )
-        self.classes, self.size = classes, size
+    holdout: Fraction = 0.2
+    validation: Fraction | None = 0.2
+    normalize: bool = True
+    classes: Sequence[Digit] | None = None
+    size: Size = SIDE
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.classes is not None and len(set(self.classes)) < max(2, len(self.classes)):
@@ -101,7 +98,8 @@ INK = 4  # a pixel of a digit belongs to it from this value on, of 16
 STREAM = 7  # of the random numbers that place the digits
 
 
-class DigitScenes(Data):
+@dataclass(kw_only=True, eq=False)
+class DigitScenes(HeldOut):
     """Real digits (scikit-learn's) at random places on a canvas of noise, 24×24. Nothing is downloaded.
 
     The canvas has 2×2 cells, and each holds a digit with the probability `density`, somewhere within its 12×12 pixels. Targets
@@ -114,22 +112,14 @@ class DigitScenes(Data):
     targets = "labels"
     reads: ClassVar[tuple[TargetKind, ...]] = ("labels", "mask")
 
-    def __init__(
-        self,
-        kind: Literal["labels", "mask"] | None = None,
-        samples: Count = 2000,
-        test_samples: Count = 500,
-        density: Share = 0.6,
-        noise: Annotated[int, Ge(0), Le(16)] = 6,
-        holdout: Fraction = 0.2,
-        validation: Fraction | None = 0.1,
-        normalize: bool = True,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.kind, self.samples, self.test_samples = kind, samples, test_samples
-        self.density, self.noise, self.holdout, self.validation = density, noise, holdout, validation
-        self.normalize, self.drop_last, self.order = normalize, drop_last, order
+    kind: Literal["labels", "mask"] | None = None
+    validation: Fraction | None = 0.1
+    samples: Count = 2000
+    test_samples: Count = 500
+    density: Share = 0.6
+    noise: Annotated[int, Ge(0), Le(16)] = 6
+    holdout: Fraction = 0.2
+    normalize: bool = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
-from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
-from drivetrain.data.base import FileSets, Fraction, Splits, Validation
-from drivetrain.data.decoding import CropShare, ImageFileSource, MaxSkipped, OnError
-from drivetrain.data.images import ImageData, Normalization
+from drivetrain.data.base import FileSets, HeldOut, Splits, Validation
+from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.images import PictureData
 from drivetrain.data.text import TextData, tell_cut
 from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import read_image_file
@@ -25,43 +24,31 @@ VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for
 LOOKED_AT = 1000  # texts whose lengths are counted, spread evenly
 
 
-class HuggingFace(TextData, ImageData):
+Known = tuple[Mapping[str, Any], "list[str] | None", Tokenizer]  # the splits, the names of the classes, and what encodes texts
+
+
+@dataclass(kw_only=True, eq=False)
+class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
     """A data set that Hugging Face's `datasets` saved to disk: images or texts, each with a label.
 
     A text becomes int64 (length,): its tokens by the tokenizer of model=transformers, else its bytes plus one, and padding.
     """
 
     machine_local_keys = ("root",)
+    samples_are: ClassVar[str] = "samples"
 
-    def __init__(
-        self,
-        root: str | None = None,
-        image: ColumnName | None = "image",
-        text: ColumnName | None = None,
-        label: ColumnName = "label",
-        train: Name = "train",
-        test: Name | FileSets | None = None,
-        holdout: Fraction = 0.1,
-        validation: Validation = "auto",
-        size: Count = 224,
-        crop_pct: CropShare = 1.0,
-        length: Count = 256,
-        normalize: Normalization = "imagenet",
-        range: Sequence[float] | None = None,
-        max_pixels: Count = 50_000_000,
-        on_error: OnError = "raise",
-        max_skipped: MaxSkipped = 0.01,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.root = os.path.expanduser(root) if root else None
-        self.image, self.text, self.label, self.train, self.test = image, text, label, train, test
-        self.holdout, self.validation = holdout, validation
-        self.size, self.crop_pct, self.length, self.normalize = size, crop_pct, length, normalize
-        self.max_pixels, self.range, self.drop_last = max_pixels, range, drop_last
-        self.on_error, self.max_skipped = on_error, max_skipped
-        self.order = order
-        self.tokens = text is not None
+    root: str | None = None
+    image: ColumnName | None = "image"
+    text: ColumnName | None = None
+    label: ColumnName = "label"
+    train: Name = "train"
+    test: Name | FileSets | None = None
+    validation: Validation = "auto"
+    length: Count = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.tokens = self.text is not None
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -81,27 +68,44 @@ class HuggingFace(TextData, ImageData):
     def decodes_images(self) -> bool:
         return self.image is not None
 
-    def load(self, device: torch.device) -> Splits:
+    def read(self) -> tuple[Images | Texts, Known]:
         splits = self._splits()
-        for rows in splits:
-            self._check(rows)
-        names = getattr(splits[0].features[self.label], "names", None)
-        labels = [self._labels(rows, names) for rows in splits]
-        classes = len(names) if names else 1 + max(int(each.max()) for each in labels)
+        names = getattr(self._checked("train", self.train, splits).features[self.label], "names", None)
         tokenizer = self.given_tokenizer()
         assert tokenizer is not None  # none is trained
-        sources = [self._source(rows, each, tokenizer) for rows, each in zip(splits, labels, strict=True)]
-        images = [source for source in sources if isinstance(source, Images)]
-        if isinstance(texts := sources[0], Texts):
-            some = torch.arange(n := min(len(texts), LOOKED_AT)) * (len(texts) // max(1, n))
-            tell_cut(torch.tensor([len(tokens) for tokens in texts.tokens(some)]), self.length, len(texts))
-        as_texts = {
+        return self.read_set(self.train, (splits, names, tokenizer), "train"), (splits, names, tokenizer)
+
+    def divided(self, every: Images | Texts) -> tuple[Any, Any]:
+        order, count = rng.permutation(0, 0, len(every)), round(len(every) * self.holdout)  # the same one in every run
+        return every.subset(order[count:].sort().values), every.subset(order[:count].sort().values)
+
+    def places(self, split: str, known: Any = None) -> dict[str, str]:
+        """Return the splits that are a set each: those that are named, or called so; one beside train is the test set."""
+        found, tests, splits = super().places(split), super().places("test"), () if known is None else known[0]
+        usual = [name for name in VALIDATION if name in splits][:1] if tests or "test" in splits else []
+        own = [name for name in usual if name not in tests.values()] if self.validation == "auto" else []
+        if split == "test":
+            taken = own or super().places("validation").values()
+            own = [name for name in ("test", *VALIDATION) if name in splits and name not in taken]
+        return found or dict(zip([""], own, strict=False))
+
+    def read_set(self, place: str, known: Known, split: str) -> Images | Texts:
+        splits, names, tokenizer = known
+        rows = self._checked(split, place, splits)
+        return self._source(rows, self._labels(rows, names), tokenizer)
+
+    def about(self, known: Known, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        _, names, tokenizer = known
+        sources = [train, *(source for _, source in others)]
+        classes = len(names) if names else 1 + max(int(source.targets.max()) for source in sources)
+        if isinstance(train, Texts):
+            some = torch.arange(n := min(len(train), LOOKED_AT)) * (len(train) // max(1, n))
+            tell_cut(torch.tensor([len(tokens) for tokens in train.tokens(some)]), self.length, len(train))
+        about = self.looked_at(sources) if self.image else {
             "normalize": None, "dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding,
             "files": tokenizer.files(),
         }  # fmt: skip
-        looked = self.looked_at(images) if images else as_texts
-        validation = sources[2] if len(sources) > 2 else None
-        return Splits(sources[0], sources[1], self.shape(), classes, names=names, validation=validation, **looked)
+        return {"shape": self.shape(), "classes": classes, "names": names, **about}
 
     def _labels(self, rows: Any, names: list[str] | None) -> torch.Tensor:
         """Return the classes of a split (n,) by the numbers that their names have in training. Raises DataError."""
@@ -121,11 +125,8 @@ class HuggingFace(TextData, ImageData):
             raise DataError(f"{where} has classes that data.train={self.train} has not: {', '.join(unknown[:5])}")
         return torch.tensor([names.index(name) if name in names else -1 for name in own])[found]
 
-    def _splits(self) -> list[Any]:
-        """Open the data set; return the rows of the training, the test and, if there is one, the validation split.
-
-        Raises UserError.
-        """
+    def _splits(self) -> Mapping[str, Any]:
+        """Open the data set; return its splits. Raises UserError."""
         import datasets
 
         try:
@@ -135,42 +136,28 @@ class HuggingFace(TextData, ImageData):
             raise UserError(
                 f"data.root={self.root} cannot be read as a data set ({text[0]}): save it with save_to_disk"
             ) from None
-        splits = found if isinstance(found, dict) else {self.train: found}
-        own = self.validation if isinstance(self.validation, str) else None
-        if own == "auto":  # one split beside train is the test set
-            own = next((name for name in VALIDATION if name in splits and (self.test or "test" in splits)), None)
-            own = own if own != self.test else None
-        for knob, split in (("train", self.train), ("test", self.test), ("validation", own)):
-            if split is not None and split not in splits:
-                raise UserError(f"data.{knob}={split}: {self.root} has no such split: {did_you_mean(split, splits)}")
-        train, validation = splits[self.train], [splits[own]] if own else []
-        test = self.test or next(
-            (name for name in ("test", *VALIDATION) if name in splits and name not in {own, *self.beside}), None
-        )
-        if test is not None:
-            return [train, splits[test], *validation]
-        order = rng.permutation(0, 0, len(train))  # the same split in every run, whatever its seed
-        count = round(len(train) * self.holdout)
-        parts = [train.select(rows.sort().values.tolist()) for rows in (order[count:], order[:count])]
-        return [*parts, *validation]
+        return found if isinstance(found, dict) else {self.train: found}
 
-    def _check(self, rows: Any) -> None:
-        """Raise UserError where a split is empty, or a column is missing or of the wrong kind."""
+    def _checked(self, knob: str, name: str, splits: Mapping[str, Any]) -> Any:
+        """Return the rows of a split. Raises UserError where it is empty, or a column is missing or of the wrong kind."""
         import datasets
 
-        column = str(self.image or self.text)
-        for knob, name in (("image" if self.image else "text", column), ("label", self.label)):
-            if name not in rows.column_names:
-                raise UserError(f"data.{knob}={name}: {self.root} has no such column: {did_you_mean(name, rows.column_names)}")
+        if name not in splits:
+            raise UserError(f"data.{knob}={name}: {self.root} has no such split: {did_you_mean(name, splits)}")
+        rows, column = splits[name], str(self.image or self.text)
+        for setting, wanted in (("image" if self.image else "text", column), ("label", self.label)):
+            if wanted not in rows.column_names:
+                raise UserError(
+                    f"data.{setting}={wanted}: {self.root} has no such column: {did_you_mean(wanted, rows.column_names)}"
+                )
         if not len(rows):
-            raise UserError(
-                f"data.root={self.root}: a split has no samples: give data.test, more samples or a larger data.holdout"
-            )
+            raise UserError(f"data.root={self.root}: the split {name} has no samples: give it some, or set data.{knob}")
         kind = getattr(rows.features[self.label], "dtype", "")
         if not str(kind).startswith(("int", "uint")):
             raise UserError(f"data.label={self.label} is a column of {kind or 'nested values'}, not of whole numbers")
         if self.image and not isinstance(rows.features[column], datasets.Image):
             raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
+        return rows
 
     def _source(self, rows: Any, labels: torch.Tensor, tokenizer: Tokenizer) -> Images | Texts:
         """Return the rows of a split as a source."""

@@ -6,22 +6,21 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from drivetrain.core.allowed import ColumnName, FileName
+from drivetrain.core.allowed import ColumnName
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
-from drivetrain.core.order import Sampling
-from drivetrain.data.base import Fraction, Sets, Splits
+from drivetrain.data.base import Splits
 from drivetrain.data.chat import ChatTemplate, messages_of
-from drivetrain.data.jsonl import Jsonl, Line
+from drivetrain.data.jsonl import Jsonl, Known, Line
 from drivetrain.data.text import BEGIN, Conversations
-from drivetrain.data.tokenized import Documents
+from drivetrain.data.tokenized import Some
 from drivetrain.data.tokenizer import SETTINGS, Tokenizer
-from drivetrain.data.untrusted import Encoding, as_kept
+from drivetrain.data.untrusted import as_kept
 
 ONES = [
     "zero",
@@ -50,6 +49,7 @@ TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class Instructions(Jsonl):
     """Conversations, of which the model learns the answers: `messages`, or a prompt and its completion.
 
@@ -63,39 +63,24 @@ class Instructions(Jsonl):
     least_token = BEGIN  # bytes have complements too
     each_token_counts = False
 
-    def __init__(
-        self,
-        path: str | None = None,
-        test: str | dict[str, str] | None = None,
-        messages: ColumnName = "messages",
-        prompt: ColumnName = "prompt",
-        completion: ColumnName = "completion",
-        tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto",
-        vocabulary: Count = 4096,
-        tokenizer_file: str | None = None,
-        length: Count = 1024,
-        packing: bool = False,
-        encoding: Encoding | None = None,
-        holdout: Fraction = 0.1,
-        validation: Fraction | FileName | Sets | None = 0.1,
-        cache: str | None = None,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        super().__init__(
-            path, test, messages, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length,
-            packing=packing, encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last,
-            order=order,
-        )  # fmt: skip
-        self.messages, self.prompt, self.completion = messages, prompt, completion
-        self._keys = {"messages": messages, "prompt": prompt, "completion": completion}
-        self._template: ChatTemplate | None = None
+    text: str = field(init=False, default="messages")
+    label: str | None = field(init=False, default=None)
+    _template: ChatTemplate | None = field(init=False, default=None)
+    messages: ColumnName = "messages"
+    prompt: ColumnName = "prompt"
+    completion: ColumnName = "completion"
+    length: Count = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.text = self.messages
+        self._keys = {"messages": self.messages, "prompt": self.prompt, "completion": self.completion}
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         yield from needs_extra("jinja2", "transformers", "data=instructions")
         yield from needs_extra("transformers", "transformers", "data=instructions")
-        if any(path and Path(path).is_dir() for path in (self.path, self.test)):
+        if any(path and Path(path).is_dir() for path in (self.path, *self.places("test").values())):
             yield from needs_extra("datasets", "datasets", "data=instructions of a folder")
         if "tokens" not in run.loss.takes:
             yield f"{run.named('data')} is for learning answers: set task=instruction, which sets model and loss"
@@ -185,8 +170,8 @@ class Instructions(Jsonl):
             stored = torch.where(answers, tokens, ~tokens)[: self.length + 2]
             yield stored if (stored[1 : self.length + 1] >= 0).any() else stored[:0]
 
-    def _source(self, documents: Documents, tokenizer: Tokenizer, which: torch.Tensor) -> Conversations:
-        return Conversations(documents, self.length, packing=self._packs(), which=which)
+    def source(self, known: Known, part: Some) -> Conversations:
+        return Conversations(part.documents, self.length, packing=self._packs(), which=part.which)
 
     def load(self, device: torch.device) -> Splits:
         data = super().load(device)

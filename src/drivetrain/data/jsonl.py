@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.allowed import ColumnName, FileName
+from drivetrain.core.allowed import ColumnName
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
-from drivetrain.core.order import Sampling
-from drivetrain.core.targets import TargetKind
+from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
-from drivetrain.data.base import WHOLE, Fraction, Inputs, Sets, Splits, beside, expanded, hash_fraction
+from drivetrain.data.base import FromFile, Inputs, Splits, hash_fraction
 from drivetrain.data.listing import walk
 from drivetrain.data.text import LabelledTexts, TextData, Texts, tell_cut
-from drivetrain.data.tokenized import Document, Documents, Work, key_of, tokenized
+from drivetrain.data.tokenized import Document, Documents, Some, Work, key_of, tokenized
 from drivetrain.data.tokenizer import KEPT, BytePairs, Bytes, Tokenizer, from_json
-from drivetrain.data.untrusted import MAPPED, Encoding, as_utf8, decode, let_go, lines_of, mapped
+from drivetrain.data.untrusted import MAPPED, as_utf8, decode, let_go, lines_of, mapped
 
 TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a tokenizer
 TRAINED_ON = 64 << 20  # bytes of texts, about, that byte pairs are trained on at most
@@ -37,7 +37,11 @@ class Line(NamedTuple):
     answers: Sequence[tuple[int, int]] = ()  # where they stand in the text of a conversation
 
 
-class Jsonl(TextData):
+Known = tuple[Tokenizer, list[str]]  # what encodes texts, and the names of the classes
+
+
+@dataclass(kw_only=True, eq=False)
+class Jsonl(FromFile[Any, Known], TextData):
     """Texts of a file of JSON lines. Without `label` the model learns to predict the next token, with it the text's class.
 
     Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a
@@ -49,35 +53,25 @@ class Jsonl(TextData):
     max_value = None
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
     reads_what = "a file with one JSON object on each line"
+    samples_are: ClassVar[str] = "texts"
     _one_row = False  # whether the model takes packed samples in one row
     ships = False  # there are texts without a path
     least_token = 0  # to which there has to be room for tokens
     instead = "set data.label to its key in the JSON objects"  # where there is no class
 
-    def __init__(
-        self,
-        path: str | None = None,
-        test: str | dict[str, str] | None = None,
-        text: ColumnName = "text",
-        label: ColumnName | None = None,
-        tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto",
-        vocabulary: Count = 4096,
-        tokenizer_file: str | None = None,
-        length: Count = 256,
-        packing: bool = False,
-        encoding: Encoding | None = None,
-        holdout: Fraction = 0.1,
-        validation: Fraction | FileName | Sets | None = 0.1,
-        cache: str | None = None,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.path, self.test, self.tokenizer_file, self.cache = (expanded(p) for p in (path, test, tokenizer_file, cache))
-        self.text, self.label, self.tokenizer, self.vocabulary = text, label, tokenizer, vocabulary
-        self.length, self.packing, self.encoding = length, packing, encoding
-        self.holdout, self.validation, self.drop_last, self.order = holdout, validation, drop_last, order
-        self.targets: TargetKind = "tokens" if label is None else "class"
-        self.byte_tokens = tokenizer in ("auto", "bytes")
+    text: ColumnName = "text"
+    label: ColumnName | None = None
+    tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto"
+    vocabulary: Count = 4096
+    tokenizer_file: str | None = None
+    length: Count = 256
+    packing: bool = False
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.targets = "tokens" if self.label is None else "class"
+        self.byte_tokens = self.tokenizer in ("auto", "bytes")
 
     def resolve(self, run: RunSpec) -> Self:
         found = super().resolve(run)
@@ -88,9 +82,7 @@ class Jsonl(TextData):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path and not self.ships:
             yield OperatorGives(f"{run.named('data')} needs data.path, {self.reads_what}")
-        for knob, path in {"path": self.path, "test": self.test, "validation": beside(self.path, self.validation)}.items():
-            if path and not self.exists(Path(path)):
-                yield f"data.{knob}={path} is no file"
+        yield from self.absent(self.exists, f"set it to {self.reads_what}")
         if self.tokenizer_file and not Path(self.tokenizer_file).is_file():
             yield f"data.tokenizer_file={self.tokenizer_file} is no file"
         if (self.tokenizer == "file") != (self.tokenizer_file is not None):
@@ -129,59 +121,52 @@ class Jsonl(TextData):
     def _encode_line(self, line: bytes, source: str, number: int, data: Splits, _: slice) -> torch.Tensor:
         return self.encode(self._entry(line, source, number, [("text", self.text)])[self.text], data).unsqueeze(0)
 
-    def load(self, device: torch.device) -> Splits:
-        own = beside(self.path, self.validation)
-        train, tokenizer = self._tokenized(Path(str(self.path)), None)
-        others = [self._tokenized(Path(path), tokenizer)[0] for path in (self.test, own) if path]
-        apart = torch.full((len(train),), False) if self.test else train.fractions() < self.holdout
-        sets = [(train, (~apart).nonzero().flatten()), *((each, torch.arange(len(each))) for each in others)]
-        if not self.test:
-            sets.insert(1, (train, apart.nonzero().flatten()))
-        if not all(len(which) for _, which in sets):
-            train_texts, test_texts = (len(which) for _, which in sets[:2])
-            raise UserError(
-                f"{self.path} gives {train_texts} training and {test_texts} test texts: set data.test or data.holdout"
-            )
-        names = sorted(train.names[number] for number in train.numbers[sets[0][1]].unique().tolist())
-        return self._splits(sets, tokenizer, names, f"{self.test or self.path}: no training text has the class")
+    def read(self) -> tuple[Any, Known]:
+        documents, tokenizer = self._tokenized(str(self.path), None)
+        return Some.all(documents, str(self.path)), (tokenizer, [])
 
-    def load_whole(self, own: Splits) -> Splits:
-        path = self.other_file()
-        documents, tokenizer = self._tokenized(path, None)
-        names = sorted(documents.names) if own.names is None else list(own.names)
-        whole = (documents, torch.arange(len(documents)))
-        return replace(
-            self._splits([whole] * 2, tokenizer, names, f"{path} has classes that the run does not know:"), origins=WHOLE
-        )
+    def fractions(self, every: Any) -> np.ndarray:
+        return np.asarray(every.documents.fractions())
 
-    def _splits(
-        self, sets: Sequence[tuple[Documents, torch.Tensor]], tokenizer: Tokenizer, names: list[str], foreign: str
-    ) -> Splits:
-        """Return some documents of each set, and with `label` the numbers of their classes. Raises UserError: `foreign` ones."""
-        files = tokenizer.files()
-        shape, vocabulary = self.shape(), tokenizer.vocabulary
+    def learn(self, known: Known, every: Any, train: Any) -> Known:
+        numbers = train.documents.numbers[train.which].unique().tolist()
+        return known[0], sorted(train.documents.names[number] for number in numbers)
+
+    def read_set(self, place: str, known: Known, split: str) -> Any:
+        return Some.all(self._tokenized(place, known[0])[0], place)
+
+    def kept(self, own: Splits) -> Known:
+        tokenizer = self.given_tokenizer()
+        assert tokenizer is not None  # only byte pairs are trained, and the run has kept them
+        return tokenizer, list(own.names or ())
+
+    def source(self, known: Known, part: Any) -> Source:
+        """Return texts to continue as a source; with `label`, texts with a class each. Raises UserError for other classes."""
+        (tokenizer, names), documents, which = known, part.documents, part.which
         if self.label is None:
-            pieces = [self._source(documents, tokenizer, which) for documents, which in sets]
-            lengths = tokenizer.token_bytes()
-            if lengths is not None and vocabulary > len(lengths):
-                lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
-            return Splits(
-                pieces[0], pieces[1], shape, vocabulary, None, dtype=torch.int64, token_bytes=lengths, files=files,
-                validation=pieces[2] if len(pieces) > 2 else None, pad_token=tokenizer.padding, mask_token=tokenizer.mask,
-                example=self._example(),
-            )  # fmt: skip
-        sources, numbers = list[LabelledTexts](), {name: number for number, name in enumerate(names)}
-        for documents, which in sets:
-            classes = torch.tensor([numbers.get(name, -1) for name in documents.names])[documents.numbers]
-            if unknown := sorted({documents.names[n] for n in documents.numbers[which[classes[which] < 0]].unique().tolist()}):
-                raise UserError(f"{foreign} {', '.join(unknown[:5])}")
-            padding = tokenizer.padding or 0
-            sources.append(LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, padding, which))
-        tell_cut(sources[0].lengths, self.length, len(sources[0]))
-        return Splits(
-            sources[0], sources[1], shape, len(names), None, names, torch.int64, vocabulary=vocabulary, files=files,
-            pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
-        )  # fmt: skip
+            return Texts(documents, self.length, tokenizer.begin, self._packs(), which)
+        numbers = {name: number for number, name in enumerate(names)}
+        classes = torch.tensor([numbers.get(name, -1) for name in documents.names])[documents.numbers]
+        if foreign := sorted({documents.names[n] for n in documents.numbers[which[classes[which] < 0]].unique().tolist()}):
+            raise UserError(f"{part.source}: no training text has the class {', '.join(foreign[:5])}")
+        return LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, tokenizer.padding or 0, which)
+
+    def about(self, known: Known, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        tokenizer, names = known
+        about = {
+            "shape": self.shape(), "normalize": None, "dtype": torch.int64, "files": tokenizer.files(),
+            "pad_token": tokenizer.padding,
+        }  # fmt: skip
+        if self.label is not None:
+            tell_cut(train.lengths, self.length, len(train))
+            return {**about, "classes": len(names), "names": names, "vocabulary": tokenizer.vocabulary}
+        lengths = tokenizer.token_bytes()
+        if lengths is not None and tokenizer.vocabulary > len(lengths):
+            lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
+        return {
+            **about, "classes": tokenizer.vocabulary, "token_bytes": lengths, "mask_token": tokenizer.mask,
+            "example": self._example(),
+        }  # fmt: skip
 
     def _example(self) -> Tree | None:
         """Return the inputs of two samples, where they are not one tensor."""
@@ -190,10 +175,6 @@ class Jsonl(TextData):
 
     def _packs(self) -> Literal["rows", "one row"] | None:
         return None if not self.packing else "one row" if self._one_row else "rows"
-
-    def _source(self, documents: Documents, tokenizer: Tokenizer, which: torch.Tensor) -> Texts:
-        """Return the texts to continue as a source."""
-        return Texts(documents, self.length, tokenizer.begin, self._packs(), which)
 
     def _tokens(self, tokenizer: Tokenizer, lines: Sequence[Line]) -> Iterable[torch.Tensor]:
         """Return the tokens of each text."""
@@ -207,9 +188,9 @@ class Jsonl(TextData):
             "encoding": self.encoding,
         }  # fmt: skip
 
-    def _tokenized(self, path: Path, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
+    def _tokenized(self, place: str, tokenizer: Tokenizer | None) -> tuple[Documents, Tokenizer]:
         """Return the documents of a file, and their tokenizer: this one, or else the training file's. Raises UserError."""
-        tokenizer = tokenizer or self.given_tokenizer()
+        path, tokenizer = Path(place), tokenizer or self.given_tokenizer()
         next(self._read(path))  # what is no such file is said before all of it is hashed
         about = {
             **self._about(),
@@ -300,6 +281,7 @@ PIECES = 4  # of `length` bytes in a passage, at least
 LONG = 4  # times that: a longer line is cut
 
 
+@dataclass(kw_only=True, eq=False)
 class TextFiles(Jsonl):
     """Plain text, of which the model learns to predict the next token: a file, or a folder with its .txt files.
 
@@ -311,27 +293,8 @@ class TextFiles(Jsonl):
     reads_what = "a .txt file, or a folder of them"
     instead = "plain text has none: set task=language_modelling, or data=jsonl"
 
-    def __init__(
-        self,
-        path: str | None = None,
-        test: str | dict[str, str] | None = None,
-        tokenizer: Literal["auto", "bytes", "bpe", "file"] = "auto",
-        vocabulary: Count = 4096,
-        tokenizer_file: str | None = None,
-        length: Count = 256,
-        packing: bool = False,
-        encoding: Encoding | None = None,
-        holdout: Fraction = 0.1,
-        validation: Fraction | FileName | Sets | None = 0.1,
-        cache: str | None = None,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        super().__init__(
-            path, test, tokenizer=tokenizer, vocabulary=vocabulary, tokenizer_file=tokenizer_file, length=length,
-            packing=packing, encoding=encoding, holdout=holdout, validation=validation, cache=cache, drop_last=drop_last,
-            order=order,
-        )  # fmt: skip
+    text: str = field(init=False, default="text")  # there are no keys
+    label: str | None = field(init=False, default=None)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)

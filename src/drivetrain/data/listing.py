@@ -127,23 +127,24 @@ class Layout:
     """The folder of each set that has one, and what else lies beside them."""
 
     train: Folder
-    test: Folder | None = None  # None: a share of the training files
-    validation: Folder | None = None  # None: there is none of its own
+    # The folders of the sets by their names. No test: a share of the training files; no validation: there is none of its own.
+    test: dict[str, Folder] = field(default_factory=dict)
+    validation: dict[str, Folder] = field(default_factory=dict)
     not_read: list[str] = field(default_factory=list)  # folders beside train/ that are no set's
 
     def origins(self, held_out: str) -> dict[str, str]:
         """Return where each set comes from, in words; `held_out` says it of a test set without a folder."""
-        if self.test is None:
+        if not self.test:
             return {"test": held_out}
-        sets = {"train": self.train, "test": self.test, "validation": self.validation}
-        return {name: folder.path for name, folder in sets.items() if folder is not None}
+        sets = {"train": [self.train], "test": self.test.values(), "validation": self.validation.values()}
+        return {name: ", ".join(folder.path for folder in folders) for name, folders in sets.items() if folders}
 
 
-def find(root: str, listed: Folder, validation: str | None, test: str | None = None) -> Layout:
+def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequence[str] = ()) -> Layout:
     """Return the layout of a folder: a folder for each class, or train/ and others that hold these.
 
-    A folder with nothing but one folder of folders is passed through. `validation` names the folder of that set; "auto" takes
-    it where there is a test set too; None takes none. `test` names that of the test set; None takes the one that is called so.
+    A folder with nothing but one folder of folders is passed through. `validation` names the folders of these sets; None takes
+    the one that is called so, where there is a test set too. `test` names those of the test; else it is the one called so.
     Where a set's name is not among the usual ones, the folder beside train/ is not read. Raises UserError where the folders
     could be read in two ways.
     """
@@ -168,30 +169,30 @@ def find(root: str, listed: Folder, validation: str | None, test: str | None = N
     return _sets(root, folders, named, validation, test)
 
 
-def _sets(root: str, folders: dict[str, Folder], named: dict[str, str], validation: str | None, given: str | None) -> Layout:
+def _sets(
+    root: str, folders: dict[str, Folder], named: dict[str, str], validation: Sequence[str] | None, test: Sequence[str]
+) -> Layout:
     """Return the layout of folders of which some are sets. Raises UserError."""
     of = {kind: [name for name in folders if named.get(name) == kind] for kind in WORDS}
     if len(of["train"]) > 1:
         raise UserError(_two(root, "training", of["train"]))
-    chosen = None if validation in ("auto", None) else one_form(str(validation))
-    tests, others = ([name for name in of[kind] if name not in (chosen, given)] for kind in ("test", "validation"))
-    tests = tests if given is None else [one_form(given)]
-    if len(tests) > 1:
+    given, chosen = list(map(one_form, test)), list(map(one_form, validation or ()))
+    tests, others = ([name for name in of[kind] if name not in (*chosen, *given)] for kind in ("test", "validation"))
+    tests = given or tests
+    if len(tests) > 1 and not given:
         raise UserError(_two(root, "test", tests))
-    if len(others) > 1 and (validation == "auto" or not tests):
+    if len(others) > 1 and (validation is None or not tests):
         raise UserError(_two(root, "validation", others))
-    test = tests or others
-    own = chosen or next(iter(others if tests and validation == "auto" else []), None)
-    sets = [of["train"][0], test[0] if test else None, own]
-    found = [None if name is None else folders.get(name, Folder(f"{name}/")) for name in sets]
-    for folder in found[1:]:
-        if folder is not None and not class_folders(folder):
+    own = chosen or (others[:1] if tests and validation is None else [])
+    sets = [of["train"][:1], tests or others[:1], own]
+    train, *found = ({name: folders.get(name, Folder(f"{name}/")) for name in names} for names in sets)
+    for folder in (folder for each in found for folder in each.values()):
+        if not class_folders(folder):
             raise UserError(
-                f"{root}/{folder.path} holds no class folders, as {sets[0]}/ does, so nothing tells the classes of its images: "
-                "sort them into class folders, or move the folder elsewhere"
+                f"{root}/{folder.path} holds no class folders, as {sets[0][0]}/ does, so nothing tells the classes of its "
+                "images: sort them into class folders, or move the folder elsewhere"
             )
-    assert found[0] is not None
-    return Layout(found[0], found[1], found[2], [name for name in folders if name not in sets])
+    return Layout(train[sets[0][0]], found[0], found[1], [name for name in folders if not any(name in names for names in sets)])
 
 
 def roles(names: Sequence[str]) -> dict[str, str]:

@@ -8,17 +8,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec
-from drivetrain.core.order import Sampling
 from drivetrain.core.source import CropBox
 from drivetrain.data import listing
-from drivetrain.data.base import IGNORE_INDEX, Fraction, Splits, hash_fraction
+from drivetrain.data.base import IGNORE_INDEX, Fraction, HeldOut, Splits, hash_fractions
 from drivetrain.data.decoding import (
     Decoding,
     ImageFileSource,
@@ -29,7 +28,7 @@ from drivetrain.data.decoding import (
     read_layout,
     upright,
 )
-from drivetrain.data.images import ImageData, Normalization
+from drivetrain.data.images import ImageData
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
 
@@ -44,7 +43,11 @@ Pair = tuple[str, str]  # the paths of an image and of its mask
 Size = tuple[int, int]  # width and height
 
 
-class Masks(ImageData):
+Known = tuple["MaskReading", Sequence[str]]  # how masks are read, and what looks wrong
+
+
+@dataclass(kw_only=True, eq=False)
+class Masks(ImageData, HeldOut["MaskedImages", Known]):
     """Images and their masks: `root` holds the folders `images` and `masks`, whose files have the same names.
 
     What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of
@@ -54,29 +57,17 @@ class Masks(ImageData):
     """
 
     machine_local_keys = ("root",)
+    remedy: ClassVar[str] = "add images, or set data.holdout"
     targets = "mask"
 
-    def __init__(
-        self,
-        root: str | None = None,
-        images: FileName = "images",
-        masks: FileName = "masks",
-        classes: Count | None = None,
-        values: Sequence[CountOrZero | Sequence[CountOrZero]] | None = None,
-        ignore: CountOrZero | None = 255,
-        size: Count = 128,
-        holdout: Fraction = 0.1,
-        validation: Fraction | None = 0.1,
-        normalize: Normalization = "imagenet",
-        range: Sequence[float] | None = None,
-        max_pixels: Count = 50_000_000,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.root = os.path.expanduser(root) if root else None
-        self.images, self.masks, self.classes, self.values, self.ignore = images, masks, classes, values, ignore
-        self.size, self.holdout, self.validation, self.normalize = size, holdout, validation, normalize
-        self.max_pixels, self.range, self.drop_last, self.order = max_pixels, range, drop_last, order
+    root: str | None = None
+    images: FileName = "images"
+    masks: FileName = "masks"
+    classes: Count | None = None
+    values: Sequence[CountOrZero | Sequence[CountOrZero]] | None = None
+    ignore: CountOrZero | None = 255
+    validation: Fraction | None = 0.1
+    size: Count = 128
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
@@ -98,29 +89,31 @@ class Masks(ImageData):
     def decodes_images(self) -> bool:
         return False  # a loader that decodes files itself does not read masks
 
-    def load(self, device: torch.device) -> Splits:
-        pairs, doubts = self._pairs()
-        reading = self._reading(list(pairs.values()))
-        apart = {name for name in pairs if hash_fraction(name) < self.holdout}
-        train, test = ([pairs[name] for name in pairs if (name in apart) is held] for held in (False, True))
-        if not train or not test:
-            raise UserError(
-                f"{self.root} gives {len(train)} training and {len(test)} test images: add images, or set data.holdout"
-            )
-        sources = [MaskedImages(str(self.root), files, self.how(), reading) for files in (train, test)]
+    def read(self) -> tuple[MaskedImages, Known]:
+        return self._found([])
+
+    def fractions(self, every: MaskedImages) -> np.ndarray:
+        return hash_fractions(_name_of(image.partition("/")[2]) for image, _ in every.pairs)
+
+    def about(
+        self, known: Known, train: MaskedImages, others: Sequence[tuple[str, MaskedImages]], own: Splits | None
+    ) -> dict[str, Any]:
+        reading, doubts = known
+        looked = self.looked_at([train, *(source for _, source in others)], own, reading.found, doubts=doubts)
         names = [_named(value) for value in reading.values]
-        looked = self.looked_at(sources, None, reading.found, doubts=doubts)
-        return Splits(sources[0], sources[1], self.shape(), len(names), names=names, **looked)
+        return {"shape": self.shape(), "classes": len(names), "names": names, **looked}
 
     def load_whole(self, own: Splits) -> Splits:
-        named, doubts = self._pairs()
-        pairs = list(named.values())
-        reading = self._reading(pairs, [_number(name) for name in own.names or ()])
-        every = MaskedImages(str(self.root), pairs, self.how(), reading)
-        looked, origins = self.looked_at([every], own, reading.found, doubts=doubts), {"test": "the whole folder"}
-        return Splits(every, every, self.shape(), own.classes, names=own.names, origins=origins, **looked)
+        every, known = self._found([_number(name) for name in own.names or ()])
+        return self.judged(known, {"": every}, own, {"test": "the whole folder"})
 
-    def _pairs(self) -> tuple[dict[str, Pair], list[str]]:
+    def _found(self, values: Sequence[int]) -> tuple[MaskedImages, Known]:
+        """Return all pairs, and how their masks are read, whose classes have these values, where a run knows them."""
+        pairs, doubts = self._pairs()
+        reading = self._reading(pairs, values)
+        return MaskedImages(str(self.root), pairs, self.how(), reading), (reading, doubts)
+
+    def _pairs(self) -> tuple[list[Pair], list[str]]:
         """Return each image and its mask by their common name, in the order of names, and what looks wrong. Raises UserError."""
         (images, doubts), (masks, more) = self._files(self.images, IMAGES), self._files(self.masks, MASKS)
         if alone := sorted(set(images) ^ set(masks)):
@@ -130,14 +123,14 @@ class Masks(ImageData):
             )
         if not images:
             raise UserError(f"no image in {self.root}/{self.images}")
-        return {name: (images[name], masks[name]) for name in sorted(images)}, [*doubts, *more]
+        return [(images[name], masks[name]) for name in sorted(images)], [*doubts, *more]
 
     def _files(self, folder: str, endings: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         """Return the files of a folder by what an image and its mask have in common, and what looks wrong. Raises UserError."""
         found: dict[str, str] = {}
         listed = listing.walk(os.path.join(str(self.root), folder), endings)
         for path in listed.every():
-            name = listing.one_form(path.rpartition(".")[0])
+            name = _name_of(path)
             if name in found:
                 raise UserError(f"{self.root}/{folder}: {found[name]} and {path} have one name, and a pair has one: remove one")
             found[name] = path
@@ -169,6 +162,11 @@ class Masks(ImageData):
             )
         found = _described(shares, given, ignore)
         return MaskReading(tuple(given), ignore, self.max_pixels, _turning(looks), found)
+
+
+def _name_of(path: str) -> str:
+    """Return what an image and its mask have in common: the path in their folder, without the ending."""
+    return listing.one_form(path.rpartition(".")[0])
 
 
 def classes_of(found: Sequence[int], ignore: int | None, palettes: bool, classes: int | None, where: str) -> list[int]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from drivetrain.core import trees, user_code
 from drivetrain.core.allowed import Arguments, ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.order import Sampling, checked, index_of
+from drivetrain.core.order import checked, index_of
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.user_call import UserCall
-from drivetrain.data.base import Data, Fraction, Normalize, Source, Splits, measure_on_some
+from drivetrain.data.base import SPLITS, Data, Fraction, Normalize, Source, Splits, measure_on_some
 from drivetrain.data.samples import TARGETS, Lengths, Reader, Stack, TargetKey, keys, padding_for, split_sample, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 IMAGES = ("image", "images", "pixel_values", "x")  # the keys of a dict sample that images are looked for under
 
 
+@dataclass(kw_only=True, eq=False)
 class Own(Data):
     """The user's own map-style Dataset `target`, of a package named in `trust`.
 
@@ -38,29 +40,18 @@ class Own(Data):
     tokens = None
     each_token_counts = False
     max_value = None
-    targets = None
-    tokens = None
 
-    def __init__(
-        self,
-        target: str | None = None,
-        kwargs: Arguments | None = None,
-        train: Arguments | None = None,
-        test: Arguments | None = None,
-        validation: Fraction | Name | Arguments | None = 0.1,
-        classes: Count | None = None,
-        targets: TargetKind | None = None,
-        target_key: ColumnName | list[ColumnName] | None = None,
-        collate: str | None = None,
-        pad: bool | ColumnName | None = None,
-        normalize: bool = True,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.target, self.kwargs, self.train, self.test = target, kwargs or {}, train, test
-        self.validation = validation
-        self.classes, self.normalize, self.drop_last, self.order = classes, normalize, drop_last, order
-        self.targets, self.target_key, self.collate, self.pad = targets, target_key, collate, pad
+    target: str | None = None
+    kwargs: Arguments | None = field(default_factory=dict)
+    train: Arguments | None = None
+    test: Arguments | None = None
+    validation: Fraction | Name | Arguments | None = 0.1
+    classes: Count | None = None
+    targets: TargetKind | None = None
+    target_key: ColumnName | list[ColumnName] | None = None
+    collate: str | None = None
+    pad: bool | ColumnName | None = None
+    normalize: bool = True
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.target:
@@ -77,12 +68,15 @@ class Own(Data):
 
     def load(self, device: torch.device) -> Splits:
         target = user_code.load(f"data.target={self.target}", str(self.target))
-        own = isinstance(self.validation, str | dict)
-        datasets = [self._dataset(target, split) for split in ("train", "test", *(["validation"] if own else []))]
+        sets = {split: self._given(split) for split in SPLITS}
+        datasets = [self._dataset(target, "train", self.train)]
+        datasets += [self._dataset(target, split, given) for split, named in sets.items() for given in named.values()]
         try:
-            train, test, *validation = self._sources(*datasets)
+            train, *others = self._sources(*datasets)
         except DataError as error:
             raise DataError(f"data.target={self.target}: {error}") from None
+        each = iter(others)
+        of = {split: {name: next(each) for name in named} for split, named in sets.items()}
         example, images = self._example(train)
         self._log_target(train.dataset, example)
         if isinstance(example, torch.Tensor) and example.ndim == 1 and example.is_floating_point():
@@ -99,8 +93,8 @@ class Own(Data):
             example = normalize(example) if images is None else {**example, images: normalize(example[images])}
         shape = map_tensors(lambda t: tuple(t.shape[1:]), example)
         return Splits(
-            train, test, shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
-            validation=validation[0] if validation else None,
+            train, of["test"], shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
+            validation=of["validation"],
         )  # fmt: skip
 
     def several(self, split: str) -> Mapping[str, Any]:
@@ -108,13 +102,15 @@ class Own(Data):
         given = super().several(split)
         return given if all(isinstance(each, Mapping) for each in given.values()) else {}
 
-    def load_set(self, split: str, beside: Splits, device: torch.device) -> OwnSource:
-        target = user_code.load(f"data.target={self.target}", str(self.target))
-        return self._sources(cast(OwnSource, beside.train).dataset, self._dataset(target, split))[1]
+    def _given(self, split: str) -> Mapping[str, Any]:
+        """Return the arguments of the sets of a split by their names; {} where it is a share of the training set, or none."""
+        given = self.test if split == "test" else self.validation
+        is_set = split == "test" or isinstance(given, str | Mapping)
+        return self.several(split) or ({"": given} if is_set else {})
 
-    def _dataset(self, target: object, split: str) -> Any:
+    def _dataset(self, target: object, split: str, given: Any) -> Any:
         """Build the Dataset of a split. Raises UserError."""
-        kwargs = {**self.kwargs, **self._split_arguments(target, split)}
+        kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
         dataset = user_code.make(f"data.target={self.target}", target, kwargs)
         if not is_map_style(dataset):
             raise UserError(
@@ -126,12 +122,10 @@ class Own(Data):
             raise UserError(f"data.target={self.target} has no {split} samples (made with {kwargs})")
         return dataset
 
-    def _split_arguments(self, target: Any, split: str) -> dict[str, Any]:
+    def _split_arguments(self, target: Any, split: str, given: Any) -> dict[str, Any]:
         """Return the arguments that make it the training or the test set. Raises UserError."""
-        given = {"train": self.train, "test": self.test, "validation": self.validation}[split]
         if isinstance(given, str):
             return {"split": given}
-        assert not isinstance(given, float)  # then it is held out of the training set
         if given is not None:
             return dict(given)
         takes = inspect.signature(target).parameters

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 from collections.abc import Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.order import Sampling
 from drivetrain.core.source import CropBox, Source
 from drivetrain.data.base import Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import Decoding, ImageFileSource, crop_and_resize
@@ -22,6 +21,7 @@ from drivetrain.data.stored import CRC, END, LABEL, Stored, damaged, read_index
 READ_AHEAD_FROM = 1 << 14  # bytes: for larger samples, asking the disk for a whole batch first is faster
 
 
+@dataclass(kw_only=True, eq=False)
 class Packed(Data):
     """What `drivetrain pack` wrote: uint8 images of one size, read without decoding, or JPEGs, decoded when read.
 
@@ -30,19 +30,11 @@ class Packed(Data):
 
     machine_local_keys = ("root",)
 
-    def __init__(
-        self,
-        root: str | None = None,
-        size: Count | None = None,
-        validation: Validation = "auto",
-        verify: bool = True,
-        max_pixels: Count = 50_000_000,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.root = os.path.expanduser(root) if root else None
-        self.size, self.validation, self.verify_samples = size, validation, verify
-        self.max_pixels, self.drop_last, self.order = max_pixels, drop_last, order
+    root: str | None = None
+    size: Count | None = None
+    validation: Validation = "auto"
+    verify: bool = True
+    max_pixels: Count = 50_000_000
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.root:
@@ -58,11 +50,12 @@ class Packed(Data):
                 f"data.size={self.size}, but the images in {self.root} are decoded already, at {index['shape'][-1]}: "
                 f"leave it out, or pack again with --size {self.size} or --jpeg"
             )
-        if isinstance(self.validation, str) and self.validation not in ("auto", *index["splits"]):
-            yield (
-                f"data.validation={self.validation}: {self.root} has only the sets {', '.join(index['splits'])}: "
-                "name one of them, or give a share such as 0.1"
-            )
+        for name in self.places("validation").values():
+            if name not in index["splits"]:
+                yield (
+                    f"data.validation={name}: {self.root} has only the sets {', '.join(index['splits'])}: name one of them, or "
+                    "give a share such as 0.1"
+                )
 
     def _index(self) -> dict[str, Any] | None:
         """Return the index; None where there is no valid one, which `validate` reports."""
@@ -81,14 +74,14 @@ class Packed(Data):
 
     def train_samples(self) -> int | None:
         index = self._index()
-        if index is None or (self.share() is not None and self._own(index) is None):  # equal samples stay together
+        if index is None or (self.share() is not None and not self._own(index)):  # equal samples stay together
             return None
         return int(index["splits"]["train"]["samples"])
 
-    def _own(self, index: dict[str, Any]) -> str | None:
-        """Return the packed set that is the validation set; None where it is a share of the training set, or there is none."""
-        own = self.validation if isinstance(self.validation, str) else None
-        return own if own != "auto" else "validation" if "validation" in index["splits"] else None
+    def _own(self, index: dict[str, Any]) -> dict[str, str]:
+        """Return the packed sets that are the validation's own."""
+        is_usual = self.validation == "auto" and "validation" in index["splits"]
+        return {"": "validation"} if is_usual else self.places("validation")
 
     def decodes_images(self) -> bool:
         return (index := self._index()) is not None and index["kind"] == "jpeg"
@@ -96,13 +89,14 @@ class Packed(Data):
     def load(self, device: torch.device) -> Splits:
         root = Path(str(self.root))
         index = read_index(root)
-        shape, verify = self._read_shape(index), self.verify_samples
+        shape, verify = self._read_shape(index), self.verify
         own = self._own(index)
-        names = ["train", "test", *([own] if own else [])]
-        sources = [open_split(root, index, name, shape, self.max_pixels, verify) for name in names]
+        train, test, *others = (
+            open_split(root, index, name, shape, self.max_pixels, verify) for name in ("train", "test", *own.values())
+        )
         normalize = Normalize(**index["normalize"]) if index["normalize"] else None
-        validation = sources[2] if own else None
-        return Splits(sources[0], sources[1], shape, index["classes"], normalize, index["names"], validation=validation)
+        validation = dict(zip(own, others, strict=True))
+        return Splits(train, test, shape, index["classes"], normalize, index["names"], validation=validation)
 
 
 def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> RawImages:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date, datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.files import parse_json
@@ -67,6 +67,7 @@ class Style:
 
 
 PLAIN = Style()
+PLAIN_MARKS = asdict(PLAIN)
 STYLES = [(decimal, thousands) for decimal in ".," for thousands in ("", ",", ".", " ", "'") if decimal != thousands]
 
 
@@ -405,7 +406,7 @@ class Schema:
     @property
     def plain(self) -> list[str]:
         """The columns of numbers that can be read as they are."""
-        return [name for name, column in self.columns.items() if column.style == asdict(PLAIN)]
+        return [name for name, column in self.columns.items() if column.style == PLAIN_MARKS]
 
     @property
     def outputs(self) -> int:
@@ -496,7 +497,7 @@ def _is_column(entry: object) -> bool:
         return False
     categories, mean, std, style = entry["categories"], entry["mean"], entry["std"], entry["style"]
     right_style = {
-        "number": lambda: fits(style, dict[str, str]) and style.keys() == asdict(PLAIN).keys() and _are_marks(style),
+        "number": lambda: fits(style, dict[str, str]) and style.keys() == PLAIN_MARKS.keys() and _are_marks(style),
         "category": lambda: style in (None, BOOLEAN) and not mean,
         "text": lambda: fits(style, int) and style > 0 and not mean,
         "date": lambda: isinstance(style, list) and len(style) == 2 and style[0] in ("", *FORMS) and style[1] in (4, 5),
@@ -550,19 +551,19 @@ class TargetReader:
             scales = [mean_and_std(values) for values in self._numbers(train).T]
             self.units = Units(*map(torch.tensor, zip(*scales, strict=True)))
 
-    def read_known(self, rows: Cells, own: Splits) -> torch.Tensor:
-        """Return the targets of rows by the classes, or the mean and deviation, of a run's own data. Raises UserError."""
+    def of(self, own: Splits) -> Self:
+        """Return the reader with the classes, or the mean and deviation, of a run's own data. Raises UserError."""
         self.units, self.classes = own.units, None if own.names is None else list(own.names)
         if self.kind == "values" and (own.units is None or len(own.units.mean) != len(self.names)):
             raise UserError(f"{self.setting}={list(self.names)}: the run does not predict so many numbers")
         if self.kind == "labels" and self.separator is None and self.classes not in (None, list(self.names)):
             raise UserError(f"{self.setting}={list(self.names)}: the run's labels are {named(self.classes or ())}")
-        if self.kind != "values" and self.classes is None:
-            self.learn(rows, rows)
-        return self.read(rows)
+        return self
 
     def read(self, rows: Cells) -> torch.Tensor:
         """Return the targets of rows: class numbers (n,) int64, labels (n, k) of 0 and 1, or standardised values (n, k)."""
+        if self.classes is None and self.units is None:
+            self.learn(rows, rows)
         if self.kind == "class":
             return self._class_numbers(rows)
         if self.kind == "labels" and self.separator is not None:

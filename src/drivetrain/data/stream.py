@@ -8,20 +8,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Self
 
 from drivetrain.core import owned, rng, streams, trees, user_code
-from drivetrain.core.allowed import Arguments, ColumnName, Name
+from drivetrain.core.allowed import Arguments, Name
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, RunSpec, needs_extra
+from drivetrain.core.order import Sampling
 from drivetrain.core.source import OwnCode, Source
-from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.world import World
-from drivetrain.data.base import Splits
 from drivetrain.data.own import Own, OwnSource, is_map_style
 from drivetrain.data.samples import stacked, tensors_of
 
@@ -32,6 +32,7 @@ LOOKED_AT = 2**16  # samples at the beginning of a stream, of which a look sees 
 STREAM = 14  # of the keys of what the samples of a stream draw
 
 
+@dataclass(kw_only=True, eq=False)
 class Stream(Own):
     """The user's own stream `target`, of a package named in `trust`: an IterableDataset with `state_dict` and `load_state_dict`.
 
@@ -40,32 +41,15 @@ class Stream(Own):
     streams, of which the first `eval_samples` are read.
     """
 
-    def __init__(
-        self,
-        target: str | None = None,
-        kwargs: Arguments | None = None,
-        train: Arguments | None = None,
-        test: Arguments | None = None,
-        validation: Name | Arguments | None = None,
-        classes: Count | None = None,
-        targets: TargetKind | None = None,
-        target_key: ColumnName | list[ColumnName] | None = None,
-        collate: str | None = None,
-        normalize: bool = True,
-        updates: Count = 1000,
-        eval_samples: Count = 1000,
-        workers: CountOrZero = 0,
-        split: Literal["samples", "own"] = "samples",
-        approximate: bool = False,
-        drop_last: bool = True,
-    ) -> None:
-        super().__init__(
-            target, kwargs, train, test, validation, classes, targets, target_key, collate, False, normalize, drop_last
-        )  # fmt: skip
-        self.order = "sequential"  # its own
-        self.updates, self.eval_samples, self.workers = updates, eval_samples, workers
-        self.split, self.approximate = split, approximate
-        self._samples = 0
+    pad: bool = field(init=False, default=False)
+    order: Sampling = field(init=False, default="sequential")  # its own
+    validation: Name | Arguments | None = None
+    updates: Count = 1000
+    eval_samples: Count = 1000
+    workers: CountOrZero = 0
+    split: Literal["samples", "own"] = "samples"
+    approximate: bool = False
+    _samples = 0
 
     def resolve(self, run: RunSpec) -> Self:
         return super().resolve(run).with_values(_samples=self.updates * int(run.batch.global_batch))
@@ -76,8 +60,8 @@ class Stream(Own):
     def loaded_samples(self) -> int:
         return self._samples
 
-    def _dataset(self, target: object, split: str) -> Any:
-        made = partial(self._made, target, split)
+    def _dataset(self, target: object, split: str, given: Any) -> Any:
+        made = partial(self._made, target, split, given)
         if split == "train":
             return made
         dataset = made()
@@ -87,8 +71,8 @@ class Stream(Own):
             raise UserError(f"data.target={self.target} has no {split} samples")
         return dataset
 
-    def _made(self, target: object, split: str) -> Any:
-        kwargs = {**self.kwargs, **self._split_arguments(target, split)}
+    def _made(self, target: object, split: str, given: Any) -> Any:
+        kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
         return user_code.make(f"data.target={self.target}", target, kwargs)
 
     def _sources(self, train: Any, *others: Any) -> list[Any]:
@@ -123,10 +107,6 @@ class Stream(Own):
                 "and repeat samples. Shuffle the files before, or set data.approximate=true to resume approximately"
             )
         logger.warning("%s shuffles in a buffer: a resumed run goes on approximately, and loses and repeats samples", setting)
-
-    def load_set(self, split: str, beside: Splits, device: torch.device) -> OwnSource:
-        target = user_code.load(f"data.target={self.target}", str(self.target))
-        return OwnSource(self._dataset(target, split), f"data.target={self.target}", self._together())
 
     def _log_target(self, dataset: object, example: Tree) -> None:
         """A stream's first sample is looked at as all others: by its source."""

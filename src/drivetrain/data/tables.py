@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import arrow_compute as pc
-from drivetrain.core.lazy import arrow_csv
+from drivetrain.core.lazy import arrow_csv, torch
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data import untrusted
@@ -81,6 +81,10 @@ class Cells:
         columns = {name: values[rows] for name, values in self.columns.items()}
         return Cells(columns, self.source, self.line, self.numbers[rows])
 
+    def subset(self, indices: torch.Tensor) -> Cells:
+        """Return some rows (n,)."""
+        return self[indices.numpy()]
+
     def place(self, row: int) -> str:
         """Return where a row stands, for messages: its file and line."""
         number = int(self.numbers[row])
@@ -98,10 +102,9 @@ class Cells:
                 total += _mixed(bits ^ hash_of([f"{name}.{part}"]))
         return _mixed(total)
 
-    def held_out(self, share: float) -> np.ndarray:
-        """Return which rows are held out, bool (n,), by the hash of their content: the same ones when rows are added or moved."""
-        fractions: np.ndarray = (self.keys() >> 11) / 2**53
-        return fractions < share
+    def fractions(self) -> np.ndarray:
+        """Return a number in [0, 1) for each row, a hash of its content: the same one when rows are added or moved."""
+        return np.asarray((self.keys() >> 11) / 2**53)
 
 
 def _mixed(bits: np.ndarray) -> np.ndarray:
@@ -155,7 +158,6 @@ BLOCK = 1 << 21  # bytes that pyarrow reads at a time: the longest row
 MOST_LINES = 1000  # of one row, which quotes hold together
 _LINE_END = re.compile(rb"\r\n?|\n")
 FRACTION = r"[-+]?\d+[.]\d+([eE][-+]?\d+)?"
-_QUOTE = re.compile(rb'"')
 
 
 @dataclass(frozen=True)
@@ -385,8 +387,10 @@ def _has_fractions(words: Words) -> bool:
 
 
 def _quotes(content: Any) -> int:
+    """Return the number of quotes in some bytes, or in the end of some."""
     view = memoryview(content)
-    if _QUOTE.search(view) is None:
+    whole: Any = view.obj
+    if whole.find(b'"', len(whole) - view.nbytes) < 0:  # six times as fast as a search through the view
         return 0
     return sum(bytes(view[start : start + BLOCK]).count(b'"') for start in range(0, view.nbytes, BLOCK))
 

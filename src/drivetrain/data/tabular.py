@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from drivetrain.core import rng
-from drivetrain.core.allowed import ColumnName, FileName, Text
+from drivetrain.core.allowed import ColumnName, Text
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.order import Sampling
-from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
-from drivetrain.data.base import WHOLE, Fraction, Inputs, Sets, Splits, Tensors, beside, expanded, number_apart
+from drivetrain.data.base import Fraction, FromFile, HeldOut, Inputs, Splits, Tensors, number_apart
 from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, columns_of, named
 from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, Words, absent, open_table
 from drivetrain.data.text import LabelledTexts, TextData, tell_cut
 from drivetrain.data.tokenized import Documents
 from drivetrain.data.tokenizer import Tokenizer
-from drivetrain.data.untrusted import Encoding, as_kept
+from drivetrain.data.untrusted import as_kept
 
 KEPT = "table.json"  # in the run's directory: how rows are read and become inputs
 TableKind = Literal["class", "values", "labels"]
@@ -46,23 +45,59 @@ def form_of(delimiter: str | None, encoding: str | None, header: bool | None = N
     return Form(delimiter, encoding, header, MISSING if na is None else ("", *(str(word).lower() for word in na)))
 
 
-class Table(TextData):
-    """The base of tables; predictions are for rows of a table with the same columns."""
+Known = tuple[Schema, TargetReader, "Tokenizer | None"]  # what encodes the rows of a table; a tokenizer where one text is read
 
-    max_value = None
-    missing = "refuse"
+
+class Table:
+    """What tables have in common; predictions are for rows of a table with the same columns."""
+
+    max_value: ClassVar[float | None] = None
+    missing: str = "refuse"
+    normalize: bool
     reads_rows = True
 
     def form(self) -> Form:
         """Return how its files are written."""
         return Form()
 
+    def fractions(self, every: Cells) -> np.ndarray:
+        return every.fractions()
+
+    def learn(self, known: Known, every: Cells, train: Cells) -> Known:
+        schema, reader, _ = known
+        reader.learn(every, train)
+        schema.learn(train, schema.inputs, self.normalize)
+        return known
+
+    def source(self, known: Known, part: Cells) -> Rows | TextRows:
+        schema, reader, tokenizer = known
+        if tokenizer is not None:
+            return TextRows(part, schema, reader.read(part), tokenizer)
+        return Rows(schema.encode(part), reader.read(part), part, [*said(schema, part)])
+
+    def about(self, known: Known, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        schema, reader, tokenizer = known
+        about: dict[str, Any] = {
+            "shape": (schema.outputs,), "classes": reader.outputs, "normalize": None, "names": reader.classes,
+            "units": reader.units, "files": {KEPT: schema.to_json()}, "inputs": schema.described(),
+            "doubts": [*schema.doubts.values(), *train.said, *(line for _, source in others for line in source.said)],
+        }  # fmt: skip
+        if tokenizer is not None:
+            tell_cut(train.lengths, schema.outputs, len(train))
+            about["files"].update(tokenizer.files())
+            about |= {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
+        return about
+
+    def kept_rows(self, schema: Schema, data: Splits) -> Tokenizer | None:
+        """Return the tokenizer of a run that reads a text of each row; None where it reads columns."""
+        return None
+
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         schema, source = schema_of(data), file if isinstance(file, Path) else "standard input"
         table = open_table(file, self.form()) if isinstance(file, Path) else Stream(file, self.form(), str(source))
         check_has(table, schema.inputs, f"{source} has no column {{}}: the model's inputs are {named(schema.inputs)}")
         unknown: Counter[str] = Counter()
-        tokenizer = None if schema.text is None else self.kept_tokenizer(data)
+        tokenizer = self.kept_rows(schema, data)
 
         def read(cells: Callable[[slice], Cells], which: slice) -> torch.Tensor:
             rows = schema.read(cells(which))
@@ -96,27 +131,30 @@ def schema_of(data: Splits) -> Schema:
 class Rows(Tensors):
     """The rows of a table as a source, which know the keys of their content as it was before it was encoded, and their places."""
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, keys: np.ndarray, file: str, numbers: np.ndarray) -> None:
+    def __init__(self, x: torch.Tensor, y: torch.Tensor, cells: Cells, said: Sequence[str] = ()) -> None:
         super().__init__(x, y)
-        self._keys, self._file, self._numbers = keys, file, numbers
+        self._keys, self._file, self._numbers, self.said = cells.keys(), cells.source, cells.numbers, said
 
     def name(self, index: int) -> str:
         """Return the row's file and its number there, from 1 and without the header."""
         return f"{self._file}, row {self._numbers[index if self._rows is None else int(self._rows[index])] + 1}"
 
     def subset(self, indices: torch.Tensor) -> Rows:
-        made = Rows(self._x, self._y, self._keys, self._file, self._numbers)
+        made = copy(self)
         made._rows = indices if self._rows is None else self._rows[indices]
         return made
 
     def identities(self) -> list[bytes]:
         """Return the key of each row."""
         keys = self._keys if self._rows is None else self._keys[self._rows.numpy()]
-        return [key.tobytes() for key in keys]
+        content = keys.tobytes()
+        return [content[start : start + 8] for start in range(0, len(content), 8)]
 
 
 class TextRows(LabelledTexts):
     """The rows of a table of which a model reads one text, as a source."""
+
+    said: Sequence[str] = ()
 
     def __init__(self, rows: Cells, schema: Schema, y: torch.Tensor, tokenizer: Tokenizer) -> None:
         words, length = rows.columns[str(schema.text)], schema.outputs
@@ -131,27 +169,6 @@ class TextRows(LabelledTexts):
         return f"{self._file}, row {self._numbers[int(self.which[index])] + 1}"
 
 
-def splits_of(
-    sets: Sequence[tuple[Cells, torch.Tensor]], schema: Schema, reader: TargetReader, tokenizer: Tokenizer | None = None,
-    doubts: Sequence[str] = (),
-) -> Splits:  # fmt: skip
-    """Return the sets of a table, rows and their targets: training, test and, where there is one, validation."""
-    sources = list[Source]()
-    for rows, y in sets:
-        if tokenizer is None:
-            sources.append(Rows(schema.encode(rows), y, rows.keys(), rows.source, rows.numbers))
-        else:
-            sources.append(TextRows(rows, schema, y, tokenizer))
-    of_texts: dict[str, Any] = {}
-    if tokenizer is not None:
-        of_texts = {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
-    return Splits(
-        sources[0], sources[1], (schema.outputs,), reader.outputs, None, reader.classes, units=reader.units,
-        files={KEPT: schema.to_json(), **({} if tokenizer is None else tokenizer.files())}, inputs=schema.described(),
-        validation=sources[2] if len(sets) > 2 else None, doubts=doubts, **of_texts,
-    )  # fmt: skip
-
-
 def refuse_missing(rows: Cells, schema: Schema) -> None:
     """Raise DataError where a value of an input is missing."""
     gaps = {name: gap for name in schema.inputs if (gap := absent(rows.columns[name])).any()}
@@ -164,7 +181,8 @@ def refuse_missing(rows: Cells, schema: Schema) -> None:
         )
 
 
-class Tabular(Table):
+@dataclass(kw_only=True, eq=False)
+class Tabular(Table, FromFile[Cells, Known], TextData):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
     Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model that
@@ -173,35 +191,21 @@ class Tabular(Table):
     """
 
     machine_local_keys = ("path", "test")
-    targets = "class"
+    samples_are: ClassVar[str] = "rows"
     reads: ClassVar[tuple[TargetKind, ...]] = ("class", "values", "labels")
 
-    def __init__(
-        self,
-        path: str | None = None,
-        test: str | dict[str, str] | None = None,
-        target: OneColumn | Sequence[OneColumn] | None = None,
-        columns: Sequence[Typed] | None = None,
-        kind: TableKind | None = None,
-        length: Count = 256,
-        missing: Literal["refuse", "fill"] = "refuse",
-        na: Missing | None = None,
-        decimal: Literal[".", ","] | None = None,
-        delimiter: Delimiter | None = None,
-        encoding: Encoding | None = None,
-        header: bool | None = None,
-        normalize: bool = True,
-        holdout: Fraction = 0.2,
-        validation: Fraction | FileName | Sets | None = 0.1,
-        drop_last: bool = False,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.path, self.test = (expanded(p) for p in (path, test))
-        self.target, self.columns, self.kind, self.missing = target, columns, kind, missing
-        self.length = length
-        self.na, self.decimal, self.delimiter, self.encoding, self.header = na, decimal, delimiter, encoding, header
-        self.normalize, self.holdout, self.validation = normalize, holdout, validation
-        self.drop_last, self.order = drop_last, order
+    target: OneColumn | Sequence[OneColumn] | None = None
+    columns: Sequence[Typed] | None = None
+    kind: TableKind | None = None
+    length: Count = 256
+    missing: Literal["refuse", "fill"] = "refuse"
+    na: Missing | None = None
+    decimal: Literal[".", ","] | None = None
+    delimiter: Delimiter | None = None
+    header: bool | None = None
+    normalize: bool = True
+    holdout: Fraction = 0.2
+    drop_last: bool = False
 
     def resolve(self, run: RunSpec) -> Self:
         tokens = run.model.has_tokenizer or "text" in self._types().values()
@@ -210,19 +214,16 @@ class Tabular(Table):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not self.path:
             yield OperatorGives(f"data=tabular needs data.path, a table in a file ({KINDS})")
-        for knob, file in (("path", self.path), ("test", self.test), ("validation", beside(self.path, self.validation))):
-            if file and not Path(file).is_file():
-                yield f"data.{knob}={file} is no file: set it to a table ({KINDS})"
+        yield from self.absent(Path.is_file, f"set it to a table ({KINDS})")
         if not names_of(self.target):
             yield "data=tabular needs data.target, the column that is predicted (several: data.target=[a,b])"
         for name, kind in self._types().items():
             if kind not in ("", *TYPES):
                 yield f"data.columns={{{name}: {kind}}}: a column's type is one of {', '.join(TYPES)}"
 
-    def load(self, device: torch.device) -> Splits:
-        path, targets, own = Path(str(self.path)), names_of(self.target), beside(self.path, self.validation)
+    def read(self) -> tuple[Cells, Known]:
+        path, targets, given = Path(str(self.path)), names_of(self.target), self._types()
         table = open_table(path, self.form())
-        given = self._types()
         names, types = self._inputs(table, targets, given)
         cells = table.cells()
         schema = Schema.decided(cells, types, self.form().missing, self.decimal, table.decimal, targets)
@@ -234,37 +235,22 @@ class Tabular(Table):
                 raise table.refused[name]
             if name in schema.left_out and (name in {**dict.fromkeys(targets), **given} or not schema.inputs):
                 raise UserError(f"{path}: the column {name} cannot be used: {schema.left_out[name]}")
-        rows = schema.read(cells)
-        if self.missing == "refuse":
-            refuse_missing(rows, schema)
-        assert self.targets is not None
-        reader = TargetReader(self.targets, targets, "data.target")
-        apart = rows.held_out(self.holdout if self.test is None else 0.0)
-        train, sets = rows[~apart], [rows[apart]] if self.test is None else []
-        if not len(train) or not all(map(len, sets)):
-            raise UserError(f"{path} gives {(~apart).sum()} training and {apart.sum()} test rows: set data.test or data.holdout")
-        reader.learn(rows, train)
-        schema.learn(train, schema.inputs, self.normalize)
-        for setting, file in (("test", self.test), ("validation", own)):
-            if file:
-                sets.append(self._others(Path(file), schema, targets, f"data.{setting}={file}"))
-        doubts = [*schema.doubts.values(), *(line for part in sets for line in said(schema, part))]
-        pairs = [(part, reader.read(part)) for part in (train, *sets)]
-        data = splits_of(pairs, schema, reader, self.given_tokenizer() if self.tokens else None, doubts)
-        if isinstance(data.train, TextRows):
-            tell_cut(data.train.lengths, self.length, len(data.train))
-        return data
+        tokenizer = self.given_tokenizer() if self.tokens else None
+        return self._complete(cells, schema), (schema, self._reader(), tokenizer)
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         table, schema = open_table(Path(str(self.path)), self.form()), schema_of(data)
         return columns_of(schema, table.cells(schema.plain), names_of(self.target), data.names, table.refused)
 
-    def load_whole(self, own: Splits) -> Splits:
-        schema, reader = schema_of(own), TargetReader(self.targets or "class", names_of(self.target), "data.target")
-        rows = self._others(self.other_file(), schema, reader.names, str(self.other_file()))
-        tokenizer = None if schema.text is None else self.kept_tokenizer(own)
-        data = splits_of([(rows, reader.read_known(rows, own))] * 2, schema, reader, tokenizer, [*said(schema, rows)])
-        return replace(data, files=own.files, origins=WHOLE)
+    def kept(self, own: Splits) -> Known:
+        schema = schema_of(own)
+        return schema, self._reader().of(own), self.kept_rows(schema, own)
+
+    def kept_rows(self, schema: Schema, data: Splits) -> Tokenizer | None:
+        return None if schema.text is None else self.kept_tokenizer(data)
+
+    def _reader(self) -> TargetReader:
+        return TargetReader(self.targets or "class", names_of(self.target), "data.target")
 
     def form(self) -> Form:
         return form_of(self.delimiter, self.encoding, self.header, self.na)
@@ -288,12 +274,16 @@ class Tabular(Table):
             raise UserError(f"{self.path} has no column beside the target: there is nothing to predict it from")
         return names, {**dict.fromkeys(others, given.get("*", "")), **given}
 
-    def _others(self, path: Path, schema: Schema, targets: Sequence[str], setting: str) -> Cells:
-        """Return the rows of another file than the training file, by the schema. Raises UserError."""
-        table, wanted = open_table(path, self.form()), [*schema.inputs, *targets]
-        check_has(table, wanted, f"{setting} has no column {{}}, which the run's own table has")
-        check_names(targets, list(schema.columns), "data.target", "the run's own table")
-        rows = schema.read(table.cells(schema.plain, wanted))
+    def read_set(self, place: str, known: Known, split: str) -> Cells:
+        schema, reader, _ = known
+        table, wanted = open_table(Path(place), self.form()), [*schema.inputs, *reader.names]
+        check_has(table, wanted, f"data.{split}={place} has no column {{}}, which the run's own table has")
+        check_names(reader.names, list(schema.columns), "data.target", "the run's own table")
+        return self._complete(table.cells(schema.plain, wanted), schema)
+
+    def _complete(self, cells: Cells, schema: Schema) -> Cells:
+        """Return the values of rows. Raises UserError where one of an input is missing and is to be refused."""
+        rows = schema.read(cells)
         if self.missing == "refuse":
             refuse_missing(rows, schema)
         return rows
@@ -313,28 +303,18 @@ WINE = (
 )  # fmt: skip
 
 
-class ScikitLearn(Table):
+@dataclass(kw_only=True, eq=False)
+class ScikitLearn(Table, HeldOut[Cells, Known]):
     """A table that comes with scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
 
     rows: ClassVar[int]
     inputs: ClassVar[int]
     target: ClassVar[str]
 
-    def __init__(
-        self,
-        holdout: Fraction = 0.2,
-        validation: Fraction | None = 0.2,
-        normalize: bool = True,
-        drop_last: bool = False,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.holdout, self.validation, self.normalize, self.drop_last, self.order = (
-            holdout,
-            validation,
-            normalize,
-            drop_last,
-            order,
-        )
+    holdout: Fraction = 0.2
+    validation: Fraction | None = 0.2
+    normalize: bool = True
+    drop_last: bool = False
 
     def shape(self) -> tuple[int, ...]:
         return (self.inputs,)
@@ -342,25 +322,22 @@ class ScikitLearn(Table):
     def loaded_samples(self) -> int:
         return self.rows - number_apart(self.rows, self.holdout)
 
-    def read(self) -> dict[str, np.ndarray]:
+    def table(self) -> dict[str, np.ndarray]:
         """Return the table's columns."""
         raise NotImplementedError
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
-        return columns_of(schema_of(data), Cells(self.read(), ""), [self.target], data.names, {})
+        return columns_of(schema_of(data), Cells(self.table(), ""), [self.target], data.names, {})
 
-    def load(self, device: torch.device) -> Splits:
-        columns = self.read()
-        rows = Cells(columns, f"scikit-learn's {type(self).__name__.lower()}")
-        order = rng.permutation(0, 0, len(rows)).numpy()
-        count = number_apart(len(order), self.holdout)
-        apart, rest = rows[order[:count]], rows[order[count:]]
-        schema, names = Schema.decided(rows, {}), [name for name in columns if name != self.target]
-        assert self.targets is not None
-        reader = TargetReader(self.targets, [self.target], "target")
-        reader.learn(rows, rest)
-        schema.learn(rest, names, self.normalize)
-        return splits_of([(part, reader.read(part)) for part in (rest, apart)], schema, reader)
+    def read(self) -> tuple[Cells, Known]:
+        rows = Cells(self.table(), f"scikit-learn's {type(self).__name__.lower()}")
+        schema = Schema.decided(rows, {})
+        schema.inputs = [name for name in rows.columns if name != self.target]
+        return rows, (schema, TargetReader(self.targets or "class", [self.target], "target"), None)
+
+    def divided(self, every: Cells) -> tuple[Cells, Cells]:
+        order, count = rng.permutation(0, 0, len(every)).numpy(), number_apart(len(every), self.holdout)
+        return every[order[count:]], every[order[:count]]
 
 
 class Diabetes(ScikitLearn):
@@ -369,7 +346,7 @@ class Diabetes(ScikitLearn):
     rows, inputs, target = 442, 10, "progression"
     targets = "values"
 
-    def read(self) -> dict[str, np.ndarray]:
+    def table(self) -> dict[str, np.ndarray]:
         table = np.loadtxt(data_file("diabetes_data_raw.csv.gz"))
         return {**dict(zip(DIABETES, table.T, strict=True)), "progression": np.loadtxt(data_file("diabetes_target.csv.gz"))}
 
@@ -380,7 +357,7 @@ class Wine(ScikitLearn):
     rows, inputs, target = 178, 13, "grower"
     targets = "class"
 
-    def read(self) -> dict[str, np.ndarray]:
+    def table(self) -> dict[str, np.ndarray]:
         table = np.loadtxt(data_file("wine_data.csv"), delimiter=",", skiprows=1)
         return dict(zip((*WINE, "grower"), table.T, strict=True))
 

@@ -9,19 +9,19 @@ import sysconfig
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.order import Sampling
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree
-from drivetrain.data.base import IGNORE_INDEX, Data, Fraction, Splits, hash_fraction
+from drivetrain.data.base import IGNORE_INDEX, SPLITS, Data, Fraction, HeldOut, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.tokenized import Documents
 from drivetrain.data.tokenizer import KEPT, Bytes, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import as_kept, read_whole
@@ -102,7 +102,8 @@ def _kept(tokenizer: str, own_file: str | None) -> Tokenizer:
     return from_json(tokenizer, None if own_file is None else Path(own_file))
 
 
-class Stdlib(Data):
+@dataclass(kw_only=True, eq=False)
+class Stdlib(HeldOut[Listed[Path], list[str]]):
     """The source code of Python's standard library as bytes: real text of variable length, on every machine.
 
     A document is a file. Longer files are cut into pieces of `length` bytes, and a piece's first input is the byte before it,
@@ -112,26 +113,19 @@ class Stdlib(Data):
     """
 
     machine_local_keys = ("root",)
+    samples_are: ClassVar[str] = ".py files"
+    remedy: ClassVar[str] = "set data.root to a folder with more of them; see data.max_files and data.holdout"
     tokens = True
     targets = "tokens"
     reads: ClassVar[tuple[TargetKind, ...]] = ("tokens", "class")
 
-    def __init__(
-        self,
-        kind: Literal["tokens", "class"] | None = None,
-        root: str | None = None,
-        length: Count = 256,
-        holdout: Fraction = 0.1,
-        validation: Fraction | None = 0.1,
-        tests: bool = False,
-        max_files: Count | None = None,
-        test_samples: Count | None = None,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        self.kind, self.root = kind, os.path.expanduser(root) if root else None
-        self.length, self.holdout, self.validation, self.tests = length, holdout, validation, tests
-        self.max_files, self.test_samples, self.drop_last, self.order = max_files, test_samples, drop_last, order
+    kind: Literal["tokens", "class"] | None = None
+    root: str | None = None
+    validation: Fraction | None = 0.1
+    length: Count = 256
+    tests: bool = False
+    max_files: Count | None = None
+    test_samples: Count | None = None
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if run.augment:
@@ -154,50 +148,38 @@ class Stdlib(Data):
         shift = 1 if self.targets == "class" else 0
         return bytes(t - shift for t in tokens if 0 <= t - shift < BEGIN).decode(errors="replace")
 
-    def load(self, device: torch.device) -> Splits:
-        root = Path(self.root or sysconfig.get_paths()["stdlib"])
-        files = self._files(root)
-        packages = _packages(files) if self.targets == "class" else None
-        if packages is not None:
-            files = [(name, value) for name, value in files if name.parts[0] in packages]
-        train, test = ([name for name, value in files if (value < self.holdout) is held] for held in (False, True))
-        if not train or not test:
-            raise UserError(
-                f"{root} gives {len(train)} training and {len(test)} held-out .py files: set data.root to a folder with more of "
-                "them; see data.max_files and data.holdout"
-            )
-        if packages is not None:
-            return self._classified(root, train, test, packages)
-        sources = [Texts([read_whole(root / name) for name in names], self.length) for names in (train, test)]
-        test_source = _spread(sources[1], self.test_samples)
-        return Splits(sources[0], test_source, self.shape(), VOCABULARY, None, dtype=torch.int64)
+    def read(self) -> tuple[Listed[Path], list[str]]:
+        names = self._files(self._folder())
+        packages = _packages(names) if self.targets == "class" else list[str]()
+        return Listed(name for name in names if not packages or name.parts[0] in packages), packages
+
+    def fractions(self, every: Listed[Path]) -> np.ndarray:
+        return hash_fractions(name.as_posix() for name in every)
+
+    def source(self, known: list[str], part: Listed[Path]) -> Pieces:
+        contents = [read_whole(self._folder() / name) for name in part]
+        if not known:
+            return Texts(contents, self.length)
+        return LabelledTexts(contents, [known.index(name.parts[0]) for name in part], self.length, PIECES)
+
+    def about(self, known: list[str], train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        classes = {"names": known, "vocabulary": VOCABULARY} if known else {}
+        return {"shape": self.shape(), "classes": len(known) or VOCABULARY, "normalize": None, "dtype": torch.int64, **classes}
+
+    def _folder(self) -> Path:
+        return Path(self.root or sysconfig.get_paths()["stdlib"])
 
     def load_sets(self, device: torch.device) -> Splits:
         data = super().load_sets(device)
-        if data.validation is None:
-            return data
-        return replace(data, validation=_spread(data.sets("validation")[""], self.test_samples))
+        fewer = {of: _spread(source, self.test_samples) for of in SPLITS for source in data.sets(of).values()}
+        return replace(data, **cast(Any, fewer))
 
-    def _classified(self, root: Path, train: list[Path], test: list[Path], packages: list[str]) -> Splits:
-        sources = [
-            LabelledTexts(
-                [read_whole(root / name) for name in names],
-                [packages.index(name.parts[0]) for name in names],
-                self.length,
-                PIECES,
-            )
-            for names in (train, test)
-        ]
-        test_source = _spread(sources[1], self.test_samples)
-        shape = self.shape()
-        return Splits(sources[0], test_source, shape, len(packages), None, packages, torch.int64, vocabulary=VOCABULARY)
-
-    def _files(self, root: Path) -> list[tuple[Path, float]]:
-        """Return the names of files below `root` and their hashes in [0, 1), in the order of the hashes; no empty files."""
+    def _files(self, root: Path) -> list[Path]:
+        """Return the names of files below `root`, in the order of their hashes; no empty files."""
         unwanted = NOT_LIBRARY if self.tests else NOT_LIBRARY | TESTS
         hashed = sorted((hash_fraction(name.as_posix()), name) for name in _python_files(root, unwanted))
         step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # held-out files come first: skip through all
-        return [(name, value) for value, name in hashed[::step][: self.max_files]]
+        return [name for _, name in hashed[::step][: self.max_files]]
 
 
 def _spread(source: Source, most: int | None) -> Source:
@@ -214,9 +196,9 @@ def _python_files(root: Path, unwanted: Container[str]) -> Iterator[Path]:
                 yield path.relative_to(root)
 
 
-def _packages(files: list[tuple[Path, float]]) -> list[str]:
+def _packages(files: list[Path]) -> list[str]:
     """Return the packages that have enough files to be classes. Raises UserError."""
-    counts = Counter(name.parts[0] for name, _ in files if len(name.parts) > 1)
+    counts = Counter(name.parts[0] for name in files if len(name.parts) > 1)
     packages = sorted(package for package, count in counts.items() if count >= PACKAGE)
     if len(packages) < 2:
         raise UserError(

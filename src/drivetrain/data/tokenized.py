@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import one_at_a_time, read_text
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.paths import user_cache
 from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, Stored, damaged, read_index, write_index, write_set
@@ -77,10 +78,10 @@ class Documents:
         if isinstance(self.content, Stored):
             self.content.check(which)
 
-    def fractions(self) -> torch.Tensor:
+    def fractions(self) -> np.ndarray:
         """Return a number in [0, 1) for each document (m,), which depends on its text alone."""
         assert self.keys is not None
-        return torch.from_numpy(self.keys.numpy().view("uint64").astype("float64") / 2**64)
+        return np.asarray(self.keys.numpy().view(np.uint64).astype(np.float64) / 2**64)
 
     @classmethod
     def of(cls, contents: Sequence[bytes | torch.Tensor]) -> Documents:
@@ -88,6 +89,27 @@ class Documents:
         parts = [as_tokens(content) for content in contents]
         tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return cls(tokens, tokens.dtype, torch.tensor([len(part) for part in parts], dtype=torch.int64))
+
+
+@dataclass
+class Some:
+    """Some documents of a file."""
+
+    documents: Documents
+    which: torch.Tensor  # (n,) their numbers
+    source: str  # the file
+
+    @classmethod
+    def all(cls, documents: Documents, source: str) -> Some:
+        """Return all of them."""
+        return cls(documents, torch.arange(len(documents)), source)
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def subset(self, indices: torch.Tensor) -> Some:
+        """Return some of these."""
+        return Some(self.documents, self.which[indices], self.source)
 
 
 def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.paths import user_cache
 from drivetrain.core.source import CropBox
 from drivetrain.data import shards
-from drivetrain.data.base import Fraction, Sets, Splits, hash_fraction
-from drivetrain.data.decoding import CropShare, ImageFileSource, MaxSkipped, OnError
-from drivetrain.data.images import ImageData, Normalization
+from drivetrain.data.base import SPLITS, Fraction, HeldOut, Sets, Splits, hash_fractions
+from drivetrain.data.decoding import ImageFileSource
+from drivetrain.data.images import PictureData
 from drivetrain.data.untrusted import number_of_classes
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmentations' streams lie below
 
 
-class WebDataset(ImageData):
+@dataclass(kw_only=True, eq=False)
+class WebDataset(PictureData, HeldOut["ShardImages", None]):
     """Tar shards in WebDataset's layout (Aizman et al. 2019): files that share a name up to its first dot are a sample.
 
     Each shard is indexed once, and samples are read by their offsets. So the order is a function of seed and epoch alone,
@@ -41,35 +43,20 @@ class WebDataset(ImageData):
 
     machine_local_keys = ("train", "test", "cache")
 
-    def __init__(
-        self,
-        train: str | None = None,
-        test: str | dict[str, str] | None = None,
-        size: Count = 224,
-        crop_pct: CropShare = 1.0,
-        holdout: Fraction = 0.1,
-        validation: Fraction | FileName | Sets | None = 0.1,
-        classes: Count | None = None,
-        buffer: Count = 10_000,
-        cache: str | None = None,
-        normalize: Normalization = "imagenet",
-        range: Sequence[float] | None = None,
-        max_pixels: Count = 50_000_000,
-        on_error: OnError = "raise",
-        max_skipped: MaxSkipped = 0.01,
-        drop_last: bool = True,
-        order: Sampling = "own",
-    ) -> None:
-        self.train, self.test, self.size, self.holdout, self.classes = train, test, size, holdout, classes
-        self.validation, self.buffer, self.cache, self.normalize = validation, buffer, cache, normalize
-        self.max_pixels, self.range, self.crop_pct = max_pixels, range, crop_pct
-        self.on_error, self.max_skipped, self.drop_last, self.order = on_error, max_skipped, drop_last, order
+    train: str | None = None
+    test: str | dict[str, str] | None = None
+    validation: Fraction | FileName | Sets | None = 0.1
+    classes: Count | None = None
+    buffer: Count = 10_000
+    cache: str | None = None
+    order: Sampling = "own"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         if not self.train:
             yield OperatorGives("data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'")
-        for knob, pattern in (("train", self.train), ("test", self.test), ("validation", self._own())):
+        given = [("train", self.train), *((split, each) for split in SPLITS for each in self.places(split).values())]
+        for knob, pattern in given:
             try:
                 names = shards.expand(pattern) if pattern else []
             except UserError as error:
@@ -79,31 +66,28 @@ class WebDataset(ImageData):
             if missing:
                 yield f"data.{knob}={pattern}: {missing[0]} is no file ({len(missing)} of {len(names)} shards are not there)"
 
-    def load(self, device: torch.device) -> Splits:
-        cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
-        train = SampleTable.load(shards.expand(str(self.train)), cache)
-        if self.test:
-            test = SampleTable.load(shards.expand(self.test), cache)
-        else:
-            held_out = torch.tensor([hash_fraction(name) < self.holdout for name in train.names], dtype=torch.bool)
-            train, test = train.select(~held_out), train.select(held_out)
-        if not len(train.names) or not len(test.names):
-            raise UserError(
-                f"data.train={self.train} gives {len(train.names)} training and {len(test.names)} test images: "
-                "give data.test, more samples, or another data.holdout"
-            )
-        own = self._own()
-        tables = [train, test, *([SampleTable.load(shards.expand(own), cache)] if own else [])]
-        highest = int(max(table.labels.max() for table in tables))
-        classes = number_of_classes(highest, len(train.names), self.classes, f"data.train={self.train}")
-        sources = [ShardImages(table, self) for table in tables]
-        validation = sources[2] if own else None
-        return Splits(sources[0], sources[1], self.shape(), classes, validation=validation, **self.looked_at(sources))
+    def places(self, split: str, known: Any = None) -> dict[str, str]:
+        """Return the shards of a split's sets; those of the validation stand beside those of training."""
+        found, folder = super().places(split), str(self.train).rpartition("/")[0]
+        return found if split == "test" else {name: os.path.join(folder, each) for name, each in found.items()}
 
-    def _own(self) -> str | None:
-        """Return the shards of the validation set, which are beside those of training; None where they are no shards."""
-        folder = str(self.train).rpartition("/")[0]
-        return os.path.join(folder, self.validation) if isinstance(self.validation, str) else None
+    def read(self) -> tuple[ShardImages, None]:
+        return self.read_set(str(self.train), None, "train"), None
+
+    def fractions(self, every: ShardImages) -> np.ndarray:
+        return hash_fractions(every.table.names)
+
+    def read_set(self, place: str, known: None, split: str) -> ShardImages:
+        cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
+        return ShardImages(SampleTable.load(shards.expand(place), cache), self)
+
+    def about(
+        self, known: None, train: ShardImages, others: Sequence[tuple[str, ShardImages]], own: Splits | None
+    ) -> dict[str, Any]:
+        sources = [train, *(source for _, source in others)]
+        highest = max(int(source.targets.max()) for source in sources)
+        classes = number_of_classes(highest, len(train), self.classes, f"data.train={self.train}")
+        return {"shape": self.shape(), "classes": classes, **self.looked_at(sources)}
 
 
 class SampleTable(NamedTuple):
@@ -130,7 +114,7 @@ class SampleTable(NamedTuple):
         return cls(files, names, shard, spans, labels)
 
     def select(self, chosen: torch.Tensor) -> SampleTable:
-        """Return the table of the samples `chosen`: their numbers (m,), or true (n,) where one is."""
+        """Return the table of the samples `chosen` (m,)."""
         return SampleTable(self.files, self.names[chosen.numpy()], self.shard[chosen], self.spans[chosen], self.labels[chosen])
 
 

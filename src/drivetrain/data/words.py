@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from drivetrain.core.allowed import ColumnName, FileName
+from drivetrain.core.allowed import ColumnName
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.order import Sampling
+from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.data.base import IGNORE_INDEX, WHOLE, Fraction, Sets, Splits, beside, hash_fraction
-from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.base import IGNORE_INDEX, Listed, Splits, hash_fractions
+from drivetrain.data.jsonl import Jsonl, Known
 from drivetrain.data.tokenizer import Tokenizer
-from drivetrain.data.untrusted import Encoding, lines_of
+from drivetrain.data.untrusted import lines_of
 
 Tagged = tuple[list[str], list[str]]  # words, and the class of each
 
 
+@dataclass(kw_only=True, eq=False)
 class Words(Jsonl):
     """Texts of which each word has a class: lines such as {"tokens": ["the", "Nile"], "tags": ["O", "RIVER"]}.
 
@@ -31,25 +32,15 @@ class Words(Jsonl):
 
     reads_what = "a file whose lines are JSON objects with a list of words and a list of their classes"
 
-    def __init__(
-        self,
-        path: str | None = None,
-        test: str | dict[str, str] | None = None,
-        text: ColumnName = "tokens",
-        label: ColumnName = "tags",
-        tokenizer: Literal["auto", "bytes", "file"] = "auto",
-        tokenizer_file: str | None = None,
-        length: Count = 256,
-        encoding: Encoding | None = None,
-        holdout: Fraction = 0.1,
-        validation: Fraction | FileName | Sets | None = 0.1,
-        drop_last: bool = True,
-        order: Sampling = "shuffled",
-    ) -> None:
-        super().__init__(
-            path, test, text, label, tokenizer, tokenizer_file=tokenizer_file, length=length, encoding=encoding, holdout=holdout,
-            validation=validation, drop_last=drop_last, order=order,
-        )  # fmt: skip
+    text: ColumnName = "tokens"
+    label: ColumnName | None = "tags"
+    tokenizer: Literal["auto", "bytes", "file"] = "auto"
+    vocabulary: int = field(init=False, default=4096)
+    packing: bool = field(init=False, default=False)
+    cache: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.targets = "words"
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -61,34 +52,25 @@ class Words(Jsonl):
         """Return the tokens of a text's words, which spaces separate."""
         return torch.tensor(tokens_of(text.split(), self.kept_tokenizer(data), self.length)[0] or [0])
 
-    def load(self, device: torch.device) -> Splits:
-        own = beside(self.path, self.validation)
-        train, *others = ([*self._tagged(Path(path))] for path in (self.path, self.test, own) if path)
-        if not self.test:
-            others.insert(0, [line for line in train if hash_fraction(" ".join(line[0])) < self.holdout])
-            train = [line for line in train if hash_fraction(" ".join(line[0])) >= self.holdout]
-        if not train or not others[0]:
-            raise UserError(
-                f"{self.path} gives {len(train)} training and {len(others[0])} test texts: set data.test or data.holdout"
-            )
-        return self._tagged_splits([train, *others], sorted({tag for _, tags in train for tag in tags}))
-
-    def load_whole(self, own: Splits) -> Splits:
-        lines = [*self._tagged(self.other_file())]
-        return replace(self._tagged_splits([lines, lines], list(own.names or ())), origins=WHOLE)
-
-    def _tagged_splits(self, sets: Sequence[Sequence[Tagged]], names: list[str]) -> Splits:
-        """Return the texts of each set. Raises UserError for classes that are not among the names."""
-        if unknown := sorted({tag for lines in sets for _, tags in lines for tag in tags} - {*names}):
-            raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(unknown[:5])}")
+    def read(self) -> tuple[Listed[Tagged], Known]:
         tokenizer = self.given_tokenizer()
         assert tokenizer is not None  # only byte pairs are trained
-        numbers = {name: number for number, name in enumerate(names)}
-        sources = [TaggedTexts(lines, numbers, tokenizer, self.length) for lines in sets]
-        return Splits(
-            sources[0], sources[1], self.shape(), len(names), None, names, torch.int64, vocabulary=tokenizer.vocabulary,
-            files=tokenizer.files(), pad_token=tokenizer.padding, validation=sources[2] if len(sources) > 2 else None,
-        )  # fmt: skip
+        return Listed(self._tagged(Path(str(self.path)))), (tokenizer, [])
+
+    def fractions(self, every: Listed[Tagged]) -> np.ndarray:
+        return hash_fractions(" ".join(words) for words, _ in every)
+
+    def learn(self, known: Known, every: Listed[Tagged], train: Listed[Tagged]) -> Known:
+        return known[0], sorted({tag for _, tags in train for tag in tags})
+
+    def read_set(self, place: str, known: Known, split: str) -> Listed[Tagged]:
+        return Listed(self._tagged(Path(place)))
+
+    def source(self, known: Known, part: Listed[Tagged]) -> TaggedTexts:
+        tokenizer, names = known
+        if foreign := sorted({tag for _, tags in part for tag in tags} - {*names}):
+            raise UserError(f"{self.test or self.path}: no training text has the class {', '.join(foreign[:5])}")
+        return TaggedTexts(part, {name: number for number, name in enumerate(names)}, tokenizer, self.length)
 
     def _tagged(self, path: Path) -> Iterator[Tagged]:
         """Yield the words of each line that has some, and their classes. Raises DataError."""
