@@ -189,7 +189,7 @@ def test_loaders_read_a_held_out_set_alike(place, make, name, loader):
     run = prepare([loader, *(["loader.num_workers=1"] if loader == "loader=workers" else [])]).run
     made: Loader = run.loader
     if loader == "loader=auto":
-        made.budget_s = 0.01
+        made = made.with_values(budget_s=0.01, _in_run=True)
         made.autotune(pipeline, 4, 1_000, CPU)
     batches = list(made.stream(pipeline, requests, CPU, torch.contiguous_format))
     for request, batch in zip(requests, batches, strict=True):
