@@ -384,7 +384,7 @@ def check(other: Evaluation, probabilities: torch.Tensor, classes: torch.Tensor)
         ("tabular", "size,color,kind,price\n1,red,castle,2\n", "no training row has the class castle of kind"),
         ("labels_csv", "image,kind\n0.png,bird\n", "no training row has the class bird of kind"),
         ("labels_csv", "file,kind\n0.png,dog\n", "data.image=image is no column of"),
-        ("jsonl", '{"text": "a bird", "kind": "bird"}\n', "has classes that the run does not know: bird"),
+        ("jsonl", '{"text": "a bird", "kind": "bird"}\n', "no training text has the class bird"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(reader, content, says, trained, tmp_path):

@@ -453,6 +453,7 @@ class HeldOut(Data, Generic[P, K]):
         every, known = self.read()
         tests = self.places("test", known)
         train, test = (every, None) if tests else self.divided(every)
+        self._refuse_empty(train, [] if test is None else [test])
         known = self.learn(known, every, train)
         sets = {
             split: {name: self.read_set(place, known, split) for name, place in self.places(split, known).items()}
@@ -460,13 +461,16 @@ class HeldOut(Data, Generic[P, K]):
         }
         if test is not None:
             sets["test"] = {"": test}
-        counts = [len(train), *map(len, sets["test"].values())]
+        self._refuse_empty(train, sets["test"].values())
+        return self._encoded(known, train, sets, None)
+
+    def _refuse_empty(self, train: P, tests: Iterable[P]) -> None:
+        counts = [len(train), *map(len, tests)]
         if not all(counts):
             raise UserError(
-                f"{getattr(self, self.machine_local_keys[0])} gives {counts[0]} training and {min(counts[1:])} test "
+                f"{getattr(self, self.machine_local_keys[0])} gives {counts[0]} training and {min(counts[1:], default=0)} test "
                 f"{self.samples_are}: {self.remedy}"
             )
-        return self._encoded(known, train, sets, None)
 
     def _encoded(self, known: K, train: P, sets: Mapping[str, Mapping[str, P]], own: Splits | None) -> Splits:
         source = self.source(known, train)
