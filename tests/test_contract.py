@@ -16,7 +16,7 @@ from PIL import Image
 import drivetrain
 from drivetrain.config import catalog
 from drivetrain.config import validate as check
-from drivetrain.config.catalog import LISTS, option_files, options, shipped_targets
+from drivetrain.config.catalog import LISTS, key_lines, option_files, options, shipped_targets
 from drivetrain.config.compose import compose
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
@@ -488,13 +488,22 @@ def test_its_yaml_says_what_it_buys_and_what_each_knob_does(group, option):
     assert lines[0].startswith("#")
     assert comments
     assert len(comments[0]) > 12
-    siblings = "\n".join(path.read_text() for (g, _), path in FILES.items() if g == group)
-    for line in lines:
+    siblings = [line for (g, _), path in FILES.items() if g == group for line in key_lines(path)]
+    for line in key_lines(FILES[group, option]):
         knob, colon, rest = line.partition(":")
-        if not colon or line.startswith(("#", " ", "_target_")) or knob in OBVIOUS:
+        if not colon or line.startswith(" ") or knob in OBVIOUS:
             continue
-        elsewhere = [s for s in siblings.splitlines() if s.startswith(f"{knob}:") and "#" in s]
+        elsewhere = [s for s in siblings if s.startswith(f"{knob}:") and "#" in s]
         assert "#" in rest or elsewhere, f"{group}={option}: {knob} has no comment"
+
+
+def test_a_key_that_all_options_with_it_have_alike_is_said_once():
+    """It stands in `_shared.yaml`, of which a file of an option differs where it wants to."""
+    for group in options():
+        lines = [line for (g, _), path in FILES.items() if g == group for line in path.read_text().splitlines()]
+        shared = conf_dir() / group / "_shared.yaml"
+        said = shared.read_text().splitlines()[1:] if shared.is_file() else []
+        assert not set(lines) & set(said), group
 
 
 @pytest.mark.parametrize(("group", "option"), SHIPPED, ids=ids(SHIPPED))

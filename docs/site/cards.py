@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import matrix
-from omegaconf import OmegaConf
 
 from drivetrain.config import catalog, recipe_checks, recipe_schema
 from drivetrain.core.option import Option
@@ -59,11 +58,10 @@ def _card(group: str, file: Path, override: str) -> Iterator[str]:
     yield from (f"**Effect on training:** {EFFECTS[effect]}{changes}.", "")
     if source:
         yield from (f"**Source:** {source}.", "")
-    values: Any = OmegaConf.to_container(OmegaConf.load(file))
-    keys = {key: value for key, value in values.items() if key not in ("_target_", "preset")}
+    keys = {key: value for key, value in catalog.content(file).items() if key not in ("_target_", "preset")}
     if keys:
         yield from ("| key | default | may be | |", "|---|---|---|---|")
-    for key, about in recipe_schema.described(file, keys, recipe_checks.hints(code)).items():
+    for key, about in recipe_schema.described(catalog.key_lines(file), keys, recipe_checks.hints(code)).items():
         default = json.dumps(about["default"], ensure_ascii=False)
         yield f"| `{group}.{key}` | `{default}` | {cell(kind(about))} | {cell(about.get('description', ''))} |"
     yield ""

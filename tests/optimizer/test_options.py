@@ -7,33 +7,30 @@ import inspect
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import drivetrain
+from drivetrain.config.catalog import content, option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name
 from drivetrain.optimizer import apex, layerwise, torch_optim, torch_wrappers
 from drivetrain.optimizer import lion as lion_options
 from drivetrain.optimizer import muon as muon_options
 from drivetrain.optimizer import schedulefree as schedulefree_options
 from drivetrain.optimizer import timm as by_timm
-from drivetrain.optimizer.hyperparameters import Hyperparameters
 from tests.support import stand_ins
 
-FILES = sorted((conf_dir() / "optimizer").glob("*.yaml"))
+FILES = [*option_files()["optimizer"].values()]
 FORMLESS = ["rmsprop", "adafactor", "lars", "novograd", "lion", "schedulefree"]
 
 
@@ -49,17 +46,9 @@ def problems(*words: str, needs_torch: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_yaml_and_constructor_say_the_same(file: Path) -> None:
-    knobs = yaml.safe_load(file.read_text())
+    knobs = dict(content(file))
     cls = import_name(knobs.pop("_target_"))
     assert set(knobs) == set(inspect.signature(cls).parameters)
-
-
-def test_the_common_knobs_read_the_same_everywhere() -> None:
-    """The lines repeat in every file so that each is whole; this keeps the repetition honest."""
-    common = [f.name for f in fields(Hyperparameters) if f.name not in ("lr", "weight_decay")]
-    tails = {f.stem: [line for line in f.read_text().splitlines() if line.split(":")[0] in common] for f in FILES}
-    assert len(tails["sgd"]) == len(common)
-    assert all(tail == tails["sgd"] for tail in tails.values())
 
 
 def test_every_option_is_there() -> None:
@@ -235,7 +224,7 @@ def test_a_bad_optimizer_is_answered_without_torch() -> None:
 
 def test_every_docstring_names_its_source() -> None:
     """A paper, or the library's class: the rules must be findable."""
-    classes: list[Any] = [import_name(yaml.safe_load(f.read_text())["_target_"]) for f in FILES]
+    classes: list[Any] = [import_name(content(f)["_target_"]) for f in FILES]
     for cls in classes:
         assert re.search(r"\d{4}\)|torch\.optim|timm\.optim|apex\.optimizers|NVIDIA", cls.__doc__), cls
 

@@ -77,4 +77,6 @@ def _section(group: str, option: str, folders: tuple[Path, ...]) -> DictConfig |
 @lru_cache(maxsize=1024)
 def _values(group: str, option: str, folders: tuple[Path, ...]) -> Any:
     files = (folder / group / f"{option}.yaml" for folder in (conf_dir(), *folders))
-    return OmegaConf.to_container(OmegaConf.load(next(file for file in files if file.is_file())))
+    own: Any = OmegaConf.to_container(OmegaConf.load(next(file for file in files if file.is_file())))
+    shared = [_values(group, name, folders) for name in own.pop("defaults", []) if name != "_self_"]
+    return {key: value for each in (*shared, own) for key, value in each.items()}

@@ -104,7 +104,7 @@ def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
 def _show_option(group: str, option: str, file: Path) -> None:
     """Print one option: what it does, when it helps, what it claims of training, and its keys."""
     effect, changes = _claim(file)
-    keys = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith(("#", "_target_"))]
+    keys = catalog.key_lines(file)
     place = f"{group}.{option}" if group in catalog.LISTS else group
     override = f"{group}={f'[{option}]' if group in catalog.LISTS else option}"
     echo(f"{override}: {catalog.summary(file)}")

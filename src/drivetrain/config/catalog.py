@@ -64,7 +64,7 @@ def _option_files(others: tuple[Path, ...]) -> Mapping[str, Mapping[str, Path]]:
     found: dict[str, dict[str, Path]] = {group: {} for group in default_options()}
     for folder in (conf_dir(), *others):
         for file in sorted(folder.glob("*/*.yaml")):
-            if file.parent.name in found:
+            if file.parent.name in found and not _is_shared(file):
                 found[file.parent.name].setdefault(file.stem, file)
     return found
 
@@ -79,7 +79,7 @@ def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set
     if isinstance(option, list) and group in SUMS:
         return {*map(str, option), "weights"}
     file = option_files(config_dirs).get(group, {}).get(str(option))
-    return set(_keys(file)) if file is not None else set()
+    return {str(key) for key in content(file)} if file is not None else set()
 
 
 def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str] = ()) -> bool:
@@ -92,9 +92,41 @@ def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str
     return knob.split(".")[0] in names
 
 
+def _is_shared(file: Path) -> bool:
+    """Whether a file beside options is none: it has keys that several of them share, and name under `defaults`."""
+    return file.stem.startswith("_")
+
+
 @lru_cache(maxsize=512)
-def _keys(file: Path) -> frozenset[str]:
-    return frozenset(map(str, yaml.load(file.read_text(encoding="utf-8"), _Loader)))
+def _texts(file: Path) -> list[str]:
+    """What stands in the file of an option, and in those with its shared keys, which its `defaults` name in a list."""
+    text = file.read_text(encoding="utf-8")
+    named = re.search(r"^defaults: \[(.*)\]", text, re.M)
+    shared = [f"{name.strip()}.yaml" for name in named[1].split(",") if name.strip() != "_self_"] if named else []
+    places = [(file.parent / name, conf_dir() / file.parent.name / name) for name in shared]
+    return [text, *((own if own.is_file() else shipped).read_text(encoding="utf-8") for own, shipped in places)]
+
+
+@lru_cache(maxsize=512)
+def _parsed(text: str) -> Mapping[str, Any]:
+    found = yaml.load(text, _Loader)
+    return found if isinstance(found, dict) else {}
+
+
+def content(file: Path) -> Mapping[str, Any]:
+    """The keys and values of an option's file, and then the keys that it shares with others."""
+    own, *shared = map(_parsed, _texts(file))
+    every = {**own, **{key: value for each in shared for key, value in each.items() if key not in own}}
+    return {key: value for key, value in every.items() if key != "defaults"}
+
+
+def key_lines(file: Path) -> list[str]:
+    """The lines that have the keys of an option, with the comments beside them."""
+    own, *shared = (
+        [line for line in text.splitlines() if not line.startswith(("#", "_target_", "defaults"))] for text in _texts(file)
+    )
+    named = {line.partition(":")[0] for line in own}
+    return [*own, *(line for lines in shared for line in lines if line.partition(":")[0] not in named)]
 
 
 def one_or_several(group: str, option: Any) -> Any:
@@ -190,7 +222,7 @@ def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[st
         yield f"{file}: not valid YAML: {str(error).splitlines()[0]}"
         return
     package = f"# @package {group}.{file.stem}"
-    if group == EXPERIMENTS:  # a recipe, which is read where it is named
+    if group == EXPERIMENTS or _is_shared(file):  # a recipe, which is read where it is named; or keys of several options
         return
     if group not in files:
         yield f"{file}: there is no group '{group}': {did_you_mean(group, files)}"

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config.catalog import LISTS, option_files, options
+from drivetrain.config.catalog import LISTS, content, option_files, options
 from drivetrain.config.keys import OPEN
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value
@@ -91,7 +91,7 @@ def _option_of(group: str, section: Mapping[str, Any], config_dirs: Sequence[str
 def _section(group: str, option: str, config_dirs: Sequence[str]) -> dict[str, Any]:
     """The content of an option's file; none where there is no such option."""
     file = option_files(config_dirs)[group].get(option)
-    return dict(OmegaConf.to_container(OmegaConf.load(file))) if file is not None else {}  # type: ignore[arg-type]
+    return dict(content(file)) if file is not None else {}
 
 
 def _knobs(group: str, place: str, option: str, section: Mapping[str, Any], config_dirs: Sequence[str]) -> Iterator[str]:

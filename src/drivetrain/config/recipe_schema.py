@@ -10,7 +10,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
@@ -107,29 +106,25 @@ def _about(hint: Any) -> Schema:
 
 def _knobs(file: Path) -> dict[str, Schema]:
     """The knobs of an option that a recipe may set; without types where its code is not trusted."""
-    values: Any = OmegaConf.to_container(OmegaConf.load(file))
+    values = dict(catalog.content(file))
     target = str(values.pop("_target_"))
     values.pop("preset", None)  # of a task
     trusted = target in catalog.shipped_targets() or not any(trust_problems("", target, trusted_packages()))
     option = import_name(target) if trusted else None
     kinds = hints(option) if option is not None else {}
     local = option.machine_local_keys if option is not None else ()
-    return described(file, {k: v for k, v in values.items() if k not in local}, kinds)
+    return described(catalog.key_lines(file), {k: v for k, v in values.items() if k not in local}, kinds)
 
 
 def _values() -> dict[str, Schema]:
     """The keys of conf/config.yaml that are no group."""
     values = {k: v for k, v in catalog.root_config().items() if k != "defaults" and k not in OPERATOR_KEYS}
-    return described(conf_dir() / "config.yaml", values, KINDS)
+    return described((conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines(), values, KINDS)
 
 
-def described(file: Path, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
+def described(lines: Sequence[str], values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
     """Key → the schema of its value, with its default and the comment beside it."""
-    comments = {
-        found["key"]: found["text"].strip()
-        for line in file.read_text(encoding="utf-8").splitlines()
-        if (found := _COMMENT.match(line))
-    }
+    comments = {found["key"]: found["text"].strip() for line in lines if (found := _COMMENT.match(line))}
     return {
         key: {**_kind(kinds.get(key, Any)), "default": default, **({"description": comments[key]} if key in comments else {})}
         for key, default in values.items()

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drivetrain.config import catalog
 from drivetrain.core import files, tables
 from drivetrain.core.figure import Figure
 from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import conf_dir
 from drivetrain.core.typed import is_number
 from drivetrain.run.identity import flatten, reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
@@ -235,7 +235,7 @@ class _Defaults:
     """The values that drivetrain's own files of options give, as they are written there."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._config, self._read = config, {"": _yaml(conf_dir() / "config.yaml")}
+        self._config, self._read = config, {"": dict(catalog.root_config())}
 
     def of(self, key: str) -> Any:
         """The default of a key; "–" where these files do not say it."""
@@ -245,14 +245,9 @@ class _Defaults:
         group, _, knob = key.partition(".")
         if knob and group not in self._read:
             option = str(self._config.get(group))
-            known = {path.stem: path for path in (conf_dir() / group).glob("*.yaml")}
-            self._read[group] = _yaml(known[option]) if option in known else {}
+            known = catalog.option_files().get(group, {})
+            self._read[group] = dict(catalog.content(known[option])) if option in known else {}
         return flatten(self._read[group if knob else ""]).get(knob or key, "–")
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    found = files.read_yaml(path)
-    return found if isinstance(found, dict) else {}
 
 
 def place_of(run: RunFiles) -> tuple[str, ...]:
