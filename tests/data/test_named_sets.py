@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,14 @@ from PIL import Image
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.selection import Selection
+from drivetrain.data.huggingface import HuggingFace
+from drivetrain.data.images import ImageFolder, LabelsCsv
+from drivetrain.data.instructions import Instructions
+from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.own import Own
 from drivetrain.data.tabular import Tabular
+from drivetrain.data.webdataset import WebDataset
+from drivetrain.data.words import Words
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load
@@ -23,6 +30,8 @@ from drivetrain.measure.benchmark import quality
 from drivetrain.run import curves, reader
 from drivetrain.ui.pages import run as pages
 from tests.data.test_packed import CPU
+
+datasets = pytest.importorskip("datasets")
 
 OWN = '''
 import torch
@@ -75,20 +84,65 @@ def tables(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_each_set_is_loaded_as_it_is_alone(tables):
-    path, near, far = (str(tables / f"{name}.csv") for name in ("train", "near", "far"))
-    option = Tabular(path=path, test={"near": near, "far": far}, target="kind", validation={"held": 0.1, "far": "far.csv"})
-    option.targets = "class"
-    data = option.load_sets(CPU)
-    assert {name: len(source) for name, source in data.sets("test").items()} == {"near": 20, "far": 12}
-    assert {name: len(source) for name, source in data.sets("validation").items()} == {"held": 6, "far": 12}
-    assert len(data.train) == 54
-    alone = Tabular(path=path, test=far, target="kind", validation=0.1)
-    alone.targets = "class"
-    for got, wanted in zip(
-        data.sets("test")["far"].fetch(torch.arange(12)), alone.load_sets(CPU).test.fetch(torch.arange(12)), strict=True
-    ):
-        assert torch.equal(got, wanted)
+@pytest.fixture(scope="session")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same samples in every form: a training set, and the sets near and far beside it."""
+    root = tmp_path_factory.mktemp("forms")
+    splits = {}
+    for name, count in (("train", 60), ("near", 20), ("far", 12)):
+        rows, images = range(count), []
+        for i in rows:
+            (root / "images" / name / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
+            images.append(root / "images" / name / "abc"[i % 3] / f"{i}.png")
+            Image.fromarray(np.full((8, 8, 3), 3 * i, np.uint8)).save(images[-1])
+        lines = [f"{i},{i * i % 5},{'abc'[i % 3]},{images[i]}" for i in rows]
+        (root / f"{name}.csv").write_text("\n".join(["a,b,kind,image", *lines]) + "\n")
+        texts = [{"text": f"text {i}", "kind": i % 3, "tokens": [f"w{i}"], "tags": ["abc"[i % 3]]} for i in rows]
+        talks = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in rows]
+        both = ({**text, "messages": talk} for text, talk in zip(texts, talks, strict=True))
+        (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, both)))
+        with tarfile.open(root / f"{name}.tar", "w") as tar:
+            for i in rows:
+                (root / "label.cls").write_text(str(i % 3))
+                tar.add(images[i], f"{name}{i}.png")
+                tar.add(root / "label.cls", f"{name}{i}.cls")
+        splits[name] = datasets.Dataset.from_dict({"caption": [f"text {i}" for i in rows], "label": [i % 3 for i in rows]})
+    datasets.DatasetDict(splits).save_to_disk(str(root / "saved"))
+    return root
+
+
+FORMS = {
+    "tabular": (Tabular, "csv", {"target": "kind", "columns": ["a", "b"]}),
+    "labels_csv": (LabelsCsv, "csv", {"target": "kind", "size": 8}),
+    "jsonl": (Jsonl, "jsonl", {"length": 8}),
+    "jsonl, labelled": (Jsonl, "jsonl", {"length": 8, "label": "kind"}),
+    "words": (Words, "jsonl", {"length": 8}),
+    "instructions": (Instructions, "jsonl", {"length": 64}),
+    "webdataset": (WebDataset, "tar", {"size": 8}),
+    "imagefolder": (ImageFolder, "", {"size": 8, "root": "images"}),
+    "huggingface": (HuggingFace, "", {"image": None, "text": "caption", "root": "saved"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_set_is_loaded_as_it_is_alone_and_training_is_read_once(files, form, monkeypatch):
+    cls, ending, settings = FORMS[form]
+    place, near, far = (f"{files}/{name}.{ending}" if ending else name for name in ("train", "near", "far"))
+    settings = {**settings, **({"root": f"{files}/{settings['root']}"} if "root" in settings else {})}
+    if ending:
+        settings |= {"train" if ending == "tar" else "path": place}
+    beside = f"far.{ending}".rstrip(".")
+    read, whole = [], cls.read
+    monkeypatch.setattr(cls, "read", lambda self: read.append(1) or whole(self))
+    data = cls(**settings, test={"near": near, "far": far}, validation={"held": 0.1, "far": beside}).load_sets(CPU)
+    assert read == [1]
+    sizes = {split: {name: len(source) for name, source in data.sets(split).items()} for split in ("test", "validation")}
+    assert sizes == {"test": {"near": 20, "far": 12}, "validation": {"held": 60 - len(data.train), "far": 12}}
+    assert 50 <= len(data.train) <= 56
+    alone = cls(**settings, test=far, validation=0.1).load_sets(CPU)
+    for got, wanted in ((data.sets("test")["far"], alone.test), (data.train, alone.train)):
+        for one, other in zip(*(source.fetch(torch.arange(12)) for source in (got, wanted)), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_own_data_makes_one_dataset_for_each_set(their_marks):

@@ -161,7 +161,8 @@ def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequ
         _check_classes(f"{root}/{base.path}".rstrip("/"), folders, named, holding, alike)
         return Layout(base)
     beside = [name for name in folders if name not in named and folders[name].holds_files()]
-    if beside and not any(name in named for name in others):
+    asked = {one_form(name) for name in (*test, *(validation or ()))}
+    if beside and not any(name in named or name in asked for name in others):
         raise UserError(
             f"{root} has class folders in {_listed(train)}, and images in {_listed(beside[:5])}, so it could be a class: set "
             f"data.root={root}/{train[0]}, or move its images out of these folders"

@@ -24,9 +24,8 @@ from drivetrain.core.typed import fits
 from drivetrain.data.untrusted import MAPPED, let_go, ordinary, read_whole
 
 FORMAT, VERSION = "drivetrain-packed", 4
-END, CRC, LABEL, KEY = range(
-    4
-)  # of a row of the table: where a sample ends in the file, its CRC-32, its class; of a text its key
+# The columns of the table: where a sample ends in the file, its CRC-32, its class; of a text its key.
+END, CRC, LABEL, KEY = range(4)
 MOST_INDEX = 1 << 26  # bytes of index.json
 CHUNK = 16 << 20  # bytes written between two entries of the journal, about
 FAULT = 1 << 16  # bytes that the system maps at once where one is read
