@@ -22,9 +22,9 @@ COMPARE = "rows notes overrides settings environment seconds subject target orde
 FINDING = "update phase name difference floor ratio differs"
 
 FORECAST = (
-    "device source ranks micro_batch micro_batches peak_bytes memory memory_limit_bytes fits flops moved_bytes operations step_s "
-    "compute_s data_wait_s network_s shares timed_share limit updates run_s samples_per_second data_bytes_per_second "
-    "largest_micro_batch what_if notes"
+    "device source ranks micro_batch micro_batches peak_bytes tensors_bytes memory memory_limit_bytes fits flops "
+    "moved_bytes operations step_s compute_s data_wait_s network_s shares timed_share limit updates run_s "
+    "samples_per_second data_bytes_per_second largest_micro_batch what_if notes"
 )
 CERTIFY = "answer bit_for_bit same_in_float64_only first phases lines settings not_looked_into roundoff margin"
 BISECT = "good bad outcome unit causes whole rest suspects reason notes changes tried comparisons seconds settings environment"

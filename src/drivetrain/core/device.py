@@ -57,6 +57,24 @@ def peak_memory_of_process() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def memory_of_process() -> int:
+    """The bytes of this process's resident set, with what it shares with the process that forked it: pages of libraries, which
+    count as a forked one's only once it uses them.
+    """
+    try:
+        (resident, shared), (_, of_parent) = (_pages(pid) for pid in ("self", os.getppid()))
+    except OSError:
+        return memory_now()
+    return (resident - shared + max(shared, of_parent)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _pages(pid: int | str) -> tuple[int, int]:
+    """The pages of a process that are resident, and those of them that are a file's."""
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        _, resident, shared, *_ = map(int, file.read().split())
+    return resident, shared
+
+
 def memory_now() -> int:
     """The bytes in use now: what the device's allocator holds if it has been used, else this process's resident set."""
     device = torch.accelerator.current_accelerator()  # that torch was built for: it looks at no device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,8 @@ def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
     assert size is not None
     assert size.low < size.value < size.high
     limit = examine.FILLED * made.device.memory
-    at, more = (made.memory(made.record(int(n), 1), 0, False).peak.value for n in (size.value, 1.1 * size.value))
+    peaks = (made.memory(made.record(int(n), 1), 0, False).peak for n in (size.value, 1.1 * size.value))
+    at, more = (examine.of_process(peak, made.beside).value for peak in peaks)
     assert at <= 1.01 * limit < 1.08 * limit < more
 
 
@@ -113,18 +115,36 @@ BLOCKS = [*TEXT, "model.depth=4", "data.shape=[64]", "checkpointing=blocks"]
 
 def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_recompute():
     made = subject(*BLOCKS, "checkpointing.memory_gb=1000")
-    option, peaks = made.plan.run.checkpointing, []
+    peaks = []
     examine.examine(made, 0.0)
     assert (made.recomputed, len(made.blocks)) == (0, 4)
     for made.recomputed in (0, 4):
         peaks.append(peak_bytes(made.record(8, 1)))
-    option.memory_gb = sum(peaks) / 2 / 2**30
-    assert examine.examine(made, 0.0).fits
+
+    def limited(memory_gb: float) -> examine.Forecast:
+        option = made.plan.run.checkpointing.with_values(memory_gb=memory_gb)
+        made.plan = replace(made.plan, job=replace(made.plan.job, run=made.plan.run.with_parts(checkpointing=option)))
+        return examine.examine(made, 0.0)
+
+    memory_gb = sum(peaks) / 2 / 2**30
+    assert limited(memory_gb).fits
     assert 0 < made.recomputed < 4
-    assert peak_bytes(made.record(8, 1)) <= option.memory_gb * 2**30
-    option.memory_gb = 1e-6
+    assert peak_bytes(made.record(8, 1)) <= memory_gb * 2**30
     with pytest.raises(UserError, match=r"is too little: .* with 4 of 4 blocks recomputed"):
-        examine.examine(made, 0.0)
+        limited(1e-6)
+
+
+def test_the_peak_that_is_forecast_on_a_cpu_is_that_of_the_process_as_the_run_prints_it():
+    made = examine.Subject.build(plan([*SMALL, "model=mlp", "batch.global_batch=64"], (), "here"))
+    found = examine.examine(made, 0.0)
+    made.on_exit.close()
+    assert made.beside.value > 100 * found.memory.peak.value, "Python and torch beside a small model"
+    assert found.peak.low < made.beside.value + found.memory.peak.value < found.peak.value < found.peak.high
+    told = dict(forecast._facts(found))
+    assert told["peak memory"].endswith("of the process, as the run prints it")
+    assert "beside them" in told["peak of its tensors"]
+    tensors = Figure.exactly(100.0)
+    assert examine.of_process(tensors, Figure.exactly(0.0)) == tensors, "an accelerator's allocator"
 
 
 def test_the_time_of_a_run_whose_batch_grows_counts_its_samples():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core import trees
 from drivetrain.core.blocks import blocks_for
 from drivetrain.core.context import NO_RUN_DIR, BuildContext
+from drivetrain.core.device import memory_of_process
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
 
 FILLED = 0.97  # of a device's memory that a run may fill
+NOTHING = Figure.exactly(0.0)
+PROCESS = 0.95, 1.2  # of what the process of a run holds when it is built, which grows with what it loads later
+HEAP = Figure(0.4, 0.0, 0.8)  # of the tensors' peak: what a process keeps of freed memory, between tensors that live
 DATA, NETWORK = "data", "network"
 UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, ArithmeticError, LookupError)
+
+
+def of_process(tensors: Figure, beside: Figure) -> Figure:
+    """The peak of a CPU's process by that of its tensors and what it holds `beside` them; that of the tensors where it is 0."""
+    return tensors + beside + HEAP.times(tensors.value) if beside.value else tensors
 
 
 @dataclass
@@ -54,6 +63,7 @@ class Forecast:
     samples: int  # of an update, over all ranks
     sample_bytes: float
     timed_share: float  # of the operations' work, that was timed here; the rest is the roofline's
+    beside: Figure  # bytes of the process beside its tensors, on a CPU: Python, torch, the data
     largest: Figure | None = None  # micro-batch that fits
 
     @property
@@ -74,7 +84,12 @@ class Forecast:
     @property
     def fits(self) -> bool:
         """Whether the likely peak fits."""
-        return self.memory.peak.value <= FILLED * self.memory_limit
+        return self.peak.value <= FILLED * self.memory_limit
+
+    @property
+    def peak(self) -> Figure:
+        """The peak that the run will print: that of the device's allocator, on a CPU that of the whole process."""
+        return of_process(self.memory.peak, self.beside)
 
 
 @dataclass
@@ -90,6 +105,7 @@ class Subject:
     records: dict[tuple[int, int, int], fake_step.StepRecord] = field(default_factory=dict)  # and how many are recomputed
     blocks: list[Any] = field(default_factory=list)  # of the model, where checkpointing.memory_gb says how many are recomputed
     recomputed: int = 0  # of the blocks, the first ones
+    beside: Figure = NOTHING  # of memory: what the process of this machine's CPU holds beside its tensors
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
 
     @classmethod
@@ -101,10 +117,21 @@ class Subject:
             fakes = None if plan.times_layers else Fakes().as_parameters()
             context = BuildContext(run, World(), NO_RUN_DIR, on_exit=on_exit, without_values=fakes)
             trainer = build.build(context, [])
-        here = plan.device == HERE
+        here, beside = plan.device == HERE, NOTHING
+        if here and trainer.device.type == "cpu":
+            tensors = {id(t): t.nbytes for kind in fake_step.resident(trainer).values() for t in kind}
+            beside = Figure.within(max(0.0, memory_of_process() - sum(tensors.values())), *PROCESS)
         dtype = plan.run.precision.dtype
         device = this_device(trainer.device, (dtype,) if dtype else ()) if here else known(plan.device)
-        return cls(plan, trainer, device, fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)), here, on_exit=on_exit)
+        return cls(
+            plan,
+            trainer,
+            device,
+            fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)),
+            here,
+            beside=beside,
+            on_exit=on_exit,
+        )
 
     def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         """The record of updates of micro-batches of this size. Raises UserError where the step needs values."""
@@ -175,7 +202,7 @@ def examine(subject: Subject, budget_s: float, until: float | None = None) -> Fo
         sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
         took.seconds, waits, network, shares, trainer.max_updates, _first_updates(trainer),
         Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0), trees.nbytes(sample.x) / trees.length(sample.x),
-        replay.timed_share(rows, subject.device),
+        replay.timed_share(rows, subject.device), subject.beside,
     )  # fmt: skip
     if until is not None and not plan.run.batch.buckets_lengths:
         found.largest = _largest(subject, record, at_most, until)
@@ -207,12 +234,15 @@ def _largest(subject: Subject, record: fake_step.StepRecord, at_most: float, unt
     first = record.micro_batch
     beside = max(0.0, at_most - sum(record.peak.values())) / first  # kernels' own buffers grow with the micro-batch
 
+    def peak_at(made: fake_step.StepRecord, at_most: float) -> Figure:
+        return of_process(subject.memory(made, at_most, subject.here).peak, subject.beside)
+
     def peaks(size: int) -> Figure:
         made = subject.record(size, subject.plan.micro_batches())
-        return subject.memory(made, sum(made.peak.values()) + beside * size, subject.here).peak
+        return peak_at(made, sum(made.peak.values()) + beside * size)
 
     limit = FILLED * _limit(subject)
-    low = (first, subject.memory(record, at_most, subject.here).peak)
+    low = (first, peak_at(record, at_most))
     other = max(2, first // 2) if first > 3 else 2 * first
     at = [low, (other, peaks(other))]
     for _ in range(2):

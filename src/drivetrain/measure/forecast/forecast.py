@@ -108,7 +108,7 @@ def _row(override: str, base: Forecast, subject: Subject) -> Row:
         elif _same_model(override):
             found = examine(replace(subject, plan=changed), ROW_S)
         else:
-            built = replace(Subject.build(changed), timed=subject.timed)
+            built = replace(Subject.build(changed), timed=subject.timed, beside=subject.beside)
             with built.on_exit:
                 found = examine(built, ROW_S)
     except UserError as error:
@@ -149,7 +149,8 @@ def as_dict(answer: Any) -> dict[str, Any]:
         "ranks": found.ranks,
         "micro_batch": found.micro_batch,
         "micro_batches": found.micro_batches,
-        "peak_bytes": found.memory.peak,
+        "peak_bytes": found.peak,
+        "tensors_bytes": found.memory.peak,
         "memory": found.memory.parts,
         "memory_limit_bytes": found.memory_limit,
         "fits": found.fits,
@@ -189,13 +190,13 @@ def sheet(answer: Any) -> Sheet:
 def _conclusion(found: Any, whole: Figure) -> str:
     fits = "The run fits" if found.fits else "The run does NOT fit"
     device = "this machine" if found.device == HERE else found.device
-    memory = f"{_figure(found.memory.peak, size)} of {size(found.memory_limit)} on {device}"
+    memory = f"{_figure(found.peak, size)} of {size(found.memory_limit)} on {device}"
     return f"{fits}: its peak memory is {memory}; it takes {_figure(whole, run_time)}"
 
 
 def _largest(answer: Any) -> Any:
     """The forecast of the stage that needs the most memory."""
-    return max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.memory.peak.high)
+    return max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.peak.high)
 
 
 def _staged(answer: Any) -> list[Section]:
@@ -204,7 +205,7 @@ def _staged(answer: Any) -> list[Section]:
     for number, stage in enumerate(answer.stages):
         found = stage.answer.forecast
         share = f"stage {number + 1} of {len(answer.stages)}, {100 * stage.share:.0f} % of the updates: {stage.title}"
-        memory = f"{_figure(found.memory.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
+        memory = f"{_figure(found.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
         rows.append([share, memory, _figure(found.step, seconds), f"{found.samples / found.step.value:,.0f}", found.limit])
     return [
         Table(("stage", "peak memory", "an update", "samples/s", "limited by"), rows, "Stages"),
@@ -221,7 +222,13 @@ def _title(found: Any) -> Iterator[str]:
 
 def _facts(found: Any) -> Iterator[tuple[str, str]]:
     step, pace = found.step, found.samples / found.step.value
-    yield "peak memory", f"{_figure(found.memory.peak, size)} of {size(found.memory_limit)}"
+    counted = ", of the process, as the run prints it" if found.beside.value else ""
+    yield "peak memory", f"{_figure(found.peak, size)} of {size(found.memory_limit)}{counted}"
+    if found.beside.value:
+        yield (
+            "peak of its tensors",
+            f"{_figure(found.memory.peak, size)}; beside them {size(found.beside.value)}, and freed memory",
+        )
     if found.largest is not None:
         yield "largest micro-batch that fits", f"{_figure(found.largest, lambda n: f'{n:,.0f}')} samples"
     yield "an update", f"{_figure(step, seconds)}; {pace:,.0f} samples a second"
