@@ -13,9 +13,8 @@ from drivetrain.cli.main import main
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE
 from drivetrain.core.paths import recipes_dir
-from drivetrain.core.selection import evaluated
+from drivetrain.core.selection import Reach, evaluated
 from drivetrain.core.signals import StopFlag
-from drivetrain.core.target import Reach
 from drivetrain.core.world import World
 from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank

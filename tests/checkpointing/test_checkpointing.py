@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from drivetrain.checkpointing import Checkpointing
 from drivetrain.checkpointing.base import Blocks, Selective
-from drivetrain.checkpointing.offload import offload_forward
+from drivetrain.checkpointing.recompute import offload_forward
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import one_sample

@@ -16,11 +16,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from drivetrain.compile.captured_graph import CapturedGraph
 from drivetrain.compile.cudagraph import CudaGraph
-from drivetrain.compile.inductor import Inductor
-from drivetrain.compile.kernel_cache import drop_broken
-from drivetrain.compile.whole_step import WholeStep
+from drivetrain.compile.inductor import Inductor, drop_broken
+from drivetrain.compile.whole_step import CapturedGraph, WholeStep
 from tests.support import slow
 
 RESNET = ["model=resnet9", "model.width=8", "optimizer.lr=0.01", "updates=4"]
@@ -386,7 +384,7 @@ class Replayed(torch.autograd.Function):
 
 @pytest.mark.parametrize("zero_grad", ["none", "memset"])
 def test_gradients_in_a_graphs_memory_are_kept_until_the_update(zero_grad):
-    from drivetrain.compile.kept_gradients import KeptGradients
+    from drivetrain.compile.inductor import KeptGradients
 
     @dataclass
     class Backward:
@@ -424,8 +422,7 @@ def test_gradients_in_a_graphs_memory_are_kept_until_the_update(zero_grad):
 def test_a_cuda_graph_keeps_gradients_that_are_added_up(monkeypatch):
     from types import SimpleNamespace
 
-    from drivetrain.compile.inductor import keep_gradients
-    from drivetrain.compile.kept_gradients import KeptGradients
+    from drivetrain.compile.inductor import KeptGradients, keep_gradients
 
     def kept(kind, steps, zero_grad):
         run = SimpleNamespace(batch=SimpleNamespace(accumulation_steps=steps), runtime=SimpleNamespace(zero_grad=zero_grad))

@@ -11,8 +11,8 @@ from drivetrain.cli import train, verbs
 from drivetrain.config import catalog
 from drivetrain.config.elsewhere import ELSEWHERE, NOT_HERE, NOTES, USUAL
 from drivetrain.config.hydra_words import HONOURED
+from drivetrain.core.allowed import check_patterns
 from drivetrain.core.errors import UserError
-from drivetrain.core.patterns import check_patterns
 from drivetrain.launch.job import prepare
 from tests.support.command import ROOT
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.core import accelerators, energy, nvidia_driver
+from drivetrain.core import accelerators, nvidia_driver
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.device import is_out_of_memory, sum_dtype
 from drivetrain.core.nvidia_driver import Devices
@@ -201,7 +201,7 @@ class NVMLError(Exception):
 def nvml(monkeypatch):
     """A GPU whose counter says what is set, in millijoules."""
     made = SimpleNamespace(NVMLError=NVMLError, counter=5_000, asked=[])
-    energy._nvml.cache_clear()
+    accelerators._nvml.cache_clear()
 
     def total(handle):
         if made.counter is None:
@@ -215,28 +215,28 @@ def nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", made)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-12"))
     yield made
-    energy._nvml.cache_clear()
+    accelerators._nvml.cache_clear()
 
 
 def test_joules_and_use_are_read_from_the_devices_counter(nvml):
-    assert energy.used(torch.device("cuda", 0)) == ("GPU-ab-12", 5.0)
+    assert accelerators.used(torch.device("cuda", 0)) == ("GPU-ab-12", 5.0)
     assert nvml.asked == ["GPU-ab-12"]
-    assert energy.busy(torch.device("cuda", 0)) == 0.5
+    assert accelerators.busy(torch.device("cuda", 0)) == 0.5
 
 
 def test_where_nothing_tells_there_is_none(nvml, monkeypatch):
-    assert energy.used(torch.device("cpu")) is None
+    assert accelerators.used(torch.device("cpu")) is None
     nvml.counter = None  # a MIG slice, or an old card
-    assert energy.used(torch.device("cuda", 0)) is None
+    assert accelerators.used(torch.device("cuda", 0)) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
-    energy._nvml.cache_clear()
-    assert energy.busy(torch.device("cuda", 0)) is None
-    assert energy.used(torch.device("cuda", 0)) is None
+    accelerators._nvml.cache_clear()
+    assert accelerators.busy(torch.device("cuda", 0)) is None
+    assert accelerators.used(torch.device("cuda", 0)) is None
 
 
 def test_each_device_of_all_ranks_counts_once():
-    assert energy.total([("a", 1.0), ("b", 5.0)], [("a", 4.0), ("b", 7.5)]) == 5.5
-    assert energy.total([("a", 1.0), ("a", 1.5)], [("a", 4.0), ("a", 4.5)]) == 3.0
-    assert energy.total([("a", 1.0), None], [("a", 4.0), None]) is None
-    assert energy.total([None], [("a", 4.0)]) is None
-    assert energy.total([], []) is None
+    assert accelerators.total([("a", 1.0), ("b", 5.0)], [("a", 4.0), ("b", 7.5)]) == 5.5
+    assert accelerators.total([("a", 1.0), ("a", 1.5)], [("a", 4.0), ("a", 4.5)]) == 3.0
+    assert accelerators.total([("a", 1.0), None], [("a", 4.0), None]) is None
+    assert accelerators.total([None], [("a", 4.0)]) is None
+    assert accelerators.total([], []) is None

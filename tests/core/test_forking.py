@@ -10,9 +10,8 @@ import time
 import pytest
 import torch
 
-from drivetrain.core.child import Died, NoAnswer, answer_of
 from drivetrain.core.errors import UserError
-from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.forking import Died, ForkedProcess, NoAnswer, answer_of
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import launcher
 from tests.support.waiting import LIMIT_S

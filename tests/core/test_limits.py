@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.core import cgroup, cpus, limits
+from drivetrain.core import limits
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.model.mlp import Mlp
@@ -224,11 +224,11 @@ def test_the_limits_of_every_group_count(own, files, memory, cores, tmp_path, mo
         (tmp_path / name).write_text(text)
     if own is not None:
         (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(cgroup, "MOUNT", tmp_path)
-    monkeypatch.setattr(cgroup, "OWN", tmp_path / "own")
-    assert (cgroup.memory_bytes(), cgroup.cores()) == (memory, cores)
+    monkeypatch.setattr(limits, "MOUNT", tmp_path)
+    monkeypatch.setattr(limits, "OWN", tmp_path / "own")
+    assert (limits.cgroup_bytes(), limits.cores()) == (memory, cores)
     if memory:
         assert limits.memory_bytes() == min(memory)
-    assert cpus.usable_cores(1) >= 1
+    assert limits.usable_cores(1) >= 1
     if cores:
-        assert cpus.usable_cores(1) == max(1, int(min(cores)))
+        assert limits.usable_cores(1) == max(1, int(min(cores)))

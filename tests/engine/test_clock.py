@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from drivetrain.core import lazy
-from drivetrain.core.clock import Clock, DeviceClock, clock_for
+from drivetrain.core.device import Clock, DeviceClock, clock_for
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.engine import build
 from drivetrain.engine.step_timer import StepTimer
-from drivetrain.parallel.rank_work import RankWork
+from drivetrain.parallel.process_group import RankWork
 from tests.support.simulated_device import Queue, reads
 
 ONE = torch.ones(())

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from drivetrain.core import peak_flops
 from drivetrain.engine import flops
-from drivetrain.engine.mfu import Mfu, number_format
+from drivetrain.engine.flops import Mfu, number_format
 
 CPU = torch.device("cpu")
 
@@ -144,7 +144,7 @@ def test_a_cpus_peak_is_one_threads_by_its_own_time(monkeypatch):
 
 
 def test_mfu_is_the_share_of_all_devices(monkeypatch):
-    monkeypatch.setattr("drivetrain.engine.mfu.peak", lambda *_: peak_flops.Peak(1e12, "1 TFLOP/s, by decree"))
+    monkeypatch.setattr("drivetrain.engine.flops.peak", lambda *_: peak_flops.Peak(1e12, "1 TFLOP/s, by decree"))
     mfu = Mfu(flops.ModelFlops(1e9), CPU, "float32", 4)
     assert mfu.at(1000.0) == 0.25
     assert mfu.at(None) is None
@@ -155,7 +155,7 @@ def test_a_peak_that_cannot_be_measured_is_no_error(monkeypatch):
     def fails(*_):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("drivetrain.engine.mfu.peak", fails)
+    monkeypatch.setattr("drivetrain.engine.flops.peak", fails)
     mfu = Mfu(flops.ModelFlops(1e9), CPU, "float16", 1)
     assert mfu.at(1000.0) is None
     assert "neither be looked up nor measured" in mfu.note()

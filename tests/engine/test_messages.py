@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from drivetrain.core import cpus
+from drivetrain.core import limits
 from drivetrain.core.errors import UserError
 from tests.support import my_messages
 
@@ -65,7 +65,7 @@ def test_targets_that_are_no_classes_are_told_what_to_set(make, kind, described)
 def test_a_busy_machine_is_said_once_with_what_to_set(train, caplog, monkeypatch, waited, told):
     """The kernel's account of the main thread, faked: it has run for 2 s at each look, and waited for as long as said."""
     looks = itertools.count()
-    monkeypatch.setattr(cpus, "waited_s", lambda: (2.0 * (n := next(looks)), waited * n))
+    monkeypatch.setattr(limits, "waited_s", lambda: (2.0 * (n := next(looks)), waited * n))
     assert train("epochs=2", "log_every=1", "runtime.threads=2").status == "completed"
     lines = [line for line in caplog.messages if "the cores of this machine are busy" in line]
     assert len(lines) == told

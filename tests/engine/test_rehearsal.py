@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
-from drivetrain.engine.rehearsal.autocast import autocast_of
-from drivetrain.engine.rehearsal.fake_step import Rehearsal, one_sample
+from drivetrain.engine.rehearsal.fake_step import Rehearsal, autocast_of, one_sample
 from drivetrain.engine.rehearsal.operation import Operation
 from drivetrain.engine.rehearsal.recorder import OTHER, Fakes, Recorder
 from drivetrain.engine.rehearsal.search import HEAP, furthest, largest_micro_batch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from drivetrain.core import signature
+from drivetrain.core import user_state
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.sweeps import driver, store
@@ -107,17 +107,17 @@ def test_a_changed_sweep_is_not_taken(tiny, tmp_path):
 
 def test_the_key_is_one_and_for_this_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    first = signature.sign({"a": [1]})
-    assert signature.sign({"a": [1]}) == first != signature.sign({"a": [2]})
-    assert signature.is_own({"a": [1]}, first)
-    assert not signature.is_own({"a": [2]}, first)
-    assert not any(signature.is_own({"a": [1]}, other) for other in (None, f"é{first}", "\udc80", 5))
-    assert signature.key_file().stat().st_mode & 0o777 == 0o600
-    assert os.listdir(signature.key_file().parent) == ["key"]
+    first = user_state.sign({"a": [1]})
+    assert user_state.sign({"a": [1]}) == first != user_state.sign({"a": [2]})
+    assert user_state.is_own({"a": [1]}, first)
+    assert not user_state.is_own({"a": [2]}, first)
+    assert not any(user_state.is_own({"a": [1]}, other) for other in (None, f"é{first}", "\udc80", 5))
+    assert user_state.key_file().stat().st_mode & 0o777 == 0o600
+    assert os.listdir(user_state.key_file().parent) == ["key"]
 
 
 def test_a_home_that_cannot_be_written_signs_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert signature.sign({}) is None
-    assert not signature.is_own({}, "0" * 64)
+    assert user_state.sign({}) is None
+    assert not user_state.is_own({}, "0" * 64)

@@ -519,7 +519,7 @@ def test_auto_decides_before_training(make, caplog):
 
 
 def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch):
-    from drivetrain.core.cpus import usable_cores
+    from drivetrain.core.limits import usable_cores
 
     alone = usable_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.benchmark.arms import ArmSpec, swept

@@ -19,7 +19,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.inference.loaded import load
 from drivetrain.model import transformers as option
 from drivetrain.parallel import tensor
-from drivetrain.parallel.rank_work import RankWork
+from drivetrain.parallel.process_group import RankWork
 from tests.support import slow
 
 transformers = pytest.importorskip("transformers")

@@ -20,8 +20,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.model.mlp import Mlp
 from drivetrain.model.resnet9 import ResNet9
 from drivetrain.optimizer import layerwise, torch_optim
-from drivetrain.optimizer.algorithms.lamb import Lamb
-from drivetrain.optimizer.algorithms.lars import Lars
+from drivetrain.optimizer.algorithms.layerwise_optimizer import Lamb, Lars
 from drivetrain.optimizer.closures import Sam
 from drivetrain.optimizer.groups import layer_decay_factors
 from drivetrain.recipe.reader import read

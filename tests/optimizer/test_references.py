@@ -13,7 +13,7 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
 from drivetrain.model.shipped import Mlp
-from drivetrain.optimizer import layerwise, muon, shampoo, soap, torch_optim
+from drivetrain.optimizer import layerwise, muon, shampoo, torch_optim
 from drivetrain.optimizer import lion as lion_options
 from drivetrain.optimizer import schedulefree as schedulefree_options
 from tests.support.context import context
@@ -248,7 +248,7 @@ def test_soap_equals_the_paper(frequency: int, tolerance: float) -> None:
     """A matrix by algorithm 3 of Vyas et al. 2024, with its power iteration; a vector by Adam. The library's QR is in float32."""
     torch.manual_seed(3)
     model = torch.nn.Linear(5, 4).double()
-    knobs = soap.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
+    knobs = shampoo.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
     optimizer = knobs.create(model)
     w, bias = (p.detach().numpy().copy() for p in model.parameters())
     beta, products, bases = 0.95, [np.zeros((4, 4)), np.zeros((5, 5))], []

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from drivetrain.optimizer import adamw8bit as adamw8bit_options
-from drivetrain.optimizer import layerwise, lion, muon, schedulefree, shampoo, soap, timm, torch_optim
+from drivetrain.optimizer import layerwise, lion, muon, schedulefree, shampoo, timm, torch_optim
 
 OURS = [layerwise.Lars, layerwise.Lamb, layerwise.NvLamb, layerwise.NovoGrad, lion.Lion, schedulefree.ScheduleFree, muon.Muon]
 TORCHS = [torch_optim.Sgd, torch_optim.Adam, torch_optim.AdamW, torch_optim.RmsProp, torch_optim.Adagrad, torch_optim.Adafactor]
 TIMMS = ["nadamw", "lookahead_lamb"]
 ROOTS = {"precondition_frequency": 2, "start": 2}  # of Shampoo
 ALL = [
-    pytest.param(soap.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
+    pytest.param(shampoo.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
     *(pytest.param(shampoo.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
     pytest.param(shampoo.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),

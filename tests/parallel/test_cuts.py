@@ -10,9 +10,8 @@ import torch
 
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
-from drivetrain.parallel import balance, stages
-from drivetrain.parallel.stage_checks import check_stages, stages_match_model
-from drivetrain.parallel.stages import StagedForward
+from drivetrain.parallel import balance, pipeline_stages
+from drivetrain.parallel.pipeline_stages import StagedForward, check_stages, stages_match_model
 
 WIDTH = 6
 
@@ -224,7 +223,11 @@ def test_a_schedule_of_as_many_micro_batches_as_stages(monkeypatch):
     """1F1B can run from there on; with fewer micro-batches all forwards come first."""
     for name in ("Schedule1F1B", "ScheduleGPipe"):
         monkeypatch.setattr(f"torch.distributed.pipelining.{name}", lambda *_, name=name, **__: name)
-    made = {(name, n): stages.schedule(name, [None], 4, n, torch.nn.MSELoss()) for name in ("1f1b", "gpipe") for n in (3, 4, 5)}
+    made = {
+        (name, n): pipeline_stages.schedule(name, [None], 4, n, torch.nn.MSELoss())
+        for name in ("1f1b", "gpipe")
+        for n in (3, 4, 5)
+    }
     assert made == {
         ("1f1b", 3): "ScheduleGPipe", ("1f1b", 4): "Schedule1F1B", ("1f1b", 5): "Schedule1F1B",
         ("gpipe", 3): "ScheduleGPipe", ("gpipe", 4): "ScheduleGPipe", ("gpipe", 5): "ScheduleGPipe",

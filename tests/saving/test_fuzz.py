@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from scipy import stats  # noqa: F401 - takes a second, which is not to count as the first example's
 
 import drivetrain
-from drivetrain.core import sealed
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
 from drivetrain.inference import finished
@@ -115,7 +114,7 @@ def change(draw: random.Random, folder: Path, name: str, small: Small) -> str:
     if name == "trackers.json":
         ids = odd.of_tree(draw, {"mlflow": "0a1b2c3d", "wandb": "5e6f7a8b"})
         odd.remove(folder / name)
-        (folder / name).write_text(sealed.text(ids) if isinstance(ids, dict) else json.dumps(str(ids)))
+        (folder / name).write_text(manifest.text(ids) if isinstance(ids, dict) else json.dumps(str(ids)))
         return f"sealed {ids!r:.300}"
     if name in KEPT and checkpoints.is_ordinary(folder / name):
         keep_hash(folder, name)
@@ -191,7 +190,7 @@ OF_OTHER_TYPES: list[dict[str, object]] = [
 def test_a_manifest_of_other_types_is_none(run: Path, change: dict[str, object]) -> None:
     checkpoint = run / "checkpoints" / "4"
     content = {k: v for k, v in manifest.read(checkpoint).items() if k != "own_sha256"} | change
-    (checkpoint / "manifest.json").write_text(sealed.text(content))
+    (checkpoint / "manifest.json").write_text(manifest.text(content))
     assert isinstance(manifest.verify(checkpoint), str)
 
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import note
 
-from drivetrain.core import sealed
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
@@ -114,7 +113,7 @@ def of_manifest(draw: random.Random, file: Path) -> str:
     """Change the values of a manifest, which then has the right hash of itself."""
     changed = odd.of_tree(draw, {k: v for k, v in json.loads(file.read_bytes()).items() if k != "own_sha256"})
     try:
-        file.write_text(sealed.text(json.loads(odd.as_json(changed))))
+        file.write_text(manifest.text(json.loads(odd.as_json(changed))))
     except (ValueError, TypeError, AttributeError):
         file.write_bytes(odd.as_json(changed))
     return f"values {changed!r:.300}"

@@ -9,9 +9,8 @@ import torch
 
 from drivetrain.core.progress import Progress
 from drivetrain.parallel import Parallel
-from drivetrain.saving.host_copy import HostCopy
 from drivetrain.saving.options import Last
-from drivetrain.saving.writer import Writer
+from drivetrain.saving.writer import HostCopy, Writer
 
 
 class Queue:

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain.core import sealed, streams
+from drivetrain.core import streams
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
@@ -282,8 +282,8 @@ def flip_a_bit(file: Path) -> None:
 
 def manifest_says(checkpoint, **changed):
     """Write a manifest, with its own hash, that says something else."""
-    said = {k: v for k, v in manifest.read(checkpoint).items() if k != sealed.OWN}
-    (checkpoint / "manifest.json").write_text(sealed.text({**said, **changed}))
+    said = {k: v for k, v in manifest.read(checkpoint).items() if k != manifest.OWN}
+    (checkpoint / "manifest.json").write_text(manifest.text({**said, **changed}))
 
 
 DAMAGE = {

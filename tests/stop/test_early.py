@@ -8,8 +8,7 @@ import pytest
 
 import drivetrain
 from drivetrain.core.errors import Diverged
-from drivetrain.core.selection import Selection
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach, Selection
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.measure.benchmark import quality

@@ -22,7 +22,7 @@ from torch.utils._pytree import arg_tree_leaves
 
 from drivetrain.core import accelerators, lazy
 from drivetrain.core.accelerators import Accelerator
-from drivetrain.core.host_reads import ON_PURPOSE
+from drivetrain.core.device import ON_PURPOSE
 from drivetrain.core.microbatch import MicroBatch
 
 KINDS = ("lazy", "cuda")

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from drivetrain.core import child, nvidia_driver
+from drivetrain.core import forking, nvidia_driver
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
@@ -127,8 +127,8 @@ def stay(*_: object, **__: object) -> NoReturn:
 
 def fork_into(function: Callable[..., NoReturn]) -> None:
     """Let every forked process call this function."""
-    forking = (elastic, "_rank_entry"), (launchers, "run_job"), (interleave, "_child"), (child, "_child")
-    for place, name in forking:
+    entries = (elastic, "_rank_entry"), (launchers, "run_job"), (interleave, "_child"), (forking, "_child")
+    for place, name in entries:
         setattr(place, name, function)
 
 

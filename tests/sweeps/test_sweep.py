@@ -12,7 +12,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from drivetrain.cli.completion import candidates
 from drivetrain.cli.main import main
-from drivetrain.core import accelerators, cpus
+from drivetrain.core import accelerators, limits
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.run import directory
@@ -159,10 +159,10 @@ def test_the_knobs_reach_submitit_under_its_own_names(monkeypatch: pytest.Monkey
 
 
 def test_jobs_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = cpus.usable_cores(1)
-    monkeypatch.setenv(cpus.JOBS, "2")
-    assert cpus.usable_cores(1) == max(1, alone // 2)
-    assert cpus.usable_cores(10**6) == 1
+    alone = limits.usable_cores(1)
+    monkeypatch.setenv(limits.JOBS, "2")
+    assert limits.usable_cores(1) == max(1, alone // 2)
+    assert limits.usable_cores(10**6) == 1
 
 
 def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

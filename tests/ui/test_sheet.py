@@ -9,9 +9,8 @@ from urllib.parse import unquote
 import pytest
 
 import drivetrain
-from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.ui import output, sheet
-from drivetrain.ui.sheet import Drawn, Part, Sheet, Table, commands, folded, heading, remarks, words
+from drivetrain.ui.sheet import Drawn, Part, Sheet, Table, commands, folded, heading, remarks, spreadsheet, words
 from tests.support import pages
 
 NAMES = ["[red]hot[/red]", "[/]", ":smile:", "<b>&amp;", "=1+1", "-1 +IMPORTXML(A1)"]

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, linear
 
+from drivetrain.core.allowed import check_patterns, matches
 from drivetrain.core.errors import UserError
 from drivetrain.core.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
-from drivetrain.core.modules import taken_over
-from drivetrain.core.one_forward import run_once
-from drivetrain.core.patterns import check_patterns, matches
+from drivetrain.core.modules import run_once, taken_over
 from drivetrain.core.trees import Tree
 
 __all__ = ["DoraLinear", "LoraLinear", "choose", "frozen_names", "is_adapters", "unshared"]

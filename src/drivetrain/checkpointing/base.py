@@ -244,7 +244,7 @@ class Offload(Checkpointing):
             )
 
     def apply(self, model: torch.nn.Module) -> None:
-        from drivetrain.checkpointing.offload import offload_forward
+        from drivetrain.checkpointing.recompute import offload_forward
 
         offload_forward(model, self.min_kb * 1024)
         logger.info("activations of at least %d KiB wait for the backward in the host's memory", self.min_kb)

@@ -67,7 +67,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    from drivetrain.core.cpus import usable_cores
+    from drivetrain.core.limits import usable_cores
 
     parser = arguments.parser("pack")
     parser.add_argument("--size", type=int)

@@ -6,19 +6,22 @@ import functools
 import logging
 import os
 import shutil
+import struct
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.compile import kernel_cache
 from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import start_autograd_engine, torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.paths import user_cache
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
 
@@ -26,6 +29,32 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
+
+
+_LINKING_S = 5.0  # a linker may still be writing a younger file
+
+
+def drop_broken(folder: Path) -> list[Path]:
+    """Delete the shared objects under `folder` that a killed linker left incomplete: the compiler would load them."""
+    broken = [file for file in folder.rglob("*.so") if time.time() - file.stat().st_mtime > _LINKING_S and not _is_complete(file)]
+    for file in broken:
+        file.unlink(missing_ok=True)
+    return broken
+
+
+def _is_complete(file: Path) -> bool:
+    """Return whether a 64-bit ELF file contains its section table, which linkers write last. Other formats pass."""
+    with file.open("rb") as opened:
+        header = opened.read(64)
+    if len(header) < 64 or not any(header):
+        return False
+    if header[:5] != b"\x7fELF\x02":
+        return True
+    (table,) = struct.unpack_from("<Q", header, 40)
+    size, count = struct.unpack_from("<HH", header, 58)
+    return file.stat().st_size >= table + size * count > 0
+
+
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 GRAPH_MODES = ("reduce-overhead", "max-autotune")  # on CUDA they capture what they compile as CUDA graphs
 _USERS_CACHE = os.environ.get(CACHE_VARIABLE)
@@ -66,7 +95,7 @@ class Dynamo(Compiled):
         cache = user_cache()
         if folder := self.cache_dir or _USERS_CACHE or (str(cache / "inductor") if cache is not None else ""):  # else torch's own
             os.environ[CACHE_VARIABLE] = folder
-            kernel_cache.drop_broken(Path(folder))
+            drop_broken(Path(folder))
         torch.compiler.reset()
         # Whether float32 products may be rounded is said by `precision`, and was decided there.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
@@ -180,6 +209,25 @@ def keep_gradients(step: Step, context: BuildContext) -> Step:
     """Return a step whose gradients outlive the next replay of a CUDA graph, where they have to."""
     if not keeps_gradients(context.run) or context.device.type != "cuda":
         return step
-    from drivetrain.compile.kept_gradients import KeptGradients
-
     return KeptGradients(step, [p for p in context.model.parameters() if p.requires_grad])
+
+
+@dataclass(eq=False)
+class KeptGradients(WrappingStep):
+    """Copies each gradient out of a CUDA graph's memory, which the graph's next replay overwrites (pytorch #169545).
+
+    An update's first backward gives a parameter the graph's own tensor for its gradient; a further backward adds to what is
+    there, in place. So a gradient is copied once an update, and once in a run where `zero_grad` keeps it and writes zeros.
+    """
+
+    parameters: Sequence[torch.nn.Parameter]
+    _kept: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # by a parameter's id
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.inner.micro_batch(batch, loss_sum)
+        new = [(p, p.grad) for p in self.parameters if p.grad is not None and p.grad is not self._kept.get(id(p))]
+        if not new:
+            return
+        for p, gradient in new:
+            p.grad = self._kept.setdefault(id(p), torch.empty_like(gradient))
+        torch._foreach_copy_([self._kept[id(p)] for p, _ in new], [gradient for _, gradient in new])

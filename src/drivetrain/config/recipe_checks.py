@@ -9,10 +9,10 @@ from typing import Annotated, Any, get_type_hints
 
 from drivetrain.config.composed import Composed
 from drivetrain.config.recipe_values import followed
-from drivetrain.core import allowed, target
+from drivetrain.core import allowed, selection
+from drivetrain.core.allowed import flatten
 from drivetrain.core.errors import OperatorGives
 from drivetrain.core.option import Option
-from drivetrain.core.patterns import flatten
 from drivetrain.core.phases import Phases
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, code_refusal, names_code, printable
 
@@ -20,7 +20,7 @@ Classes = Mapping[str, type[Option]]  # the key of an option's settings → its 
 OF_OPERATOR = frozenset(OPERATOR_KEYS)
 # The annotations of those texts of a recipe that belong to no group.
 SELECT = allowed.FigureName | None
-TARGET = Annotated[str, allowed.Text(target.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
+TARGET = Annotated[str, allowed.Text(selection.PATTERN, "a metric and a value, as accuracy>=0.98")] | None
 OUTPUT = Annotated[str, allowed.Text(r"\w{1,100}(\.\w{1,100}){0,9}", "the name of a part of the output, as logits")] | int | None
 PHASES = Phases | None
 OF_NO_GROUP = {"select": SELECT, "target": TARGET, "forward_output": OUTPUT, "phases": PHASES}

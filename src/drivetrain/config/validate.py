@@ -24,7 +24,7 @@ from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.recipe_checks import hints
 from drivetrain.config.stages import Planned
 from drivetrain.config.values import Where, nowhere, type_problems
-from drivetrain.core import paths, phases, selection, target, user_code
+from drivetrain.core import paths, phases, selection, user_code
 from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import read_yaml
@@ -162,7 +162,7 @@ def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str]
     rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
     if used is None:
         rules.append(lambda: selection.problems(run, "select", run.values["select"]))
-        rules.append(lambda: target.problems(run))
+        rules.append(lambda: selection.target_problems(run))
         rules.append(lambda: phases.problems(run))
     for rule in rules:
         with suppress(InvalidValue):

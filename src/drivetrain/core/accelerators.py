@@ -12,10 +12,11 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from typing import Any
 
-from drivetrain.core import child, nvidia_driver
+from drivetrain.core import forking, nvidia_driver
 from drivetrain.core.lazy import torch
 
 # The environment variables that hide devices: where one changes, what was found before no longer counts.
@@ -102,6 +103,49 @@ def _ask_in_child(type_: str) -> Accelerator:
         answer(None if torch.get_device_module(type_)._is_in_bad_fork() else ask_torch(type_))
 
     try:
-        return child.answer_of(work, "it does not answer", TIMEOUT_S) or ask_torch(type_)
-    except child.NoAnswer as error:
+        return forking.answer_of(work, "it does not answer", TIMEOUT_S) or ask_torch(type_)
+    except forking.NoAnswer as error:
         return Accelerator(problem=str(error))
+
+
+def used(device: torch.device) -> tuple[str, float] | None:
+    """The device's own id and the joules that it has used so far; None where nothing tells."""
+    return _told(device, lambda nvml, handle: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3)
+
+
+def busy(device: torch.device) -> float | None:
+    """The share of the last moments in which the device computed; None where nothing tells."""
+    found = _told(device, lambda nvml, handle: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
+    return None if found is None else found[1]
+
+
+def _told(device: torch.device, question: Callable[[Any, Any], float]) -> tuple[str, float] | None:
+    """The device's own id and its answer; None where nothing tells."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    if (pynvml := _nvml()) is None:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        pynvml.nvmlInit()
+        return uuid, question(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except pynvml.NVMLError:
+        return None
+
+
+@cache
+def _nvml() -> Any:
+    """The package pynvml; None where it is not installed. A search that finds nothing takes a while, so there is one."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+def total(before: list[Any], after: list[Any]) -> float | None:
+    """The joules that the devices of all ranks have used between two readings, each device once; None where one did not tell."""
+    if None in before or None in after or not after:
+        return None
+    first, last = dict(before), dict(after)
+    return sum(last[device] - first[device] for device in last) if first.keys() == last.keys() else None

@@ -10,15 +10,61 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import cgroup
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+MOUNT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def values(controller: str, *names: str) -> Iterator[list[str]]:
+    """Yield the words in these files of each group that has them. Version 1 has a folder for each controller."""
+    with suppress(OSError):
+        for line in OWN.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            for group in (path, *PurePosixPath(path).parents):
+                with suppress(OSError):
+                    folder = MOUNT / controllers / str(group).lstrip("/")
+                    yield [word for name in names for word in (folder / name).read_text(encoding="utf-8").split()]
+
+
+def cgroup_bytes() -> list[int]:
+    """The limits of memory that these groups set."""
+    found = (*values("memory", "memory.max"), *values("memory", "memory.limit_in_bytes"))
+    return [int(limit) for (limit,) in found if limit != "max"]
+
+
+def cores() -> list[float]:
+    """The limits of processor time that these groups set, in cores."""
+    found = (*values("cpu", "cpu.max"), *values("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    return [int(quota) / int(period) for quota, period in found if quota not in ("max", "-1")]
+
+
+JOBS = "DRIVETRAIN_JOBS_AT_A_TIME"  # in the environment of a sweep's job: the number of jobs that run at a time
+
+
+def usable_cores(ranks: int | None = None) -> int:
+    """The cores for this rank, at least 1: affinity mask and cgroup quota, divided by the machine's ranks and jobs."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if ranks is None else ranks
+    return max(1, int(min((here, *cores()))) // (sharing * int(os.environ.get(JOBS, "1"))))
+
+
+def waited_s() -> tuple[float, float]:
+    """Return the seconds that this process's main thread has run, and those that it waited for a core: zeros where unknown."""
+    try:
+        ran, waited = ([*Path("/proc/self/schedstat").read_text(encoding="ascii").split(), "0", "0"])[:2]
+    except OSError:
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9
+
 
 VARIABLE = "DRIVETRAIN_LIMITS"
 OF_CORE, FEW = 8, 64  # so many in all, or so many for each core, whichever is more
@@ -48,7 +94,7 @@ def memory_bytes() -> int:
     """The memory of this machine that its processes may use together: what is installed, or less by the cgroup's limit."""
     if not hasattr(os, "sysconf"):  # Windows
         return sys.maxsize
-    return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup.memory_bytes()))
+    return min((os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *cgroup_bytes()))
 
 
 def device_bytes(device: torch.device) -> int | None:

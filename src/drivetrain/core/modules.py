@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import Tree, call
 
 M = TypeVar("M", bound="torch.nn.Module")
 
@@ -36,3 +37,15 @@ def put_in_place(model: torch.nn.Module, pairs: Iterable[tuple[torch.nn.Module, 
                 vars(holder)[name] = new[id(value)]
             elif isinstance(value, list | tuple) and any(id(v) in new for v in value):
                 vars(holder)[name] = type(value)(new.get(id(v), v) for v in value)
+
+
+def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[Any]) -> None:
+    """Run one forward in evaluation mode, without gradients, and then remove the hooks. The model's mode stays."""
+    training = model.training
+    try:
+        with torch.no_grad():
+            call(model.eval(), example)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()

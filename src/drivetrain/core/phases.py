@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, Text
+from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, Text, check_patterns, matches
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Positive, RunSpec
-from drivetrain.core.patterns import check_patterns, matches
 
 Phases = Annotated[
     dict[str, Any],

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from drivetrain.core.errors import did_you_mean
-from drivetrain.core.figure import Figure
 from drivetrain.core.option import RunSpec
+
+AVERAGED = "ema_"
+
+
+class Figure(NamedTuple):
+    """The name of a figure in parts. As a text it is that of records, results and settings."""
+
+    metric: str
+    averaged: bool = False  # of the averaged weights
+    set: str = ""  # one of several named sets; "" where there is one set
+
+    @classmethod
+    def parse(cls, name: str) -> Figure:
+        """The figure of a name."""
+        of_set, _, rest = name.rpartition("/")
+        return cls(rest.removeprefix(AVERAGED), rest.startswith(AVERAGED), of_set)
+
+    def __str__(self) -> str:
+        return f"{self.set}/{self.of_weights}" if self.set else self.of_weights
+
+    def on_all_sets(self, names: Iterable[str]) -> dict[str, str]:
+        """Those of some figures that are the same on any set, by the name of the set."""
+        return {figure.set: name for name in names if (figure := Figure.parse(name))[:2] == self[:2]}
+
+    @property
+    def of_weights(self) -> str:
+        """Its name on a set that is known."""
+        return f"{AVERAGED}{self.metric}" if self.averaged else self.metric
+
 
 Better = Callable[[float, float], float]  # min or max: returns the better of two values
 
@@ -69,3 +99,58 @@ def problems(run: RunSpec, setting: str, name: str | None) -> Iterator[str]:
         yield f"{setting}={name} is not evaluated: models are selected by {words}: set it to one of {named}"
     else:
         yield f"{setting}={name} is not evaluated: {did_you_mean(name, directed)} (metrics=[…] adds others)"
+
+
+PATTERN = r"([A-Za-z][\w.@/-]{0,60})(>=|<=)([-+]?\d[\d.eE+-]{0,30})"
+
+
+class Reach(NamedTuple):
+    """A value of a metric to reach, such as accuracy>=0.98."""
+
+    metric: str
+    more: bool  # higher is better
+    value: float
+
+    @classmethod
+    def parse(cls, text: str) -> Reach | None:
+        """The target that a text names; None where it names none."""
+        match = re.fullmatch(PATTERN, text)
+        try:
+            value = float(match[3]) if match else math.nan
+        except ValueError:
+            return None
+        return cls(match[1], match[2] == ">=", value) if match and math.isfinite(value) else None
+
+    def reached(self, value: float) -> bool:
+        """Whether a value of the metric is as good."""
+        return value >= self.value if self.more else value <= self.value
+
+    @property
+    def turned(self) -> Reach:
+        """The same value, approached from the other side."""
+        return self._replace(more=not self.more)
+
+    def __str__(self) -> str:
+        return f"{self.metric}{'>=' if self.more else '<='}{self.value:g}"
+
+
+def target_problems(run: RunSpec) -> Iterator[str]:
+    """Yield why the run's `target` is none: it cannot be read, is not evaluated, or asks for a worse value."""
+    return problems_of(run, run.values["target"])
+
+
+def problems_of(run: RunSpec, given: str | None) -> Iterator[str]:
+    """Yield why this text is no target of the run."""
+    if given is None:
+        return
+    reach = Reach.parse(given)
+    if reach is None:
+        yield (
+            f"target={given}: give a metric and a value, as 'target=accuracy>=0.98' or 'target=loss<=0.1', in quotes, as a shell "
+            "takes < and > for redirections"
+        )
+        return
+    yield from problems(run, "target", reach.metric)
+    better = evaluated(run).get(reach.metric)
+    if better is not None and reach.more != (better(0.0, 1.0) == 1.0):
+        yield f"target={given}: {'higher' if better is max else 'lower'} {reach.metric} is better: set 'target={reach.turned}'"

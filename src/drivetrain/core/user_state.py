@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import hmac
+import json
 import math
 import os
 import secrets
@@ -60,3 +62,45 @@ def _number(file: Path) -> float | None:
     with contextlib.suppress(OSError):
         file.unlink()
     return None
+
+
+KEY_BYTES = 32
+
+
+def key_file() -> Path:
+    """The file of this user's key: below $XDG_STATE_HOME, else ~/.local/state."""
+    return user_state() / "key"
+
+
+def sign(content: object) -> str | None:
+    """Return the signature of JSON content (HMAC-SHA256, RFC 2104); None where the user's state folder cannot be written."""
+    key = _key()
+    return _signature(key, content) if key is not None else None
+
+
+def is_own(content: object, signature: object) -> bool:
+    """Whether `sign(content)` gave this signature, for this user."""
+    key = _read_key() if isinstance(signature, str) else None
+    # As bytes: `compare_digest` takes no text that is not ASCII.
+    given = str(signature).encode("utf-8", "surrogatepass")
+    return key is not None and hmac.compare_digest(_signature(key, content).encode(), given)
+
+
+def _signature(key: bytes, content: object) -> str:
+    return hmac.new(key, json.dumps(content, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes | None:
+    """The user's key, made at its first use."""
+    if (key := _read_key()) is not None:
+        return key
+    keep_first(key_file(), secrets.token_bytes(KEY_BYTES))
+    return _read_key()
+
+
+def _read_key() -> bytes | None:
+    try:
+        key = key_file().read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    return key if len(key) == KEY_BYTES else None

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.host_reads import ON_PURPOSE
+from drivetrain.core.device import ON_PURPOSE
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import CountOrZero, RunSpec

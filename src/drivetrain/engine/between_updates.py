@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
+from drivetrain.core.device import reads_device_on_purpose
 from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.signals import StopFlag
 

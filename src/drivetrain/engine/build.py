@@ -14,8 +14,8 @@ from drivetrain.batch.base import Batch
 from drivetrain.compile import Compile
 from drivetrain.core import files, owned, stages
 from drivetrain.core import horizon as horizons
-from drivetrain.core.clock import clock_for
 from drivetrain.core.context import BuildContext
+from drivetrain.core.device import clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.limits import check_batch
@@ -27,11 +27,11 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree, described, named_leaves
 from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
-from drivetrain.engine import dry_run, facts, flops, input_checks, phased_step
+from drivetrain.engine import facts, flops, input_checks, out_of_memory, phased_step
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
-from drivetrain.engine.mfu import Mfu, number_format
+from drivetrain.engine.flops import Mfu, number_format
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
@@ -148,7 +148,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         timer=timer, log=log, callbacks=callbacks, owned=own, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
-        dry_run.preallocate(trainer)
+        out_of_memory.preallocate(trainer)
     # Stream watchers come last, so that they do not see the dry run.
     checks = input_checks.watchers(context, trainer, model_flops.reason)
     trainer.stream_watchers = [*checks, log.watch, *debug.stream_watchers()]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.config import validate
-from drivetrain.core import child
+from drivetrain.core import forking
 from drivetrain.core.context import BuildContext
 from drivetrain.core.option import RunSpec
 from drivetrain.core.signals import ended_by_signals
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = child.LIMIT_S, values: bool = True) -> T:
+def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: float = forking.LIMIT_S, values: bool = True) -> T:
     """Return `question(trainer)` of a forked process, which has a run's directory until it has answered.
 
-    Without `values` the trainer's weights are fake tensors. Raises UserError: the run's own, or child.NoAnswer, whose message
+    Without `values` the trainer's weights are fake tensors. Raises UserError: the run's own, or forking.NoAnswer, whose message
     begins with `failed`.
     """
     import torch  # noqa: F401 - imported once here, because the process is forked
@@ -41,6 +41,6 @@ def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: fl
 
     try:
         with ended_by_signals():
-            return child.answer_of(work, failed, limit_s)
+            return forking.answer_of(work, failed, limit_s)
     finally:
         directory.remove(folder)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from drivetrain.core import streams
 from drivetrain.core.device import is_out_of_memory
+from drivetrain.core.microbatch import Request
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -49,3 +51,23 @@ def free_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def forward_backward(trainer: Trainer, size: int) -> None:
+    """Run forward and backward on the largest micro-batch of `size` samples. Leaves the gradients in place."""
+    indices = trainer.batch.largest(len(trainer.train_data.source), size)
+    request = Request(0, indices, 1.0)
+    loss_sum = torch.zeros((), device=trainer.device)
+    for batch in trainer.loader.stream(trainer.train_data, [request], trainer.device, trainer.memory_format):
+        trainer.step.micro_batch(batch, loss_sum)
+
+
+def preallocate(trainer: Trainer) -> None:
+    """Allocate the memory of the largest micro-batch now. Buffers, gradients and random states are restored."""
+    buffers = {name: b.clone() for name, b in trainer.model.named_buffers()}
+    with streams.apart():
+        forward_backward(trainer, trainer.batch.micro_batch(trainer.parallel.data_world))
+    trainer.step.zero_grad()
+    trainer.parallel.rank_metrics(0.0, trainer.timer.wait)  # reset: the dry run does not count as a rank's work
+    for name, buffer in trainer.model.named_buffers():
+        buffer.copy_(buffers[name])

@@ -23,8 +23,7 @@ from drivetrain.engine import build
 from drivetrain.engine.out_of_memory import free_memory
 from drivetrain.engine.trainer import Trainer
 from drivetrain.saving import checkpoint_io
-from drivetrain.saving.host_copy import HostCopy
-from drivetrain.saving.writer import Writer
+from drivetrain.saving.writer import HostCopy, Writer
 
 DIFFERENT = 3  # parameters of another shape that a message names
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from drivetrain.core import process
-from drivetrain.core.clock import Clock, Mark
+from drivetrain.core.device import Clock, Mark
 from drivetrain.core.microbatch import MicroBatch
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.core.device import reads_device_on_purpose
 from drivetrain.core.errors import Diverged
-from drivetrain.core.host_reads import reads_device_on_purpose
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.owned import OwnState
 from drivetrain.core.progress import Progress

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import cpus, energy, process
+from drivetrain.core import accelerators, limits, process
 from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
-from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
-from drivetrain.engine.mfu import Mfu
+from drivetrain.core.selection import Figure
+from drivetrain.engine.flops import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
 from drivetrain.engine.phased_step import Phase
 from drivetrain.engine.step_timer import StepTimer
@@ -52,7 +52,7 @@ class TrainingLog:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # update and loss of the last records
         self.loss_sum = torch.zeros((), device=self.device)
         self.first: float | torch.Tensor | None = None  # the loss of the run's first update
-        self._began: tuple[float, float] | None = cpus.waited_s()  # None once it has been said that the cores are busy
+        self._began: tuple[float, float] | None = limits.waited_s()  # None once it has been said that the cores are busy
         self.restart()
 
     def restart(self) -> None:
@@ -132,7 +132,7 @@ class TrainingLog:
         """Say once that this process waits for cores that others use, which several threads suffer from the most."""
         if self._began is None or not self.writers:
             return
-        ran, waited = (now - before for now, before in zip(cpus.waited_s(), self._began, strict=True))
+        ran, waited = (now - before for now, before in zip(limits.waited_s(), self._began, strict=True))
         if waited < BUSY_S or waited < BUSY * (ran + waited):
             return
         self._began = None
@@ -147,7 +147,7 @@ class TrainingLog:
         """The processor cores and the share of the device that were in use since the last record."""
         if not self.writers:
             return {}
-        (before, began), share = self._used, energy.busy(self.device)
+        (before, began), share = self._used, accelerators.busy(self.device)
         cores = (process.processor_seconds() - before) / max(process.now() - began, 1e-9)
         return {"cpu_cores": max(cores, 0.0)} | ({} if share is None else {"gpu_busy": share})
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, concatenate, leaves, map_tensors
 from drivetrain.data import listing

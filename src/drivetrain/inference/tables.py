@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.ui.output import PlainStream
+from drivetrain.ui.sheet import spreadsheet
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -17,7 +17,7 @@ from drivetrain.config import validate as check
 from drivetrain.config.composed import Composed
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
-from drivetrain.core import files, signature
+from drivetrain.core import files, user_state
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import MB, read_json, write_json, write_text
 from drivetrain.core.option import RunSpec
@@ -122,7 +122,7 @@ class Job:
         about["batch"] = self.run.batch.found
         about["checkpointing"] = self.run.checkpointing.found
         about["runtime"] = self.run.runtime.found
-        about["signature"] = signature.sign(_of_this_machine(about))
+        about["signature"] = user_state.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         write_text(run_dir / "recipe.yaml", recipe)
         config = OmegaConf.to_yaml(self.composed.config)
@@ -286,7 +286,7 @@ def recorded_settings(recorded: dict[str, Any], words: Sequence[str]) -> dict[st
 
 def is_of_this_user(recorded: dict[str, object]) -> bool:
     """Whether this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
-    return signature.is_own(_of_this_machine(recorded), recorded.get("signature"))
+    return user_state.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
 def _of_this_machine(recorded: dict[str, object]) -> list[Any]:

@@ -15,9 +15,9 @@ from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from drivetrain.core.child import Died, NoAnswer
 from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process, synchronize
 from drivetrain.core.errors import UserError
+from drivetrain.core.forking import Died, NoAnswer
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
@@ -255,11 +255,11 @@ def _thread_seconds(counts: Sequence[int], size: int, micro_batches: int, traine
 
 def _make_updates(trainer: Trainer, size: int, micro_batches: int) -> None:
     """Make two updates. At the second the optimizer has its state, and a later micro-batch the gradients of those before it."""
-    from drivetrain.engine import dry_run
+    from drivetrain.engine import out_of_memory
 
     for count in (1, micro_batches):
         for _ in range(count):
-            dry_run.forward_backward(trainer, size)
+            out_of_memory.forward_backward(trainer, size)
         trainer.step.update()
         trainer.step.zero_grad()
 

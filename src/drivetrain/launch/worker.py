@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from drivetrain.core import energy, files, process, stages, tables, user_code
+from drivetrain.core import accelerators, files, process, stages, user_code
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
@@ -25,9 +25,9 @@ from drivetrain.core.errors import (
     is_peer_failure,
     wants_traceback,
 )
-from drivetrain.core.figure import Figure
 from drivetrain.core.option import RunSpec
 from drivetrain.core.protocols import LogWriter
+from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
 from drivetrain.core.targets import kind_of
@@ -305,7 +305,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     staged.trainer.callbacks.start()
     if result.resumed_at is not None:
         staged.trainer.log.write("resume")  # so that a reader leaves out the pause before it
-    used_before = energy.used(staged.context.device)
+    used_before = accelerators.used(staged.context.device)
     staged.fit(stop)
     trainer = staged.trainer
     result.energy_joules = _energy(trainer, used_before)
@@ -353,10 +353,10 @@ def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:
     parallel = trainer.parallel
     if trainer.device.type != "cuda" or not (parallel.one_process or parallel.distributed):  # else it uses several devices
         return None
-    readings = parallel.gather_object((before, energy.used(trainer.device)))
+    readings = parallel.gather_object((before, accelerators.used(trainer.device)))
     if parallel.world.rank:
         return None
-    return energy.total([first for first, _ in readings], [last for _, last in readings])
+    return accelerators.total([first for first, _ in readings], [last for _, last in readings])
 
 
 def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
@@ -504,8 +504,8 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
 
 def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
     """Draw the confusion matrices, and show the pictures in the loggers that take pictures."""
-    for name, table in tables.of_result(result.tables)[1].items():
-        if tables.is_confusion(table):
+    for name, table in table_picture.of_result(result.tables)[1].items():
+        if table_picture.is_confusion(table):
             path = table_picture.draw(table, run_dir / "images" / f"{name}.png")
             trainer.log.image(name, path)
 

@@ -8,12 +8,11 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from drivetrain.core.cost import Cost
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Positive
 from drivetrain.core.tensors import Tensors
@@ -23,12 +22,29 @@ from drivetrain.loader.resident import Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
+logger = logging.getLogger(__name__)
+
+
+class Cost(NamedTuple):
+    """Seconds: to start, and then for each step."""
+
+    start: float
+    step: float
+
+    def of(self, steps: float) -> float:
+        """Seconds for so many steps, the start included."""
+        return self.start + steps * self.step
+
+    def pays_after(self, base: Cost) -> int | None:
+        """The number of steps that takes no longer than with `base`, and from which on it is faster; None: it never is."""
+        saved = base.step - self.step
+        return max(0, math.ceil((self.start - base.start) / saved)) if saved > 0 else None
+
+
 SIMPLEST = "loader=sync"
 TIE = 0.95  # of the least cost: the simplest loader that comes this near is chosen
 ROUNDS = 3
 SHARE = 0.2  # of what loader=sync takes for the run: measuring the others may take as long
-
-logger = logging.getLogger(__name__)
 
 
 class Auto(Loader):

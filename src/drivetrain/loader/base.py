@@ -12,10 +12,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, cast
 from annotated_types import Ge, Le
 
 from drivetrain.core import owned, rng, trees
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_many
+from drivetrain.core.limits import too_many, usable_cores
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.order import AGAIN, index_of

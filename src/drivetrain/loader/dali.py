@@ -8,9 +8,9 @@ from functools import cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import index_of

@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 from drivetrain.core import trees
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import StopFlag

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import files, sealed
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.paths import expanded
 from drivetrain.core.typed import fits
 from drivetrain.logger.base import Logger
+from drivetrain.saving import manifest
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -56,7 +57,7 @@ class Tracker(Logger):
 
 def write_ids(file: Path, ids: dict[str, str]) -> None:
     """Write the ids of a run's trackers."""
-    files.write_text(file, sealed.text(ids))
+    files.write_text(file, manifest.text(ids))
 
 
 def known_ids(file: Path) -> dict[str, str]:
@@ -66,12 +67,12 @@ def known_ids(file: Path) -> dict[str, str]:
         found = files.parse_json(written)
         if not fits(found, dict[str, str]):
             raise ValueError(f"it holds {found!r:.80}, and no ids of trackers")
-        sealed.check(written, found)
+        manifest.check(written, found)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): remove it, and {ANEW}") from None
-    ids: dict[str, str] = {package: id_ for package, id_ in found.items() if package != sealed.OWN}
+    ids: dict[str, str] = {package: id_ for package, id_ in found.items() if package != manifest.OWN}
     if any(PurePath(id_).is_absolute() or ".." in PurePath(id_).parts for id_ in ids.values()):
         raise UserError(f"{file} holds {ids!r:.80}, and no ids of trackers: remove it, and {ANEW}")
     return ids

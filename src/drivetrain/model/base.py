@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from drivetrain.core import horizon as horizons
-from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern
+from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern, flatten
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import device_bytes, memory_bytes, model_within
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.paths import expanded
-from drivetrain.core.patterns import flatten
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import named_leaves
 from drivetrain.core.user_call import Progress, UserCall

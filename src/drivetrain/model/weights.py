@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 
 from drivetrain.core import low_rank
+from drivetrain.core.allowed import check_patterns, matches
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import needs_extra
-from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.saving import checkpoint_io, manifest
 
 Weights = dict[str, torch.Tensor]

@@ -9,12 +9,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core import torch_patches
+from drivetrain.core.allowed import check_patterns, flatten
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, RunSpec
-from drivetrain.core.patterns import check_patterns, flatten
-from drivetrain.optimizer.groups import GroupSettings, parameter_groups, trained_names
-from drivetrain.optimizer.hyperparameters import Hyperparameters
+from drivetrain.optimizer.groups import GroupSettings, Hyperparameters, parameter_groups, trained_names
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

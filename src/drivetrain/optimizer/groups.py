@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
+from annotated_types import Gt, Le
+
+from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, flatten, matches
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.patterns import flatten, matches
-from drivetrain.optimizer.hyperparameters import Hyperparameters
+from drivetrain.core.option import NonNegative, Option, Positive
+
+LayerDecay = Annotated[float, Gt(0), Le(1)]
+
+
+@dataclass(kw_only=True, eq=False)
+class Hyperparameters(Option):
+    """Learning rate, weight decay, the parameters that they apply to, and the implementation.
+
+    Each option gives `lr` and `weight_decay` their defaults.
+    """
+
+    stage_keys: ClassVar[tuple[str, ...]] = ("*",)
+    stays: ClassVar[str] = "its state goes on into the next stage"
+    lr: Positive
+    weight_decay: NonNegative
+    final_weight_decay: NonNegative | None = None
+    decay_norm_and_bias: bool = False
+    no_weight_decay: list[NamePattern] = field(default_factory=list)
+    layer_decay: LayerDecay | None = None
+    lr_multipliers: Annotated[dict[str, Any], Entries(NAME_PATTERN)] = field(default_factory=dict)
+    fused: bool | None = None
+    foreach: bool | None = None
+
 
 GroupSettings = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → further settings of its group
 

@@ -24,7 +24,7 @@ class Layerwise(Optimizer):
 
 @dataclass(kw_only=True, eq=False)
 class Lars(Layerwise):
-    """Layer-wise adaptive rate scaling (You et al. 2017): drivetrain.optimizer.algorithms.lars has the formulas."""
+    """Layer-wise adaptive rate scaling (You et al. 2017): optimizer/algorithms/layerwise_optimizer.py has the formulas."""
 
     lr: Positive = 5.0
     weight_decay: NonNegative = 1e-4
@@ -33,14 +33,14 @@ class Lars(Layerwise):
     trust: Positive = 0.001
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms.lars import Lars
+        from drivetrain.optimizer.algorithms.layerwise_optimizer import Lars
 
         return Lars(groups, loop=implementation == "loop", **self.arguments())
 
 
 @dataclass(kw_only=True, eq=False)
 class Lamb(Layerwise):
-    """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizer.algorithms.lamb has the formulas."""
+    """Layer-wise adaptive moments (You et al. 2020): drivetrain.optimizer.algorithms.layerwise_optimizer has the formulas."""
 
     fused_on = ("cpu", "cuda")
     lr: Positive = 0.02
@@ -51,7 +51,7 @@ class Lamb(Layerwise):
     bias_correction: bool = True
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms.lamb import Lamb
+        from drivetrain.optimizer.algorithms.layerwise_optimizer import Lamb
 
         arguments = {"max_grad_norm": None, **self.arguments()}
         return Lamb(groups, fused=implementation == "fused", loop=implementation == "loop", **arguments)
@@ -73,7 +73,7 @@ class NvLamb(Lamb):
 
 @dataclass(kw_only=True, eq=False)
 class NovoGrad(Optimizer):
-    """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.novograd has the formulas."""
+    """Layer-wise second moments (Ginsburg et al. 2019): drivetrain.optimizer.algorithms.layerwise_optimizer has the formulas."""
 
     by_norms = True
     in_chunks = True
@@ -85,6 +85,6 @@ class NovoGrad(Optimizer):
     grad_averaging: bool = False
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms.novograd import NovoGrad
+        from drivetrain.optimizer.algorithms.layerwise_optimizer import NovoGrad
 
         return NovoGrad(groups, loop=implementation == "loop", **self.arguments())

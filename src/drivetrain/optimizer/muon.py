@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core import torch_patches
-from drivetrain.core.allowed import NamePattern
+from drivetrain.core.allowed import NamePattern, check_patterns, matches
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Few, Momentum, NonNegative, Positive
-from drivetrain.core.patterns import check_patterns, matches
 from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings, trained_names
 

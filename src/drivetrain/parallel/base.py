@@ -13,7 +13,7 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
-from drivetrain.parallel.own_gradients import OwnGradients
+from drivetrain.parallel.reducing_step import OwnGradients
 from drivetrain.saving.divided import Divided, whole
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.trees import Tree
+from drivetrain.parallel.reducing_step import is_sharded
 from drivetrain.parallel.sharded import Sharded
-from drivetrain.parallel.sharded_step import is_sharded
 
 
 @dataclass(kw_only=True, eq=False)

@@ -128,8 +128,7 @@ class Pipeline(Sharded):
     # --- this rank's part of the model ---
 
     def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
-        from drivetrain.parallel.stage_checks import check_stages
-        from drivetrain.parallel.stages import StagedForward, split_names
+        from drivetrain.parallel.pipeline_stages import StagedForward, check_stages, split_names
 
         if not isinstance(example, torch.Tensor):
             raise UserError(
@@ -228,22 +227,22 @@ class Pipeline(Sharded):
     # --- evaluation ---
 
     def inference_model(self, model: torch.nn.Module) -> Any:
-        from drivetrain.parallel import stages
+        from drivetrain.parallel import pipeline_stages
 
         def outputs(x: torch.Tensor) -> torch.Tensor:
             """Run stage after stage and return the last one's output, on every rank."""
             self.shapes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             self.overwriting = set(self._with_inplace_dropout)  # stages that change their input
             for stage in self.my_stages:
-                h = x if stage == 0 else stages.receive(self._rank_of(stage - 1), self._control, self._device)
+                h = x if stage == 0 else pipeline_stages.receive(self._rank_of(stage - 1), self._control, self._device)
                 version = h._version
                 out = self.stage_forward(stage, h, x)
                 if h._version > version:
                     self.overwriting.add(stage)
                 self.shapes[stage] = _meta_like(h), _meta_like(out)
                 if stage + 1 < len(self._ranges):
-                    stages.send(out, self._rank_of(stage + 1), self._control)
-            return stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self.stage_group)
+                    pipeline_stages.send(out, self._rank_of(stage + 1), self._control)
+            return pipeline_stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self.stage_group)
 
         return outputs
 

@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step, WrappingStep
-from drivetrain.parallel.sharded_step import is_sharded, shard_of
-from drivetrain.parallel.stages import Stage, schedule
+from drivetrain.parallel.pipeline_stages import Stage, schedule
+from drivetrain.parallel.reducing_step import is_sharded, shard_of
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

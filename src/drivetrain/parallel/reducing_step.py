@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
+from drivetrain.parallel.whole_weights import WholeWeights
 
 
 @dataclass(eq=False)
@@ -86,3 +89,94 @@ def _buckets(gradients: Sequence[torch.Tensor], most: float) -> Iterator[list[to
         bucket.append(gradient)
     if bucket:
         yield bucket
+
+
+@dataclass(eq=False)
+class ShardedStep(WrappingStep):
+    """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
+
+    shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
+    root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
+    whole: WholeWeights | None  # that the optimizer updates in place of the shards
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if self.root is not None:
+            self.root.set_requires_gradient_sync(batch.last)
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        for p, shard in self.shards:
+            shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
+        if self.whole is None:
+            return self.inner.update()
+        self.whole.gather()
+        if made := self.inner.update():
+            self.whole.spread()
+        return made
+
+    def zero_grad(self) -> None:
+        for _, shard in self.shards:
+            shard.grad = None
+        if self.whole is not None:
+            self.whole.clear()
+        self.inner.zero_grad()
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def shard_of(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor itself, sharing its memory."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
+
+
+class OwnGradients:
+    """The sums of squares of gradients as a backward makes them, by the mesh dimensions over which their weights are divided."""
+
+    def __init__(self) -> None:
+        self._norms: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+        self._hooks: dict[int, Any] = {}  # by the id of what is watched
+
+    def watch(self, weight: Any, dimensions: tuple[str, ...] = ()) -> None:
+        """Take the gradient of a weight, of which this rank has a part where there are dimensions."""
+
+        def add(gradient: Any) -> None:
+            if is_sharded(gradient) and gradient.placements != weight.placements:
+                gradient = gradient.redistribute(placements=weight.placements)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms[dimensions].append(torch.linalg.vector_norm(shard_of(gradient), dtype=wide).float())
+
+        if id(weight) not in self._hooks:  # recomputation runs a forward, which gathers weights, twice
+            self._hooks[id(weight)] = weight.register_hook(add)
+
+    def squares(self) -> dict[tuple[str, ...], torch.Tensor]:
+        """The sums so far, 0-d."""
+        return {dimensions: torch.stack(norms).square().sum() for dimensions, norms in self._norms.items()}
+
+    def leave(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
+
+
+class GatheredGradients(OwnGradients):
+    """Watches the weights that FSDP gathers for each block's forward; `dims_of` tells what each one stays divided over."""
+
+    def __init__(self, root: torch.nn.Module, shards: Container[int], dims_of: Callable[[str], tuple[str, ...]]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        super().__init__()
+        self._shards, self._dims_of = shards, dims_of  # the former by their ids
+        for name, module in root.named_modules():
+            if isinstance(module, FSDPModule):
+                hook: Any = functools.partial(self._gathered, name)
+                self._hooks[id(module)] = module.register_forward_pre_hook(hook)  # type: ignore[attr-defined]
+
+    def _gathered(self, block: str, module: torch.nn.Module, inputs: Any) -> None:
+        for name, p in module.named_parameters(prefix=block):
+            if p.requires_grad and id(p) not in self._shards:
+                self.watch(p, self._dims_of(name))

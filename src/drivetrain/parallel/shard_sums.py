@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
+from drivetrain.parallel.reducing_step import shard_of
+from drivetrain.saving.divided import Part
 
 
 class Layout(NamedTuple):
@@ -67,3 +69,18 @@ def layout_of(p: Any, ndim: int, sharded: bool) -> Layout:
     divided = [(n, how) for n, how in zip(p.device_mesh.mesh_dim_names, p.placements, strict=True) if not how.is_replicate()]
     layer = tuple(name for name, _ in divided)
     return Layout(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))
+
+
+def parts_of(tensor: Any, shape: tuple[int, ...]) -> list[Part]:
+    """Return this rank's parts of a DTensor, as views, in the weight of this shape; none where its part has no elements.
+
+    The DTensor of a fused projection has a dimension more than its weight, for its matrices, and a part of each is here.
+    """
+    (chunk,) = tensor.__create_chunk_list__()
+    local, offsets = shard_of(tensor), tuple(chunk.offsets)
+    if not local.numel() and 0 not in shape:
+        return []
+    if tensor.ndim == len(shape):
+        return [Part(offsets, local)]
+    first, row, *rest = offsets
+    return [Part(((first + i) * tensor.shape[1] + row, *rest), matrix) for i, matrix in enumerate(local)]

@@ -15,7 +15,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.fsdp import fully_shard_blocks
-from drivetrain.parallel.rank_work import RankWork
+from drivetrain.parallel.process_group import RankWork
 from drivetrain.parallel.sharded import Sharded
 
 

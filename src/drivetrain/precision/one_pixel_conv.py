@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.one_forward import run_once
+from drivetrain.core.modules import run_once
 from drivetrain.core.trees import Tree
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 
 from drivetrain.core.overrides import format_value
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach
 from drivetrain.recipe import sections
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
 from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of

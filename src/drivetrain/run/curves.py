@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.figure import Figure
+from drivetrain.core.selection import Figure
 from drivetrain.run import records
 
 COLORS = {"training": "C0", "validation": "C1", "test": "C2"}  # the same in every panel

@@ -11,7 +11,7 @@ from typing import Any
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import expanded
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach
 from drivetrain.core.typed import fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.curves import need_pandas

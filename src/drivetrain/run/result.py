@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from drivetrain.core.figure import Figure
 from drivetrain.core.files import read_json, write_json
+from drivetrain.core.selection import Figure
 from drivetrain.core.typed import fits, is_number, is_table
 
 TOLD = 0.02  # the width from which an interval is told beside its figure

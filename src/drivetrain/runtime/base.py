@@ -11,11 +11,10 @@ from typing import Any, ClassVar, Literal
 
 from drivetrain.core import accelerators, rng, streams
 from drivetrain.core.accelerators import Accelerator
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import keep_freed_memory
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_many
+from drivetrain.core.limits import too_many, usable_cores
 from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec
 from drivetrain.core.protocols import Trials
 from drivetrain.core.typed import fits

@@ -10,13 +10,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core import files, sealed
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.typed import fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving import about as about_model
 from drivetrain.saving.content import Malformed, check_state, check_weights
+
+OWN = "own_sha256"
+
+
+def text(content: Mapping[str, Any]) -> str:
+    """Return the text of a sealed file."""
+    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({**content, OWN: own}, indent=2)
+
+
+def check(written: str, found: Mapping[str, object]) -> None:
+    """Raise ValueError where a byte of a sealed file differs from what was written; `found` is its parsed text."""
+    if written != text({key: value for key, value in found.items() if key != OWN}):
+        raise ValueError("it is damaged: its SHA-256 differs")
+
 
 FORMAT = 3
 FULL = {"model.safetensors", "state.pt"}
@@ -54,7 +69,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
         raise TypeError("it is no mapping")
     if wrong := [name for name, kind in KINDS.items() if not fits(found.get(name), kind)]:
         raise TypeError(f"its {wrong[0]!r} is not what drivetrain writes")
-    sealed.check(written, found)
+    check(written, found)
     return found
 
 
@@ -65,7 +80,7 @@ def write(folder: Path, update: int, about: Mapping[str, object]) -> None:
     hashes = {name: sha256(folder / name) for name in names}
     plain = json.loads(json.dumps(dict(about)))  # as it is read back
     content = {"format": FORMAT, "update": update, "about": plain, "bytes": sizes, "sha256": hashes}
-    files.write_text(folder / "manifest.json", sealed.text(content))
+    files.write_text(folder / "manifest.json", text(content))
 
 
 def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:

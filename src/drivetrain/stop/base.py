@@ -12,7 +12,7 @@ from drivetrain.core.allowed import FigureName
 from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach
 from drivetrain.stop.time_to_target import TimeToTarget
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import energy, process
-from drivetrain.core.target import Reach
+from drivetrain.core import accelerators, process
+from drivetrain.core.selection import Reach
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -31,7 +31,7 @@ class TimeToTarget:
         self._joules: float | None = None
         self._seconds_before = 0.0  # of the parts of the run that a resumed one follows
         self._resumed = context.resumed
-        self._used_before = energy.used(context.device)
+        self._used_before = accelerators.used(context.device)
 
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Look at an evaluation. Called on all ranks with the same figures."""
@@ -70,7 +70,7 @@ class TimeToTarget:
         """The joules since the start, of a run that was not resumed: the energy of its earlier parts is not known."""
         if self._resumed or self._device.type != "cuda" or not (self._parallel.one_process or self._parallel.distributed):
             return None
-        readings = self._parallel.gather_object((self._used_before, energy.used(self._device)))
+        readings = self._parallel.gather_object((self._used_before, accelerators.used(self._device)))
         if self._parallel.world.rank:
             return None
-        return energy.total([first for first, _ in readings], [last for _, last in readings])
+        return accelerators.total([first for first, _ in readings], [last for _, last in readings])

@@ -15,8 +15,8 @@ from typing import Any
 
 from drivetrain.config.hydra_words import is_hydra_override
 from drivetrain.core import accelerators, files
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.launch.job import Job, device_problems

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import accelerators, cpus, files, process
+from drivetrain.core import accelerators, files, limits, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.paths import add_import_paths
@@ -112,7 +112,7 @@ class Forked(Launcher):
     def _child(self, entry: Entry, slot: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self.slots > 1:
-            os.environ[cpus.JOBS] = str(self.slots)
+            os.environ[limits.JOBS] = str(self.slots)
             os.environ |= own_device(entry, slot)
         if self.captured:
             capture(entry)
@@ -237,7 +237,7 @@ class Task:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
             os.environ |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
         if self.jobs_per_machine > 1:
-            os.environ[cpus.JOBS] = str(self.jobs_per_machine)
+            os.environ[limits.JOBS] = str(self.jobs_per_machine)
         if submitit.JobEnvironment().num_tasks > 1:  # submitit's tasks are the ranks
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         add_import_paths(read(self.sweep)["config_dirs"])

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from drivetrain.config.catalog import options
 from drivetrain.config.hydra_words import HydraSettings
-from drivetrain.core import signature
+from drivetrain.core import user_state
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.option import RunSpec
@@ -259,7 +259,7 @@ class Sweep:
             )
         jobs_json = [{"job": e.number, "overrides": e.job.overrides, "cell": e.job.cell} for e in self.entries]
         content = {"overrides": self.overrides, "config_dirs": self.config_dirs, "jobs": jobs_json}
-        write_json(self.path / "jobs.json", {**content, "signature": signature.sign(content)})
+        write_json(self.path / "jobs.json", {**content, "signature": user_state.sign(content)})
         return new
 
 
@@ -299,7 +299,7 @@ def read(path: Path) -> dict[str, Any]:
 def read_own(path: Path) -> dict[str, Any]:
     """The content of a jobs.json that this user's drivetrain wrote: its words may name code to run. Raises UserError."""
     content = read(path)
-    if not signature.is_own(content, read_json(path / "jobs.json").get("signature")):
+    if not user_state.is_own(content, read_json(path / "jobs.json").get("signature")):
         raise UserError(
             f"-m resume={path} was recorded by another user or machine, or has been changed, and its words may name code to run: "
             f"start it anew with the words that you agree with: {printable(shlex.join(map(str, content['overrides'])))}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import html
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +17,22 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from drivetrain.core import files
-from drivetrain.core.spreadsheet import spreadsheet
 from drivetrain.ui import output
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages.style import SCRIPT, STYLE
+
+FIRST = tuple("=+-@\t\r\n＝＋－＠")  # what a formula begins with; some spreadsheets take the wide signs too
+UNITS = "s|ms|min|h|GiB|MiB|KiB|%|×|J|updates|samples"  # that drivetrain's own tables write
+_FIGURE = re.compile(rf"[+-]?(\d[\d,]*\.?\d*(e[+-]?\d+)?|inf|nan)( ({UNITS}))?")
+
+
+def spreadsheet(text: str) -> str:
+    """A cell's text for a CSV file: a spreadsheet would run one that begins like a formula, so an apostrophe makes it text.
+
+    One number, or one with a unit of drivetrain's own, is no formula.
+    """
+    return f"'{text}" if text.startswith(FIRST) and not _FIGURE.fullmatch(text) else text
+
 
 VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
 EMPTY = ("–", "")  # cells that say nothing

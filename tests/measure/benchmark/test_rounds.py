@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from drivetrain.core import lazy, process
-from drivetrain.core.clock import DeviceClock
-from drivetrain.core.cost import Cost
+from drivetrain.core.device import DeviceClock
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
+from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import comparison as rounds_of
 from drivetrain.measure.benchmark import interleave
 from drivetrain.measure.benchmark.arms import ArmSpec

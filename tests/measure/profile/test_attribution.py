@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from drivetrain.core.clock import Clock
+from drivetrain.core.device import Clock
 from drivetrain.core.progress import Progress
 from drivetrain.measure.profile import doctor as diagnosis
 from drivetrain.measure.profile import doctor as doctor

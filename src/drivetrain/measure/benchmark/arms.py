@@ -15,7 +15,7 @@ from drivetrain.config.compose import compose as compose_config
 from drivetrain.core import accelerators, process
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.changes import groups_of

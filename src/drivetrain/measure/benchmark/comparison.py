@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import accelerators
-from drivetrain.core.cost import Cost
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import trials
+from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds

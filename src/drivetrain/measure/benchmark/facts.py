@@ -6,8 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from drivetrain.core.figure import Figure
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Figure, Reach
 from drivetrain.recipe.claim import SETS
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.recipe.sections import MAX_CHARACTERS

@@ -29,8 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.compile.base import compiled_anew
 from drivetrain.core import process, stages, trees
-from drivetrain.core.clock import Clock, Mark, clock_for
-from drivetrain.core.device import peak_memory, synchronize
+from drivetrain.core.device import Clock, Mark, clock_for, peak_memory, synchronize
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job

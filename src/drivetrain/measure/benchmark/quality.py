@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.figure import Figure as EvaluatedFigure
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
-from drivetrain.core.selection import Selection, evaluated, problems, selected
-from drivetrain.core.target import Reach
-from drivetrain.core.target import problems_of as target_problems
+from drivetrain.core.selection import Figure as EvaluatedFigure
+from drivetrain.core.selection import Reach, Selection, evaluated, problems, selected
+from drivetrain.core.selection import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.measure import changes
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, trainings

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.config.catalog import default_options
-from drivetrain.core import child
+from drivetrain.core import forking
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count, Option, RunSpec
 from drivetrain.core.signals import ended_by_signals
@@ -337,7 +337,7 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
 
     try:
         with ended_by_signals():
-            return child.answer_of(work, "the run cannot be certified")
+            return forking.answer_of(work, "the run cannot be certified")
     finally:
         directory.remove(folder)
 

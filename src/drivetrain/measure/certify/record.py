@@ -17,9 +17,9 @@ from drivetrain.checkpointing import Checkpointing
 from drivetrain.compile import Compile
 from drivetrain.core import streams, trees
 from drivetrain.core.context import BuildContext
-from drivetrain.core.figure import Figure
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import RunSpec
+from drivetrain.core.selection import Figure
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.torch_patches import before_steps
 from drivetrain.core.trees import Tree

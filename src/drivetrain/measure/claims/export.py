@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import arguments

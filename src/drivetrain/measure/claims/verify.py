@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.selection import Better, evaluated
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Better, Reach, evaluated
 from drivetrain.launch.job import Job
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import arms, compare, comparison, quality

@@ -15,7 +15,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
 from drivetrain.engine.rehearsal import fake_step
-from drivetrain.engine.rehearsal.autocast import autocast_of
+from drivetrain.engine.rehearsal.fake_step import autocast_of
 from drivetrain.engine.rehearsal.recorder import Fakes
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
 from drivetrain.measure.forecast import replay

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.option import Count, Positive
 from drivetrain.engine import child
 from drivetrain.launch import trials

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core import process
-from drivetrain.core.clock import Clock, Mark, clock_for
+from drivetrain.core.device import Clock, Mark, clock_for
 from drivetrain.measure import intervals
 from drivetrain.measure.intervals import Interval
 from drivetrain.precision.base import backpropagate

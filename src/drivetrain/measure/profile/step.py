@@ -22,9 +22,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from drivetrain.core import trees
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.device import synchronize
 from drivetrain.core.errors import Diverged
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.torch_patches import threads_set_by
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import WaitingCalls

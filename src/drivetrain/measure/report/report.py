@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import tables
 from drivetrain.core.errors import DONE, DataError, UserError
 from drivetrain.core.option import CountOrZero
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
-from drivetrain.core.selection import Selection
-from drivetrain.core.target import Reach
+from drivetrain.core.selection import Reach, Selection
 from drivetrain.core.typed import fits, is_number
 from drivetrain.measure import arguments
 from drivetrain.measure.benchmark import quality
@@ -31,6 +29,7 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
 from drivetrain.run.result import Result
 from drivetrain.sweeps import driver
+from drivetrain.ui import table_picture
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts, classes
 from drivetrain.ui.pages import run as run_page
@@ -107,8 +106,8 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     show = _shown_as(loaded)
     at_random = under("At random", show(samples[:count]), level=3)  # they came in random order
     shown = under(title, measured, *under("The worst", show(worst), level=3), *at_random)
-    counted = tables.of_result(run.result.tables)[1] if run.result is not None else {}
-    if loaded.kind == "class" and not any(map(tables.is_confusion, counted.values())):
+    counted = table_picture.of_result(run.result.tables)[1] if run.result is not None else {}
+    if loaded.kind == "class" and not any(map(table_picture.is_confusion, counted.values())):
         return [*shown, *classes.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
     return [*shown, *_scatter(samples, looked_at)] if loaded.kind == "values" else shown
 
@@ -368,7 +367,7 @@ def sheet_of(
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:
         assert each.result is not None
-        of_what, tables_found = tables.of_result(each.result.tables)
+        of_what, tables_found = table_picture.of_result(each.result.tables)
         title = f"Classes of {names[id(each)]}"
         body.append(folded(title, classes.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
     again = {names[id(each)]: f"drivetrain train {shlex.join(run_page.overrides_of(each))}".strip() for each in drawn}

@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 from drivetrain.compile.step_graph import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
 from drivetrain.core import accelerators
-from drivetrain.core.cpus import usable_cores
 from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.overrides import format_value
 from drivetrain.engine import child

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from drivetrain.core import tables
+from drivetrain.ui import table_picture
 from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, remarks, under
 
 MOST_CLASSES = 30  # of a matrix that is shown whole; of a larger one, what is confused the most
@@ -18,11 +18,11 @@ def sections(found: Mapping[str, Mapping[str, Any]], of: str, level: int = 2) ->
     body: list[Section] = []
     for name, values in found.items():
         title = f"{name.replace('_', ' ').capitalize()}, {of}"
-        if tables.is_confusion(values) and len(values["rows"]) <= MOST_CLASSES:
+        if table_picture.is_confusion(values) and len(values["rows"]) <= MOST_CLASSES:
             how = remarks("A row is a class, a column what it was predicted as. The darker, the larger the share.")
             body += under(title, how, matrix(values, title), level=level)
         else:
-            shown = tables.shown(name, values, MOST_CLASSES if tables.is_confusion(values) else ROWS)
+            shown = table_picture.shown(name, values, MOST_CLASSES if table_picture.is_confusion(values) else ROWS)
             told = [remarks(shown.title)] if shown.title.replace("_", " ") != name.replace("_", " ") else []
             table = Table(["class", *shown.header[1:]], shown.rows, title, sortable=True, bars=_bars(shown))
             body += under(title, *told, table, level=level)
@@ -40,7 +40,7 @@ def matrix(values: Mapping[str, Any], title: str) -> Part:
     return Part(f'<div class="confusion">{found.html}</div>')
 
 
-def _bars(shown: tables.Shown) -> dict[str, list[float | None]]:
+def _bars(shown: table_picture.Shown) -> dict[str, list[float | None]]:
     """The values of the columns that are shares."""
     columns = {n: name for n, name in enumerate(shown.header) if name in SHARES}
     return {name: [float(row[n]) for row in shown.rows] for n, name in columns.items()}
