@@ -104,6 +104,24 @@ def test_what_fake_tensors_cannot_stand_for(option):
     pytest.skip(CLASSES[option].needs_real_tensors)
 
 
+def test_a_model_of_transformers_trains_in_float8(fake_run):
+    """Its libraries ask the device what it can do while they are imported. A lazy device has no autocast for attention."""
+    pytest.importorskip("transformers")
+    sizes = "{hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2, intermediate_size: 32}"
+    words = [
+        "model=transformers",
+        "model.name=llama",
+        f"model.config={sizes}",
+        "data=stdlib",
+        "data.length=16",
+        "data.max_files=10",
+    ]
+    fp8 = ["precision=fp8", "precision.min_features=16", "precision.emulate=true"]
+    trainer, device = fake_run("cuda", *words, "data.test_samples=8", "loss=next_token", *fp8)
+    assert trainer.progress.updates == trainer.max_updates
+    assert not device.waits
+
+
 def test_every_option_is_in_a_row_or_says_why_not():
     assert sorted([o for row in ROWS for o in row] + REAL + SEVERAL_RANKS + ELSEWHERE) == sorted(OPTIONS)
     assert len(ROWS) < 50

@@ -265,7 +265,8 @@ class Stream:
         return lambda *_, **__: Stream()
 
 
-PROPERTIES = SimpleNamespace(uuid="fake", total_memory=2**33, multi_processor_count=100)
+# As a GPU that Triton does not know: libraries that ask while they are imported would want its driver.
+PROPERTIES = SimpleNamespace(uuid="fake", total_memory=2**33, multi_processor_count=100, major=6, minor=0)
 MODULE = SimpleNamespace(
     _lazy_init=lambda: None, is_available=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
     get_device_capability=lambda device=None: (9, 0), is_bf16_supported=lambda including_emulation=True: True,
