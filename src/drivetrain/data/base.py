@@ -18,7 +18,7 @@ import annotated_types
 from drivetrain.core import order as orders
 from drivetrain.core import rng, trees
 from drivetrain.core.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
@@ -442,8 +442,8 @@ class HeldOut(Data, Generic[P, K]):
         """Return the samples of a set as a source. Raises UserError."""
         return part
 
-    def about(self, known: K, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
-        """Return what Splits say of the sources: of training, and of other sets, each after its split.
+    def about(self, known: K, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        """Return what Splits say of the sources, each after its split, that of training first.
 
         `own` is a run's own data, where these are others.
         """
@@ -475,9 +475,8 @@ class HeldOut(Data, Generic[P, K]):
     def _encoded(self, known: K, train: P, sets: Mapping[str, Mapping[str, P]], own: Splits | None) -> Splits:
         source = self.source(known, train)
         of = {split: {name: self.source(known, part) for name, part in parts.items()} for split, parts in sets.items()}
-        others = [(split, each) for split, sources in of.items() for each in sources.values()]
-        about = self.about(known, source, others, own)
-        return Splits(train=source, test=of["test"], validation=of.get("validation"), **about)
+        sources = [("train", source), *((split, each) for split, found in of.items() for each in found.values())]
+        return Splits(train=source, test=of["test"], validation=of.get("validation"), **self.about(known, sources, own))
 
     def kept(self, own: Splits) -> K | None:
         """Return what a run knows of its own data, to encode other data by it; None: it cannot be. Raises UserError."""
@@ -501,6 +500,9 @@ class HeldOut(Data, Generic[P, K]):
 class FromFile(HeldOut[P, K]):
     """The base of data in a file for each set."""
 
+    reads_what: ClassVar[str]  # in words
+    ships: ClassVar[bool] = False  # there is data without a path
+
     path: str | None = None
     test: str | dict[str, str] | None = None
     encoding: Encoding | None = None
@@ -511,10 +513,17 @@ class FromFile(HeldOut[P, K]):
         found, folder = super().places(split), Path(str(self.path)).parent
         return found if split == "test" else {name: str(folder / file) for name, file in found.items()}
 
-    def absent(self, exists: Callable[[Path], bool], should_be: str) -> Iterator[str]:
-        """Yield a problem for each file that is not there."""
+    def exists(self, path: Path) -> bool:
+        """Whether there is something to read at a path."""
+        return path.is_file()
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
         given = [("path", self.path), *((split, file) for split in SPLITS for file in self.places(split).values())]
-        yield from (f"data.{knob}={file} is no file: {should_be}" for knob, file in given if file and not exists(Path(file)))
+        if not self.path and not self.ships:
+            yield OperatorGives(f"{run.named('data')} needs data.path, {self.reads_what}")
+        for knob, file in given:
+            if file and not self.exists(Path(file)):
+                yield f"data.{knob}={file} is no file: set it to {self.reads_what}"
 
 
 def measure_normalization(x: torch.Tensor) -> Normalize:

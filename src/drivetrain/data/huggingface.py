@@ -94,10 +94,9 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         rows = self._checked(split, place, splits)
         return self._source(rows, self._labels(rows, names), tokenizer)
 
-    def about(self, known: Known, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
-        _, names, tokenizer = known
-        sources = [train, *(source for _, source in others)]
-        classes = len(names) if names else 1 + max(int(source.targets.max()) for source in sources)
+    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+        (_, names, tokenizer), train = known, sources[0][1]
+        classes = len(names) if names else 1 + max(int(source.targets.max()) for _, source in sources)
         if isinstance(train, Texts):
             some = torch.arange(n := min(len(train), LOOKED_AT)) * (len(train) // max(1, n))
             tell_cut(torch.tensor([len(tokens) for tokens in train.tokens(some)]), self.length, len(train))

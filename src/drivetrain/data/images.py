@@ -79,23 +79,23 @@ class ImageData:
         return Decoding(self.size, self.max_pixels)
 
     def looked_at(
-        self, sources: Sequence[ImageFileSource], own: Splits | None = None, *more: str, doubts: Iterable[str] = ()
+        self, sources: Sequence[tuple[str, ImageFileSource]], own: Splits | None = None, *more: str, doubts: Iterable[str] = ()
     ) -> dict[str, Any]:
         """Give sources the range of their pixels: the user's, that of a run's `own` data, or that of the first source's files.
 
         Returns what Splits say of them: their normalisation, their range, what they are in short, with `more` of it, and what
         looks wrong. Raises DataError where there is no range, or all pixels are alike.
         """
-        seen = Seen.of(sources[0])
+        seen = Seen.of(train := sources[0][1])
         if self.range is not None:
             found: Range | None = Range(self.range[0], self.range[1], said=True)
         else:
             found = own.pixels if own is not None else seen.range()
-        for source in sources:
+        for _, source in sources:
             source.range = found
         normalize = own.normalize if own is not None else None
         if normalize is None:
-            normalize = measure_on_some(sources[0]) if self.normalize == "measured" else Normalize(*IMAGENET)
+            normalize = measure_on_some(train) if self.normalize == "measured" else Normalize(*IMAGENET)
         return {
             "normalize": normalize,
             "pixels": found,
@@ -296,11 +296,10 @@ class ImageFolder(PictureData, HeldOut[Images, Folders]):
             )
         return self._files(folder, known.classes)
 
-    def about(self, known: Folders, train: Images, others: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
-        sources = [train, *(source for _, source in others)]
+    def about(self, known: Folders, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
         looked = self.looked_at(sources, own, known.not_read, doubts=known.doubts)
         left = self.verify if own is None else 0
-        for source in sources:
+        for _, source in sources:
             for index in range(min(left, len(source))):
                 source.sample(index)
             left -= min(left, len(source))
@@ -334,6 +333,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known]):
 
     machine_local_keys = ("path", "test", "root")
     samples_are: ClassVar[str] = "rows"
+    reads_what: ClassVar[str] = f"a table with a row for each image ({KINDS})"
     reads: ClassVar[tuple[TargetKind, ...]] = ("class", "labels", "values")
 
     root: str | None = None
@@ -345,9 +345,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known]):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if not self.path:
-            yield OperatorGives("data=labels_csv needs data.path, the table that has a row for each image")
-        yield from self.absent(Path.is_file, f"set it to a table ({KINDS})")
+        yield from FromFile.validate(self, run)
         if self.root and not Path(self.root).is_dir():
             yield f"data.root={self.root} is no directory: set it to the folder that the images' paths begin in"
         if not self.target:
@@ -369,14 +367,14 @@ class LabelsCsv(PictureData, FromFile[Cells, Known]):
     def read_set(self, place: str, known: Known, split: str) -> Cells:
         return self._rows(place, known[0])[0]
 
-    def about(self, known: Known, train: Images, others: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
         schema, reader, _ = known
         doubts = [
             f"{len(twice)} images of data.{split} are in training too, the first is {twice[0]}"
-            for split, source in others
-            if own is None and (twice := sorted({*train.paths} & {*source.paths}))
+            for split, source in sources[1:]
+            if own is None and (twice := sorted({*sources[0][1].paths} & {*source.paths}))
         ]
-        looked = self.looked_at([train, *(source for _, source in others)], own, doubts=doubts)
+        looked = self.looked_at(sources, own, doubts=doubts)
         return {
             "shape": self.shape(), "classes": reader.outputs, "names": reader.classes, "units": reader.units,
             "files": {KEPT: schema.to_json()}, **looked,

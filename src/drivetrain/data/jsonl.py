@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from drivetrain.core.allowed import ColumnName
-from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
+from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
@@ -52,10 +52,9 @@ class Jsonl(FromFile[Any, Known], TextData):
     tokens = True
     max_value = None
     input_files: ClassVar[tuple[str, ...]] = (".jsonl",)
-    reads_what = "a file with one JSON object on each line"
+    reads_what: ClassVar[str] = "a file with one JSON object on each line"
     samples_are: ClassVar[str] = "texts"
     _one_row = False  # whether the model takes packed samples in one row
-    ships = False  # there are texts without a path
     least_token = 0  # to which there has to be room for tokens
     instead = "set data.label to its key in the JSON objects"  # where there is no class
 
@@ -80,9 +79,7 @@ class Jsonl(FromFile[Any, Known], TextData):
         return found.with_values(_one_row=run.model.packs_in_one_row, targets=targets)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if not self.path and not self.ships:
-            yield OperatorGives(f"{run.named('data')} needs data.path, {self.reads_what}")
-        yield from self.absent(self.exists, f"set it to {self.reads_what}")
+        yield from super().validate(run)
         if self.tokenizer_file and not Path(self.tokenizer_file).is_file():
             yield f"data.tokenizer_file={self.tokenizer_file} is no file"
         if (self.tokenizer == "file") != (self.tokenizer_file is not None):
@@ -104,10 +101,6 @@ class Jsonl(FromFile[Any, Known], TextData):
             yield f"{run.named('task')} predicts the next token, and data.label={self.label} is a class: leave it out"
         if run.augment:
             yield f"{run.named('augment')} changes images, but {run.named('data')} is text: set augment=[]"
-
-    def exists(self, path: Path) -> bool:
-        """Whether there is something to read at a path."""
-        return path.is_file()
 
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
@@ -151,14 +144,14 @@ class Jsonl(FromFile[Any, Known], TextData):
             raise UserError(f"{part.source}: no training text has the class {', '.join(foreign[:5])}")
         return LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, tokenizer.padding or 0, which)
 
-    def about(self, known: Known, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
         tokenizer, names = known
         about = {
             "shape": self.shape(), "normalize": None, "dtype": torch.int64, "files": tokenizer.files(),
             "pad_token": tokenizer.padding,
         }  # fmt: skip
         if self.label is not None:
-            tell_cut(train.lengths, self.length, len(train))
+            tell_cut(sources[0][1].lengths, self.length, len(sources[0][1]))
             return {**about, "classes": len(names), "names": names, "vocabulary": tokenizer.vocabulary}
         lengths = tokenizer.token_bytes()
         if lengths is not None and tokenizer.vocabulary > len(lengths):

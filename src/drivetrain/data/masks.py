@@ -95,11 +95,9 @@ class Masks(ImageData, HeldOut["MaskedImages", Known]):
     def fractions(self, every: MaskedImages) -> np.ndarray:
         return hash_fractions(_name_of(image.partition("/")[2]) for image, _ in every.pairs)
 
-    def about(
-        self, known: Known, train: MaskedImages, others: Sequence[tuple[str, MaskedImages]], own: Splits | None
-    ) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, MaskedImages]], own: Splits | None) -> dict[str, Any]:
         reading, doubts = known
-        looked = self.looked_at([train, *(source for _, source in others)], own, reading.found, doubts=doubts)
+        looked = self.looked_at(sources, own, reading.found, doubts=doubts)
         names = [_named(value) for value in reading.values]
         return {"shape": self.shape(), "classes": len(names), "names": names, **looked}
 

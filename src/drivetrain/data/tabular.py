@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, Text
-from drivetrain.core.errors import DataError, OperatorGives, UserError
+from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
@@ -75,15 +75,15 @@ class Table:
             return TextRows(part, schema, reader.read(part), tokenizer)
         return Rows(schema.encode(part), reader.read(part), part, [*said(schema, part)])
 
-    def about(self, known: Known, train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
         schema, reader, tokenizer = known
         about: dict[str, Any] = {
             "shape": (schema.outputs,), "classes": reader.outputs, "normalize": None, "names": reader.classes,
             "units": reader.units, "files": {KEPT: schema.to_json()}, "inputs": schema.described(),
-            "doubts": [*schema.doubts.values(), *train.said, *(line for _, source in others for line in source.said)],
+            "doubts": [*schema.doubts.values(), *(line for _, source in sources for line in source.said)],
         }  # fmt: skip
         if tokenizer is not None:
-            tell_cut(train.lengths, schema.outputs, len(train))
+            tell_cut(sources[0][1].lengths, schema.outputs, len(sources[0][1]))
             about["files"].update(tokenizer.files())
             about |= {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
         return about
@@ -192,6 +192,7 @@ class Tabular(Table, FromFile[Cells, Known], TextData):
 
     machine_local_keys = ("path", "test")
     samples_are: ClassVar[str] = "rows"
+    reads_what: ClassVar[str] = f"a table in a file ({KINDS})"
     reads: ClassVar[tuple[TargetKind, ...]] = ("class", "values", "labels")
 
     target: OneColumn | Sequence[OneColumn] | None = None
@@ -212,9 +213,7 @@ class Tabular(Table, FromFile[Cells, Known], TextData):
         return super(Tabular, self.with_values(tokens=tokens)).resolve(run)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if not self.path:
-            yield OperatorGives(f"data=tabular needs data.path, a table in a file ({KINDS})")
-        yield from self.absent(Path.is_file, f"set it to a table ({KINDS})")
+        yield from super().validate(run)
         if not names_of(self.target):
             yield "data=tabular needs data.target, the column that is predicted (several: data.target=[a,b])"
         for name, kind in self._types().items():

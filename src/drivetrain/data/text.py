@@ -162,7 +162,7 @@ class Stdlib(HeldOut[Listed[Path], list[str]]):
             return Texts(contents, self.length)
         return LabelledTexts(contents, [known.index(name.parts[0]) for name in part], self.length, PIECES)
 
-    def about(self, known: list[str], train: Any, others: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: list[str], sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
         classes = {"names": known, "vocabulary": VOCABULARY} if known else {}
         return {"shape": self.shape(), "classes": len(known) or VOCABULARY, "normalize": None, "dtype": torch.int64, **classes}
 

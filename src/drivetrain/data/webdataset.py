@@ -81,12 +81,9 @@ class WebDataset(PictureData, HeldOut["ShardImages", None]):
         cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
         return ShardImages(SampleTable.load(shards.expand(place), cache), self)
 
-    def about(
-        self, known: None, train: ShardImages, others: Sequence[tuple[str, ShardImages]], own: Splits | None
-    ) -> dict[str, Any]:
-        sources = [train, *(source for _, source in others)]
-        highest = max(int(source.targets.max()) for source in sources)
-        classes = number_of_classes(highest, len(train), self.classes, f"data.train={self.train}")
+    def about(self, known: None, sources: Sequence[tuple[str, ShardImages]], own: Splits | None) -> dict[str, Any]:
+        highest = max(int(source.targets.max()) for _, source in sources)
+        classes = number_of_classes(highest, len(sources[0][1]), self.classes, f"data.train={self.train}")
         return {"shape": self.shape(), "classes": classes, **self.looked_at(sources)}
 
 
