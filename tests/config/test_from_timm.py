@@ -153,6 +153,11 @@ def test_what_has_no_word_here_is_told_once(given, told):
     assert line.startswith(told)
 
 
+def test_what_belongs_to_something_that_is_off_is_not_told():
+    assert said(naflex_loader=False, naflex_max_seq_len=576, kd_model_name=None, kd_temperature=4.0) == said()
+    assert any(line.startswith("naflex_max_seq_len=576: ") for line in said(naflex_loader=True, naflex_max_seq_len=576)[1])
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [

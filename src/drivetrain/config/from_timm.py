@@ -42,6 +42,7 @@ SILENT = (  # of this machine, or what follows from the data, or what only names
     "wandb_project", "wandb_tags", "synchronize_step", "no_ddp_bb", "resplit", "amp_impl", "torchcompile_mode",
 )  # fmt: skip
 DEFAULTS = {"worker_seeding": "all", "lr_k_decay": 1, "sched_on_updates": True, "input_img_mode": "RGB", "bce_sum": False}
+BELOW = {"naflex_": "naflex_loader", "kd_": "kd_model_name"}  # beginning of arguments → the one without which they are off
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -103,8 +104,9 @@ class _Run:
         self.augment()
         self.loss()
         self.rest()
+        off = tuple(start for start, switch in BELOW.items() if not self.args.get(switch))
         for name, value in self.args.items():
-            if name not in self.read and value not in OFF and DEFAULTS.get(name) != value:
+            if not name.startswith(off) and name not in self.read and value not in OFF and DEFAULTS.get(name) != value:
                 why = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else NOT_HERE.get(name, "it has no counterpart")
                 self.left.append(f"{name}={format_value(value)}: {why}")
         return self.found
