@@ -1,5 +1,6 @@
 """`drivetrain recipe from timm`: what timm's train.py leaves becomes a recipe that trains, and what has no word here is told."""
 
+import contextlib
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.config.from_timm import OF_SCHEDULES, SILENT, translate
+from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.recipe.places import read
 
@@ -164,14 +166,24 @@ def test_what_belongs_to_something_that_is_off_is_not_told():
         ("model: resnet50", "no arguments of timm's"),
         ("- 1", "no arguments of timm's"),
         (yaml.safe_dump(ARGS | {"epochs": "many"}), "epochs: many is no number"),
-        (yaml.safe_dump(ARGS | {"sched": "multistep", "decay_milestones": 3}), "decay_milestones: 3 is no list of numbers"),
-        ("{", "cannot be read"),
+        (
+            yaml.safe_dump(ARGS | {"sched": "multistep", "decay_milestones": 3}),
+            "decay_milestones: 3 is no list of 1 numbers or more",
+        ),
+        ("{", "args.yaml cannot be read: "),
     ],
 )
 def test_another_file_is_refused(content, told, tmp_path, capsys):
     (tmp_path / "args.yaml").write_text(content)
     assert main.main(["recipe", "from", "timm", str(tmp_path / "args.yaml")]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("odd", ["x", -1, 0, 1e308, True, [], [1], ["a"], {}, {"a": 1}, [[1]]])
+def test_whatever_stands_there_is_translated_or_refused(odd):
+    for name in ARGS:
+        with contextlib.suppress(UserError):
+            assert translate(ARGS | {name: odd}).values, name
 
 
 @pytest.mark.parametrize(

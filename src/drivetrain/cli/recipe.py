@@ -184,9 +184,11 @@ def _from(argv: Sequence[str]) -> int:
     if tool != "timm" or not source or len(rest) > 3 or not devices.isdecimal() or not int(devices):
         raise UserError("drivetrain recipe from wants: timm ARGS.yaml [FILE.yaml] [devices=8]")
     try:
-        found = from_timm.translate(files.read_yaml(Path(source)), int(devices))
+        args = files.read_yaml(Path(source))
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        found = from_timm.translate(args, int(devices))
     except UserError as error:
         raise UserError(f"{source}: {problem}" for problem in error.problems) from None
     said = write.text(
@@ -198,7 +200,10 @@ def _from(argv: Sequence[str]) -> int:
     if file is None:
         echo(said, end="")
         return DONE
-    file.write_text(said, encoding="utf-8")
+    try:
+        file.write_text(said, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}") from None
     echo("\n".join([f"written to {file}", *(f"  not translated: {line}" for line in found.left)]))
     echo("\n  ".join([f"{file}: valid", *check(places.read(str(file)))]))
     echo(f"drivetrain train {shlex.join([f'recipe={file}', *found.words])}")

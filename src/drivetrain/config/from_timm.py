@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from drivetrain.config.elsewhere import ELSEWHERE, NOT_HERE
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value
+from drivetrain.core.typed import fits
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # what data.normalize=imagenet means
 FOLDERS = {"hfds": "huggingface", "hfids": "huggingface", "wds": "webdataset"}  # what stands before the / of `dataset`
@@ -43,6 +44,7 @@ SILENT = (  # of this machine, or what follows from the data, or what only names
 )  # fmt: skip
 DEFAULTS = {"worker_seeding": "all", "lr_k_decay": 1, "sched_on_updates": True, "input_img_mode": "RGB", "bce_sum": False}
 BELOW = {"naflex_": "naflex_loader", "kd_": "kd_model_name"}  # beginning of arguments → the one without which they are off
+MOST_CYCLES = 100
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -87,11 +89,20 @@ class _Run:
             raise UserError(f"{name}: {value} is no number, as timm's train.py writes one")
         return value
 
-    def numbers(self, name: str, default: list[float]) -> list[float]:
-        """An argument that is a list of numbers. Raises UserError."""
-        value = self.get(name, default)
-        if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
-            raise UserError(f"{name}: {value} is no list of numbers, as timm's train.py writes one")
+    def numbers(self, name: str, default: Sequence[float] = (), least: int = 1) -> list[float]:
+        """An argument that is a list of at least so many numbers. Raises UserError."""
+        value = self.get(name)
+        if value is None or value == []:
+            return [*default]
+        if not fits(value, list[float]) or len(value) < least:
+            raise UserError(f"{name}: {value} is no list of {least} numbers or more, as timm's train.py writes one")
+        return list(value)
+
+    def mapping(self, name: str) -> dict[str, Any]:
+        """An argument that is a mapping. Raises UserError."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise UserError(f"{name}: {value} is no mapping, as timm's train.py writes one")
         return value
 
     def translated(self) -> Translation:
@@ -122,12 +133,12 @@ class _Run:
         if option == "cifar10":
             return
         known = _pretrained(self.args["model"])
-        shape = self.get("input_size") or known.get("input_size") or [3, 224, 224]
-        size = self.get("img_size") or shape[-1]
+        shape = self.numbers("input_size", known.get("input_size") or [3, 224, 224], 3)
+        size = int(self.number("img_size", shape[-1]))
         if shape[-1] != shape[-2]:
             self.left.append(f"input_size={format_value(shape)}: images are square here, and data.size={size}")
-        self.values |= {"data.size": size, "data.crop_pct": self.get("crop_pct") or known.get("crop_pct") or 0.875}
-        given = [[*(self.get(key) or known.get(key) or usual)] for key, usual in zip(("mean", "std"), IMAGENET, strict=True)]
+        self.values |= {"data.size": size, "data.crop_pct": self.number("crop_pct", known.get("crop_pct") or 0.875)}
+        given = [self.numbers(key, known.get(key) or usual) for key, usual in zip(("mean", "std"), IMAGENET, strict=True)]
         if given != [*IMAGENET]:
             self.values["data.normalize"] = "measured"
             self.left.append(
@@ -140,8 +151,8 @@ class _Run:
         self.options["model"] = "timm"
         self.values["model.name"] = self.get("model")
         kwargs = {theirs: value for name, theirs in MODEL.items() if (value := self.get(name)) not in OFF}
-        if kwargs | (self.get("model_kwargs") or {}):
-            self.values["model.kwargs"] = kwargs | (self.args.get("model_kwargs") or {})
+        if kwargs := kwargs | self.mapping("model_kwargs"):
+            self.values["model.kwargs"] = kwargs
         if (drop_path := self.get("drop_path")) is not None:
             self.values["model.drop_path"] = drop_path
         if self.get("pretrained"):
@@ -164,14 +175,16 @@ class _Run:
         known = OPTIMIZERS.get(name)
         option = "timm" if known is None else "sgd" if "nesterov" in known else name
         self.options["optimizer"] = option
-        more = dict(self.get("opt_kwargs") or {})
+        more = dict(self.mapping("opt_kwargs"))
         if (eps := self.get("opt_eps")) is not None:
             more["eps"] = eps
-        if betas := self.get("opt_betas"):
+        if betas := self.numbers("opt_betas", least=2):
             more |= {"betas": betas} if option == "timm" else {"beta1": betas[0], "beta2": betas[1]}
         if (momentum := self.get("momentum")) is not None and option == "sgd":
             more["momentum"] = momentum
         self.lr = self.learning_rate(name)
+        if self.lr <= 0:
+            raise UserError(f"lr: {self.lr:g} is not above 0")
         self.values["optimizer.weight_decay"] = self.number("weight_decay")
         if option == "timm":
             self.values |= {"optimizer.name": name} | ({"optimizer.kwargs": more} if more else {})
@@ -194,6 +207,8 @@ class _Run:
         of = self.number("lr_base_size", 256)
         by = self.get("lr_base_scale") or ("sqrt" if "ada" in name or "lamb" in name else "linear")
         base = self.number("lr_base", 0.1)
+        if of <= 0:
+            raise UserError(f"lr_base_size: {of:g} is not above 0")
         self.values |= {"optimizer.lr": base, "batch.lr_scaling": by, "batch.base_batch": int(of)}
         return base * (self.samples / of) ** (0.5 if by == "sqrt" else 1)
 
@@ -238,7 +253,7 @@ class _Run:
 
     def cycles(self, option: str, epochs: float) -> float:
         """Set the restarts of a schedule, and return how many epochs they take."""
-        count, times = int(self.number("lr_cycle_limit", 1)), self.number("lr_cycle_mul", 1)
+        count, times = int(min(self.number("lr_cycle_limit", 1), MOST_CYCLES)), self.number("lr_cycle_mul", 1)
         if count < 2:
             return epochs
         if option != "cosine":
@@ -293,7 +308,7 @@ class _Run:
         """The keys of augment.randaugment that are in timm's words, such as rand-m9-mstd0.5-inc1."""
         found: dict[str, Any] = {}
         ignored = []
-        for part in policy.split("-")[1:]:
+        for part in filter(None, policy.split("-")[1:]):
             key, value = part[0], part[1:]
             if key in "mn" and value.replace(".", "", 1).isdigit():
                 found |= {"magnitude": float(value)} if key == "m" else {"n": int(float(value))}
@@ -325,12 +340,12 @@ class _Run:
             self.left.append(f"bce_pos_weight={weight}: loss.pos_weight is for samples with any number of labels")
 
     def rest(self) -> None:
-        dtype = self.get("model_dtype")
+        dtype = str(self.get("model_dtype", "float32"))
         mixed = [self.get(name) for name in ("amp", "native_amp", "apex_amp")]  # the last two are of older versions
         half = ("bf16" if self.get("amp_dtype") == "bfloat16" else "amp") if any(mixed) else None
-        if precision := DTYPES.get(dtype or "") or half:
+        if precision := DTYPES.get(dtype) or half:
             self.options["precision"] = precision
-        if dtype not in (None, "float32", *DTYPES):
+        if dtype not in ("float32", *DTYPES):
             self.left.append(f"model_dtype={dtype}: weights in {dtype} cannot be trained")
         self.read.add("amp_dtype")
         for name, (group, option) in FLAGS.items():
