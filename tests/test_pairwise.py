@@ -51,7 +51,7 @@ def test_an_option_with_needs_trains(pair: tuple[str, str], tmp_path: Path) -> N
 def test_a_broken_combination_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The campaign can fail: a run that ends without an update, and one that raises."""
     pairwise.prepare_folder(tmp_path)
-    monkeypatch.setattr("drivetrain.optimizer.algorithms.lion.Lion.update", lambda *a: 1 / 0)
+    monkeypatch.setattr("drivetrain.optimizer.algorithms.flat_optimizer.Lion.update", lambda *a: 1 / 0)
     assert pairwise.try_one(("optimizer=lion", "clip=norm"), str(tmp_path)).status == "broken"
     assert not pairwise.names_both(frozenset(("optimizer=lion", "clip=norm")), "optimizer=lion is not for today")
 

@@ -266,7 +266,7 @@ def _run(work: Work) -> Any:
 
 def data_sheet_tflops(device_name: str) -> float | None:
     """Dense 16-bit TFLOP/s by the data sheet (float16 before Ampere); None for a device that the table does not have."""
-    from drivetrain.core.peak_flops import from_table
+    from drivetrain.engine.flops import from_table
 
     return from_table(device_name, "bfloat16") or from_table(device_name, "float16")
 

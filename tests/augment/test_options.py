@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from drivetrain.augment import base, color, mixing, random_streams
+from drivetrain.augment import base, color, mixing
 from drivetrain.augment import erasing as erasing_module
 from drivetrain.augment.color import ColorJitter
 from drivetrain.augment.erasing import RandomErasing
@@ -68,7 +68,7 @@ def test_a_samples_result_does_not_hang_on_its_batch(option, dtype, monkeypatch)
 
 
 def test_no_two_draws_share_a_stream():
-    ranges = {name: value for name, value in vars(random_streams).items() if isinstance(value, range)}
+    ranges = {name: value for name, value in vars(base).items() if isinstance(value, range)}
     assert len(ranges) == 10
     assert all(ranges.values())
     for (a, one), (b, other) in itertools.combinations(ranges.items(), 2):
@@ -128,7 +128,7 @@ def test_hue_is_torchvisions_a_sample_at_a_time():
 def test_jitter_is_its_four_operations_in_their_order():
     jitter = ColorJitter(brightness=0.5, contrast=0.3, saturation=0.6, hue=0.2)
     ours = jitter(IMAGES, 7, 2, torch.arange(6))
-    draws = [rng.uniform(7, 2, torch.arange(6), stream).tolist() for stream in random_streams.JITTER]
+    draws = [rng.uniform(7, 2, torch.arange(6), stream).tolist() for stream in base.JITTER]
     theirs = IMAGES / 255
     for operation, spread, drawn in zip(
         (functional.adjust_brightness, functional.adjust_contrast, functional.adjust_saturation),
@@ -145,7 +145,7 @@ def test_jitter_is_its_four_operations_in_their_order():
 def test_jitter_does_only_what_it_is_asked_for():
     indices = torch.arange(6)
     only = ColorJitter(brightness=0.4, contrast=0, saturation=0, hue=0)(IMAGES, 0, 0, indices)
-    factors = 0.6 + 0.8 * rng.uniform(0, 0, indices, random_streams.JITTER[0])
+    factors = 0.6 + 0.8 * rng.uniform(0, 0, indices, base.JITTER[0])
     assert torch.equal(only, color.on_bytes(color.brightness)(IMAGES, factors))
     assert torch.equal(ColorJitter(0, 0, 0, 0)(IMAGES, 0, 0, indices), IMAGES)
     wide = ColorJitter(brightness=3.0, contrast=0, saturation=0, hue=0)  # from 0, not from −2
@@ -216,7 +216,7 @@ def test_warp_moves_by_whole_pixels_exactly():
 def test_samples_draw_their_operations_evenly_and_independently():
     n = 14_000
     indices = torch.arange(n)
-    chosen = [(rng.uniform(0, 0, indices, random_streams.OPERATION[slot]) * 14).long() for slot in range(2)]
+    chosen = [(rng.uniform(0, 0, indices, base.OPERATION[slot]) * 14).long() for slot in range(2)]
     for counts in (c.bincount(minlength=14) for c in chosen):
         assert counts.min() > 850
         assert counts.max() < 1150
@@ -229,8 +229,8 @@ def test_randaugment_is_its_drawn_operations_one_after_the_other():
     ours = RandAugment(n=2, magnitude=12)(x, 5, 1, indices)
     theirs = list(x)
     for slot in range(2):
-        names = (rng.uniform(5, 1, indices, random_streams.OPERATION[slot]) * 14).long().tolist()
-        minus = (rng.uniform(5, 1, indices, random_streams.SIGN[slot]) < 0.5).tolist()
+        names = (rng.uniform(5, 1, indices, base.OPERATION[slot]) * 14).long().tolist()
+        minus = (rng.uniform(5, 1, indices, base.SIGN[slot]) < 0.5).tolist()
         theirs = [reference(list(OPERATIONS)[o], t, 12, m) for t, o, m in zip(theirs, names, minus, strict=True)]
     equal = [differing(a, b, by=1) < 0.02 for a, b in zip(ours, theirs, strict=True)]
     assert sum(equal) >= n - 2  # an equalised image tells levels apart that one pixel decided
@@ -261,7 +261,7 @@ def test_crops_are_torchvisions_a_sample_at_a_time(interpolation):
 
 
 def drawn(n: int, scale=(0.08, 1.0), ratio=(0.75, 4 / 3), h: int = 40, w: int = 60):
-    draws = torch.stack([rng.uniform(0, 0, torch.arange(n), stream) for stream in random_streams.CROP])
+    draws = torch.stack([rng.uniform(0, 0, torch.arange(n), stream) for stream in base.CROP])
     return random_boxes(draws, h, w, scale, ratio)
 
 

@@ -10,7 +10,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build, flops
 from drivetrain.launch import launcher
-from drivetrain.loader.side_stream import side_stream
+from drivetrain.loader.base import side_stream
 from drivetrain.saving import checkpoint_io
 from tests.conftest import Sink
 from tests.support import fake_device

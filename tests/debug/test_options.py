@@ -19,8 +19,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.debug import profile
 from drivetrain.debug.gradcheck import WrongGradient
 from drivetrain.debug.host_sync import HostSync
-from drivetrain.debug.nvtx import Nvtx
 from drivetrain.debug.profile import Profile
+from drivetrain.debug.window import Nvtx
 from drivetrain.launch import launcher
 
 SOURCE = Path(drivetrain.__file__).parents[1]

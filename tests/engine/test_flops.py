@@ -10,7 +10,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from drivetrain.core import peak_flops
 from drivetrain.engine import flops
 from drivetrain.engine.flops import Mfu, number_format
 
@@ -101,13 +100,13 @@ def test_what_is_computed_twice_counts_once(make):
     ],
 )  # fmt: skip
 def test_the_table_is_read_by_torchs_names(name, tflops):
-    assert peak_flops.from_table(name, "bfloat16") == tflops
+    assert flops.from_table(name, "bfloat16") == tflops
 
 
 def test_rows_of_the_table_are_found():
     """No row hides a later one, and each knows float32."""
-    for key, formats in peak_flops._TABLE:
-        assert peak_flops.from_table(f"NVIDIA {key}", "float32") == formats["float32"], key
+    for key, formats in flops._TABLE:
+        assert flops.from_table(f"NVIDIA {key}", "float32") == formats["float32"], key
 
 
 def test_other_devices_are_measured(monkeypatch):
@@ -116,27 +115,27 @@ def test_other_devices_are_measured(monkeypatch):
         def get_device_name(device):
             return "Some Accelerator"
 
-    monkeypatch.setattr(peak_flops.torch, "get_device_module", lambda device: Module, raising=False)
-    monkeypatch.setattr(peak_flops, "measured", lambda device, number_format: 5e12)
-    found = peak_flops.peak(torch.device("cuda", 0), "bfloat16")
+    monkeypatch.setattr(flops.torch, "get_device_module", lambda device: Module, raising=False)
+    monkeypatch.setattr(flops, "measured", lambda device, number_format: 5e12)
+    found = flops.peak(torch.device("cuda", 0), "bfloat16")
     assert found == (5e12, "5 TFLOP/s in bfloat16, measured with matrix products")
     monkeypatch.setattr(Module, "get_device_name", lambda device: "NVIDIA H200")
-    assert peak_flops.peak(torch.device("cuda", 1), "bfloat16").flops == 989.5e12
+    assert flops.peak(torch.device("cuda", 1), "bfloat16").flops == 989.5e12
 
 
 def test_measuring_ends_when_a_product_takes_long_enough(monkeypatch):
     sizes = []
-    monkeypatch.setattr(peak_flops, "_best_seconds", lambda a, clock: sizes.append(len(a)) or len(a) ** 3 / 1e12)
-    assert peak_flops.measured(CPU, "float32") == pytest.approx(2e12)
+    monkeypatch.setattr(flops, "_best_seconds", lambda a, clock: sizes.append(len(a)) or len(a) ** 3 / 1e12)
+    assert flops.measured(CPU, "float32") == pytest.approx(2e12)
     assert sizes == [256, 512, 1024, 2048]
 
 
 def test_a_cpus_peak_is_one_threads_by_its_own_time(monkeypatch):
     threads, asked = torch.get_num_threads(), []
-    monkeypatch.setattr(peak_flops, "measured", lambda d, f, clock: asked.append((torch.get_num_threads(), clock)) or 1e12)
+    monkeypatch.setattr(flops, "measured", lambda d, f, clock: asked.append((torch.get_num_threads(), clock)) or 1e12)
     try:
         torch.set_num_threads(2)
-        assert peak_flops._measured_once.__wrapped__(CPU, "float32", 2) == 2e12
+        assert flops._measured_once.__wrapped__(CPU, "float32", 2) == 2e12
         assert asked == [(1, time.thread_time)]
         assert torch.get_num_threads() == 2
     finally:
@@ -144,7 +143,7 @@ def test_a_cpus_peak_is_one_threads_by_its_own_time(monkeypatch):
 
 
 def test_mfu_is_the_share_of_all_devices(monkeypatch):
-    monkeypatch.setattr("drivetrain.engine.flops.peak", lambda *_: peak_flops.Peak(1e12, "1 TFLOP/s, by decree"))
+    monkeypatch.setattr("drivetrain.engine.flops.peak", lambda *_: flops.Peak(1e12, "1 TFLOP/s, by decree"))
     mfu = Mfu(flops.ModelFlops(1e9), CPU, "float32", 4)
     assert mfu.at(1000.0) == 0.25
     assert mfu.at(None) is None

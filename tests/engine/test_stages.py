@@ -16,7 +16,7 @@ from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
-from drivetrain.engine.stages import StagedRun
+from drivetrain.engine.staged_run import StagedRun
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
 from drivetrain.inference import evaluation, finished

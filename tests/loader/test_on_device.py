@@ -25,7 +25,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.data.text import Texts
 from drivetrain.launch import launcher
-from drivetrain.loader import Loader, Pipeline, dali, side_stream
+from drivetrain.loader import Loader, Pipeline, base, dali
 from drivetrain.loader.dali import Dali
 from drivetrain.loader.device import Device
 from drivetrain.loader.resident import Resident
@@ -288,9 +288,9 @@ def test_a_host_far_ahead_of_the_device_keeps_few_batches_pinned(device, monkeyp
     monkeypatch.setattr(Event, "synchronize", lambda event: waited.append(len(copied)))
     copied: list[Event] = []
     batch = (torch.zeros(2), torch.zeros(2), Request(0, torch.arange(2), 1.0))
-    ready = side_stream.copy_ahead([batch] * 30, lambda *_: copied.append(Event()), CUDA, ahead)
+    ready = base.copy_ahead([batch] * 30, lambda *_: copied.append(Event()), CUDA, ahead)
     assert len(list(ready)) == len(copied) == 30
-    assert waited == list(range(side_stream.IN_FLIGHT + ahead, 30))
+    assert waited == list(range(base.IN_FLIGHT + ahead, 30))
 
 
 # --- dali on the device ---

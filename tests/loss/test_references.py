@@ -14,8 +14,7 @@ from torchvision.ops import sigmoid_focal_loss
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.source import Source
-from drivetrain.loss.class_weights import positive_weights_for, weights_for
-from drivetrain.loss.classification import Bce, CrossEntropy, Focal
+from drivetrain.loss.classification import Bce, CrossEntropy, Focal, positive_weights_for, weights_for
 from drivetrain.loss.distill import Distill
 from drivetrain.loss.embedding import Contrastive, Triplet
 from drivetrain.loss.regression import L1, Huber, Mse, Quantile

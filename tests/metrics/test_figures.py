@@ -14,7 +14,7 @@ from drivetrain.metrics import counts as counts_options
 from drivetrain.metrics import curves, language, own, regression
 from drivetrain.parallel import Parallel
 from drivetrain.ui import table_picture
-from drivetrain.ui.pages import classes
+from drivetrain.ui.pages import charts
 from drivetrain.ui.sheet import joined
 from tests.cuda.conftest import pretend  # noqa: F401
 from tests.cuda.test_options import CLASSES
@@ -285,15 +285,15 @@ def test_of_many_classes_the_worst():
 
 def test_a_matrix_on_a_page():
     table = {"rows": ["cat", "<b>"], "columns": ["cat", "<b>"], "values": [[10, 0], [5, 5]]}
-    bodies = [each.html for each in classes.sections({"confusion_matrix": table}, "test set")]
+    bodies = [each.html for each in charts.sections({"confusion_matrix": table}, "test set")]
     assert bodies[-1].count('style="--share:') == 4
     assert '<td style="--share:0.500">5</td>' in bodies[-1]
     assert "&lt;b&gt;" in bodies[-1]
     names = [str(n) for n in range(50)]
     large = {"rows": names, "columns": names, "values": [[3 if n == m else int(m == 7) for n in range(50)] for m in range(50)]}
-    assert "predicted as" in joined(classes.sections({"confusion_matrix": large}, "test set"))
+    assert "predicted as" in joined(charts.sections({"confusion_matrix": large}, "test set"))
     per_class = {"rows": ["cat", "dog"], "columns": ["f1", "samples"], "values": [[0.5, 9], [1.0, 3]]}
-    assert "--part:50%" in joined(classes.sections({"per_class": per_class}, "test set"))
+    assert "--part:50%" in joined(charts.sections({"per_class": per_class}, "test set"))
 
 
 def test_pictures(tmp_path):

@@ -177,7 +177,7 @@ def test_learns_the_digits(name: str, tmp_path: Path) -> None:
 def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from drivetrain.engine.evaluator import Evaluator
     from drivetrain.engine.trainer import Trainer
-    from drivetrain.optimizer.algorithms.schedulefree import ScheduleFree
+    from drivetrain.optimizer.algorithms.flat_optimizer import ScheduleFree
 
     seen: dict[str, Any] = {}
     metrics, fit = Evaluator.metrics, Trainer.fit

@@ -10,7 +10,7 @@ import torch
 
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
-from drivetrain.parallel import balance, pipeline_stages
+from drivetrain.parallel import onehost, pipeline_stages
 from drivetrain.parallel.pipeline_stages import StagedForward, check_stages, stages_match_model
 
 WIDTH = 6
@@ -184,21 +184,21 @@ def test_a_forward_of_a_blocks_own_comes_back():
 def test_a_block_that_is_not_called_is_named():
     model = Own(lambda blocks, x: in_a_row([blocks[0], blocks[1], blocks[3]], x))
     with pytest.raises(UserError, match=r"block 2 \(Sequential\) of the model's sequence of 4 is not called in its forward"):
-        balance.estimate_costs(model, list(model.blocks), torch.zeros(2, WIDTH))
+        onehost.estimate_costs(model, list(model.blocks), torch.zeros(2, WIDTH))
 
 
 def test_costs_are_counted_and_not_timed():
     """The cut decides which rank draws which random numbers: a resumed run has to be cut as it was."""
     wide, narrow = torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 8, bias=False)
     model = torch.nn.Sequential(wide, narrow, torch.nn.ReLU())
-    costs = balance.estimate_costs(model, list(model), torch.zeros(2, 64))
+    costs = onehost.estimate_costs(model, list(model), torch.zeros(2, 64))
     # Weights, inputs and outputs, of 4 bytes each: so small, their FLOPs take less time.
     assert costs == [4.0 * (64 * 64 + 2 * 64 + 2 * 64), 4.0 * (64 * 8 + 2 * 64 + 2 * 8), 4.0 * (2 * 8 + 2 * 8)]
     many = 100_000
-    of_products = balance.estimate_costs(model, [wide], torch.zeros(many, 64))
+    of_products = onehost.estimate_costs(model, [wide], torch.zeros(many, 64))
     assert of_products == [4.0 * (64 * 64 + 2 * many * 64)]
     deep = torch.nn.Sequential(torch.nn.Linear(4096, 4096, bias=False))
-    assert balance.estimate_costs(deep, list(deep), torch.zeros(4096, 4096)) == [2 * 4096**3 / balance.FLOPS_PER_BYTE]
+    assert onehost.estimate_costs(deep, list(deep), torch.zeros(4096, 4096)) == [2 * 4096**3 / onehost.FLOPS_PER_BYTE]
 
 
 def test_what_holds_numbers_is_not_copied_to_its_other_places():
@@ -216,7 +216,7 @@ def test_no_other_cut_has_a_cheaper_dearest_part(costs, parts):
         return max(sum(costs[a:b]) for a, b in itertools.pairwise(places))
 
     every = [(0, *inner, len(costs)) for inner in itertools.combinations(range(1, len(costs)), parts - 1)]
-    assert dearest(balance.balanced_boundaries(costs, parts)) == min(map(dearest, every))
+    assert dearest(onehost.balanced_boundaries(costs, parts)) == min(map(dearest, every))
 
 
 def test_a_schedule_of_as_many_micro_batches_as_stages(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
-from drivetrain.parallel.pipeline_step import PipelineStep
+from drivetrain.parallel.pipeline_stages import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 from tests.parallel.test_whole_layers import stay_together
@@ -204,7 +204,7 @@ def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, s
 
     def work(world: World, *more: str) -> Any:
         from drivetrain.core.context import BuildContext
-        from drivetrain.engine.stages import StagedRun
+        from drivetrain.engine.staged_run import StagedRun
         from drivetrain.launch import launcher
 
         context = BuildContext(launcher.prepare([*words, *more]).run, world, tmp_path / "run")

@@ -14,11 +14,11 @@ from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.world import World
-from drivetrain.precision import Precision, float32_products
+from drivetrain.precision import Precision, base
 from drivetrain.precision.base import Amp
 from drivetrain.precision.bf16_pure import Bf16Pure
+from drivetrain.precision.cpu_half import without_strides
 from drivetrain.precision.fp8 import Fp8
-from drivetrain.precision.one_pixel_conv import without_strides
 from drivetrain.saving import checkpoint_io
 from tests.support import slow, stand_ins
 from tests.support.context import context
@@ -96,7 +96,7 @@ def test_tf32_sets_what_torch_looks_at(make):
 
 def test_tf32_says_where_it_does_nothing(make, caplog, monkeypatch):
     for rounded, remarks in ((True, 0), (False, 1)):
-        monkeypatch.setattr(float32_products, "are_rounded", lambda device, rounded=rounded: rounded)
+        monkeypatch.setattr(base, "are_rounded", lambda device, rounded=rounded: rounded)
         caplog.clear()
         make("precision=tf32")
         assert sum("precision=tf32 rounds nothing on this device" in line for line in caplog.messages) == remarks
@@ -112,9 +112,9 @@ def test_rounding_is_measured():
             return func(*args, **(kwargs or {}))
 
     cpu = torch.device("cpu")
-    assert not float32_products.are_rounded(cpu)
+    assert not base.are_rounded(cpu)
     with InBfloat16():
-        assert float32_products.are_rounded(cpu)
+        assert base.are_rounded(cpu)
 
 
 def test_float32_means_every_product(make):

@@ -21,7 +21,7 @@ from hypothesis import note
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.engine.stages import StagedRun
+from drivetrain.engine.staged_run import StagedRun
 from drivetrain.launch import launcher, worker
 from drivetrain.saving import manifest
 from tests.support import odd, small_runs

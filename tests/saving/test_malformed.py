@@ -18,7 +18,7 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.launch import launcher
 from drivetrain.run import reader
-from drivetrain.saving import about, checkpoint_io, content, manifest
+from drivetrain.saving import checkpoint_io, content, manifest
 from tests.saving.test_fuzz_checkpoints import sign
 
 WEIGHTS = {"w": torch.arange(4.0)}
@@ -290,7 +290,7 @@ def test_what_a_run_says_of_its_model_is_good():
         {**ABOUT, "shape": None, "inputs": TREE},
         {**ABOUT, "classes": None, "dtype": "uint8", "vocabulary": 9},
     ):
-        assert about.problem(good) is None
+        assert manifest.problem(good) is None
 
 
 @pytest.mark.parametrize(
@@ -327,4 +327,4 @@ def test_inputs_deeper_than_any(run):
     tree = {"shape": [3], "dtype": "int64"}
     for _ in range(50):
         tree = {"items": [tree]}
-    assert "inputs=" in (about.problem({**ABOUT, "shape": None, "inputs": tree}) or "")
+    assert "inputs=" in (manifest.problem({**ABOUT, "shape": None, "inputs": tree}) or "")

@@ -27,7 +27,7 @@ from drivetrain.run import records
 from drivetrain.run.directory import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io, manifest, options, space
-from drivetrain.saving.divided import whole
+from drivetrain.saving.content import whole
 from drivetrain.saving.options import Best, Last
 from drivetrain.saving.writer import Writer
 from tests.saving.test_host_copy import stub

@@ -12,7 +12,7 @@ import torch
 
 from drivetrain.core.errors import UserError
 from drivetrain.saving import sharded_checkpoint
-from drivetrain.saving.divided import Divided, Part, Undivided, whole
+from drivetrain.saving.content import Divided, Part, Undivided, whole
 
 
 @pytest.fixture

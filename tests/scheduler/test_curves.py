@@ -23,8 +23,8 @@ from drivetrain.launch import launcher
 from drivetrain.scheduler import Scheduler
 from drivetrain.scheduler import cyclic as cycles
 from drivetrain.scheduler import decay as decays
+from drivetrain.scheduler import decay as steps_options
 from drivetrain.scheduler import plateau as plateau_options
-from drivetrain.scheduler import steps as steps_options
 from drivetrain.scheduler.cyclic import OneCycle
 from drivetrain.scheduler.decay import Cosine
 

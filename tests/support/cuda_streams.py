@@ -154,7 +154,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 def streamed_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamedDevice]:
     """Give torch a CUDA device with simulated streams and pinned memory, as drivetrain sees it."""
     from drivetrain.core.lazy import torch as seen
-    from drivetrain.loader import side_stream
+    from drivetrain.loader import base
 
     device, empty = StreamedDevice(), torch.empty
 
@@ -179,7 +179,7 @@ def streamed_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamedDevice]
     monkeypatch.setattr(torch.Tensor, "pin_memory", _pinned)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     torch._C._ensureCUDADeviceGuardSet()
-    side_stream.side_stream.cache_clear()
+    base.side_stream.cache_clear()
     lifts_only = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device) copies from the CPU without starting a driver
     try:
@@ -187,4 +187,4 @@ def streamed_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamedDevice]
             yield device
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts_only)
-        side_stream.side_stream.cache_clear()
+        base.side_stream.cache_clear()

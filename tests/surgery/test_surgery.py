@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from drivetrain.core.errors import UserError
-from drivetrain.surgery.base import apply_all
-from drivetrain.surgery.channels_last import ChannelsLast
+from drivetrain.surgery.base import ChannelsLast, apply_all
 from drivetrain.surgery.fused_norm import FusedNorm, fused_form, recognise
 from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
-from drivetrain.surgery.sync_batchnorm import synchronised
+from drivetrain.surgery.rank_norms import synchronised
 from drivetrain.surgery.sync_bn import partial_statistics
 
 RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]

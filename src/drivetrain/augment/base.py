@@ -94,3 +94,16 @@ def where(mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, a, b)
     bits = mask.view(torch.uint8).neg()  # 0 or 255
     return (a ^ b).bitwise_and_(bits).bitwise_xor_(b)
+
+
+FLIP = range(10, 11)
+SHIFT = range(11, 13)  # down, right
+TRIES = 10  # of a random box
+CROP = range(20, 20 + 2 * TRIES + 2)  # area and aspect ratio of each try, then the position down and right
+ERASE = range(50, 50 + 2 * TRIES + 4)  # the same, then whether to erase, and the noise
+JITTER = range(80, 84)  # brightness, contrast, saturation, hue
+OPERATION = range(100, 120)  # one for each operation of a sequence
+SIGN = range(120, 140)  # the same
+MIXER = range(140, 141)  # which of several mixing options
+MIXUP = range(142, 143)  # the share
+CUTMIX = range(144, 147)  # the same, then the position down and right

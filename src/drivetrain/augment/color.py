@@ -11,7 +11,7 @@ from typing import Annotated
 
 import annotated_types
 
-from drivetrain.augment import random_streams
+from drivetrain.augment import base
 from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
@@ -39,7 +39,7 @@ class ColorJitter(Augment):
         yield from require_images(run, shape, "color_jitter", rgb=True)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        draws = [rng.uniform(seed, epoch, indices, stream) for stream in random_streams.JITTER]
+        draws = [rng.uniform(seed, epoch, indices, stream) for stream in base.JITTER]
         spreads = (self.brightness, self.contrast, self.saturation)
         factors = [
             max(0.0, 1 - spread) + draw * (1 + spread - max(0.0, 1 - spread))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from drivetrain.augment import random_streams
+from drivetrain.augment import base
 from drivetrain.augment.base import Augment, per_sample, require_images, where
 from drivetrain.augment.geometry import Interval, check_intervals, random_boxes
 from drivetrain.core import rng
@@ -63,7 +63,7 @@ class RandomErasing(Augment):
         self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor, mean: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Erase some of the images. `mean` (c, 1, 1) is what fill=mean fills with, else 0."""
-        *box_streams, whether_stream, noise_stream = random_streams.ERASE
+        *box_streams, whether_stream, noise_stream = base.ERASE
         which = (rng.uniform(seed, epoch, indices, whether_stream) < self.prob).nonzero()[:, 0]
         if not len(which):
             return x

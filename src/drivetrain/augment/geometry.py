@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import annotated_types
 
-from drivetrain.augment import random_streams
+from drivetrain.augment import base
 from drivetrain.augment.base import Augment, require_images, require_still_targets, where
 from drivetrain.core import rng
 from drivetrain.core.lazy import torch
@@ -50,7 +50,7 @@ class FlipCrop(Augment):
             yield f"augment.flip_crop.pad={self.pad} needs images larger than that, not {list(shape)}: set it to at most {most}"
 
     def _flips(self, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        return rng.uniform(seed, epoch, indices, random_streams.FLIP[0]) < self.flip
+        return rng.uniform(seed, epoch, indices, base.FLIP[0]) < self.flip
 
     def apply(
         self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
@@ -66,7 +66,7 @@ class FlipCrop(Augment):
         if not self.pad:
             return batch_flip(x, flip)
         span = 2 * self.pad + 1
-        dy, dx = ((rng.uniform(seed, epoch, indices, stream) * span).long() for stream in random_streams.SHIFT)
+        dy, dx = ((rng.uniform(seed, epoch, indices, stream) * span).long() for stream in base.SHIFT)
         return batch_crop(x, dy, dx, self.pad, flip if self.flip else None)
 
 
@@ -141,7 +141,7 @@ class RandomResizedCrop(Augment):
         yield from require_images(run, shape, "random_resized_crop")
 
     def crop_boxes(self, seed: int, epoch: int, indices: torch.Tensor) -> Sequence[CropBox]:
-        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP], 1)
+        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in base.CROP], 1)
         return [RandomCropBox(row, self.scale, self.ratio, self.interpolation) for row in draws.tolist()]
 
     def apply(
@@ -152,7 +152,7 @@ class RandomResizedCrop(Augment):
         return super().apply(x, y, indices, pipeline, request)
 
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
-        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in random_streams.CROP])
+        draws = torch.stack([rng.uniform(seed, epoch, indices, stream) for stream in base.CROP])
         return resized_crop(x, *random_boxes(draws, x.shape[2], x.shape[3], self.scale, self.ratio), self.interpolation)
 
 
@@ -167,7 +167,7 @@ def check_intervals(option: str, scale: Sequence[float], ratio: Sequence[float])
 class RandomCropBox:
     """One sample's random crop, computed when the size of its image is known."""
 
-    draws: list[float]  # as in random_streams.CROP
+    draws: list[float]  # as in base.CROP
     scale: Sequence[float]
     ratio: Sequence[float]
     interpolation: str

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import ClassVar, Literal, cast
 
-from drivetrain.augment import random_streams
+from drivetrain.augment import base
 from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
 from drivetrain.augment.erasing import box_mask
 from drivetrain.core import rng
@@ -67,7 +67,7 @@ class Mixing(Augment):
         partner = send(_partner_rows(request), x.device)
         other = x.index_select(0, partner)
         x, share = x[:n], torch.ones(n)  # shares are drawn on the CPU: a few numbers, for which a device runs a hundred kernels
-        choice = rng.uniform(pipeline.seed, request.epoch, drawn_by, random_streams.MIXER[0])
+        choice = rng.uniform(pipeline.seed, request.epoch, drawn_by, base.MIXER[0])
         choice *= max(1.0, sum(mixer.prob for mixer in mixers))
         begin = 0.0
         for mixer in mixers:
@@ -95,7 +95,7 @@ class Mixup(Mixing):
 
     effect = "changes"
     changes = "two training images become one, and so do their labels"
-    name, draws = "mixup", random_streams.MIXUP
+    name, draws = "mixup", base.MIXUP
 
     def __init__(self, alpha: Positive = 0.2, prob: Share = 1.0, per: Literal["sample", "update"] = "sample") -> None:
         super().__init__(alpha, prob, per)
@@ -114,7 +114,7 @@ class CutMix(Mixing):
 
     effect = "changes"
     changes = "training images get a part of another one, and labels their share"
-    name, draws = "cutmix", random_streams.CUTMIX
+    name, draws = "cutmix", base.CUTMIX
 
     def mix(
         self, x: torch.Tensor, other: torch.Tensor, share: torch.Tensor, *draws: torch.Tensor

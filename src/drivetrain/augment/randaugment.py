@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import annotated_types
 
-from drivetrain.augment import color, random_streams
+from drivetrain.augment import base, color
 from drivetrain.augment.base import Augment, in_chunks, require_images, require_still_targets
 from drivetrain.augment.geometry import warp
 from drivetrain.core import rng
@@ -15,7 +15,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.tensors import send
 
-Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(random_streams.OPERATION))]
+Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(base.OPERATION))]
 Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]
 Byte = Annotated[int, annotated_types.Ge(0), annotated_types.Le(255)]
 Operation = Callable[["torch.Tensor", "torch.Tensor", int], "torch.Tensor"]  # uint8 images, levels −1 … 1 (n,), fill → images
@@ -43,8 +43,8 @@ class RandAugment(Augment):
     def __call__(self, x: torch.Tensor, seed: int, epoch: int, indices: torch.Tensor) -> torch.Tensor:
         out = x.mul(255).round_().to(torch.uint8) if x.is_floating_point() else x
         for slot in range(self.n):
-            chosen = (rng.uniform(seed, epoch, indices, random_streams.OPERATION[slot]) * len(OPERATIONS)).long()
-            minus = rng.uniform(seed, epoch, indices, random_streams.SIGN[slot]) < 0.5
+            chosen = (rng.uniform(seed, epoch, indices, base.OPERATION[slot]) * len(OPERATIONS)).long()
+            minus = rng.uniform(seed, epoch, indices, base.SIGN[slot]) < 0.5
             level = torch.where(minus, -self.magnitude / 30, self.magnitude / 30)
             order = chosen.argsort(stable=True)  # groups of one operation are views; one copy there and back
             levels = send(level[order], x.device)

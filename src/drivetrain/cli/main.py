@@ -14,7 +14,7 @@ from drivetrain.core.paths import remove_working_directory
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import machine_limits
 from drivetrain.recipe import fetch
-from drivetrain.ui import fetched, terminal
+from drivetrain.ui import output, terminal
 from drivetrain.ui.output import PLAIN, echo, echo_traceback, fold
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv.remove("--plain")
         os.environ[PLAIN] = "1"
     terminal.prepare_output()
-    fetch.on_fetch[:] = [fetched.show]
+    fetch.on_fetch[:] = [output.show]
     try:
         with ended_by_signals():  # a run has its own way with them
             return _dispatch(argv)

@@ -46,7 +46,7 @@ def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
 
 def _forecast_words(words: Sequence[str], last: str) -> list[str]:
     """What TAB offers: devices after `device=`, settings and overrides."""
-    from drivetrain.measure.forecast.devices import NAMES
+    from drivetrain.measure.forecast.replay import NAMES
 
     if last.startswith("device="):
         return [f"device={name}" for name in NAMES]

@@ -19,7 +19,7 @@ from drivetrain.launch.job import checked
 from drivetrain.recipe import fetch, places, write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import recipe_file
-from drivetrain.ui import fetched, terminal
+from drivetrain.ui import output, terminal
 from drivetrain.ui.output import echo, fold
 from drivetrain.ui.sheet import Table
 
@@ -136,7 +136,7 @@ def _show(argv: Sequence[str]) -> int:
         raise UserError(f"drivetrain recipe show needs one name, path or address: {', '.join(places.names())}")
     fetch.on_fetch.clear()  # it is printed here
     content = places.load(argv[0])[1]
-    echo(fetched.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n"))
+    echo(output.text(content) if terminal.is_live() else content.decode(errors="replace").rstrip("\n"))
     return DONE
 
 

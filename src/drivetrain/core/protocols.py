@@ -82,7 +82,7 @@ class Strategy(Protocol):
         """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
-        """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/divided.py)."""
+        """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/content.py)."""
 
     def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return an empty tensor into which this rank's parts of one of this shape are read."""

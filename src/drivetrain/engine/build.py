@@ -29,8 +29,8 @@ from drivetrain.data.base import Splits
 from drivetrain.debug.base import Debug
 from drivetrain.engine import facts, flops, input_checks, out_of_memory, phased_step
 from drivetrain.engine.callbacks import Callbacks
-from drivetrain.engine.description import describe
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
+from drivetrain.engine.facts import describe
 from drivetrain.engine.flops import Mfu, number_format
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep

@@ -15,7 +15,7 @@ from drivetrain.core.context import BuildContext
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.progress import Progress
 from drivetrain.core.step import Step
-from drivetrain.optimizer.algorithms.chained import ChainedOptimizer
+from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
 
 
 @dataclass(eq=False)

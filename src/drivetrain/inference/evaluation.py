@@ -16,7 +16,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.targets import TargetKind, kind_of
 from drivetrain.core.trees import length
 from drivetrain.data.base import Data, OwnData
-from drivetrain.engine.description import recall
+from drivetrain.engine.facts import recall
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import launcher, worker
 from drivetrain.launch.job import Job, recorded_environment

@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.engine.description import RunFiles
+from drivetrain.engine.facts import RunFiles
 from drivetrain.inference.finished import Finished
 from drivetrain.saving import manifest
 

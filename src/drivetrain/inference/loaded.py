@@ -19,7 +19,7 @@ from drivetrain.core.trees import Tree, described, first
 from drivetrain.core.world import World
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
-from drivetrain.engine.description import describe, recall
+from drivetrain.engine.facts import describe, recall
 from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, Choice, Finished, find, load_weights
 from drivetrain.inference.inputs import Item, of_source
 from drivetrain.inference.predictions import Predictions

@@ -33,7 +33,7 @@ from drivetrain.run.directory import Held
 from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom
-from drivetrain.ui import fetched, logs, recipe_tree
+from drivetrain.ui import logs, output, recipe_tree
 from drivetrain.ui.pages import run as run_page
 
 RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to which it writes its run's directory
@@ -64,7 +64,7 @@ def train(
     if isinstance(config, Mapping):
         config = [*overrides_of(config, config_dirs), *_into_hydras_directory(config)]
     overrides = words_of("drivetrain.train", config, keywords or {})
-    fetch.on_fetch[:] = [fetched.show]
+    fetch.on_fetch[:] = [output.show]
     job = prepare_run(overrides, config_dirs)
     if not (job.run.parallel.distributed or job.run.tried()) or launched() is not None:
         ended = launch(job)

@@ -44,7 +44,7 @@ from drivetrain.ui.output import echo_traceback
 if TYPE_CHECKING:
     import torch
 
-    from drivetrain.engine.stages import StagedRun
+    from drivetrain.engine.staged_run import StagedRun
     from drivetrain.engine.trainer import Trainer
     from drivetrain.parallel import Parallel
     from drivetrain.run.result import Result
@@ -444,7 +444,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
     """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import facts
-    from drivetrain.engine.stages import StagedRun
+    from drivetrain.engine.staged_run import StagedRun
     from drivetrain.logger.files import Files
     from drivetrain.logger.guarded import guarded
 

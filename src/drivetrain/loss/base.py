@@ -171,3 +171,25 @@ def same_shape(output: torch.Tensor, target: torch.Tensor, name: str) -> tuple[t
 def too_few(outputs: int, classes: int, of: str = "classes") -> str | None:
     """The problem of a model with fewer outputs than the data has classes; None where it has enough."""
     return f"{outputs} outputs for the {classes} {of}" if outputs < classes else None
+
+
+class PartedLoss(Loss):
+    """A loss that logs its parts as loss_<name>: each is added up times its share of the update's items."""
+
+    counted = True
+
+    def __init__(self) -> None:
+        self.running: dict[str, torch.Tensor] = {}
+
+    def begin(self, device: torch.device, *names: str) -> None:
+        """Start the running sums of these parts. All ranks log the same parts, also those that compute no loss (pipeline)."""
+        self.running = {name: torch.zeros((), device=device) for name in names}
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        return {f"loss_{name}": total for name, total in self.running.items()}
+
+    def log(self, name: str, value: torch.Tensor) -> None:
+        """Add a part's value, already multiplied by its share, to its running sum."""
+        if name not in self.running:
+            self.running[name] = torch.zeros((), device=value.device)
+        self.running[name].add_(value.detach())

@@ -10,9 +10,8 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Positive, RunSpec, Share
 from drivetrain.core.paths import expanded
-from drivetrain.loss.base import too_few, wide
+from drivetrain.loss.base import PartedLoss, too_few, wide
 from drivetrain.loss.classification import CrossEntropy
-from drivetrain.loss.parted import PartedLoss
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

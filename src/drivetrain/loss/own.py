@@ -14,8 +14,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
 from drivetrain.core.user_call import Progress, RunModel, UserCall
-from drivetrain.loss.base import Loss
-from drivetrain.loss.parted import PartedLoss
+from drivetrain.loss.base import Loss, PartedLoss
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

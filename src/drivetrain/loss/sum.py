@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import NonNegative, RunSpec
-from drivetrain.loss.base import Loss
-from drivetrain.loss.parted import PartedLoss
+from drivetrain.loss.base import Loss, PartedLoss
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

@@ -6,8 +6,12 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar, get_type_hints
 
+from drivetrain.config.values import type_problems
+from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
+from drivetrain.core.overrides import key_of, single_values
 from drivetrain.launch.job import Job
 from drivetrain.run import directory
 from drivetrain.ui.output import echo
@@ -31,3 +35,21 @@ def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:
     """The command that repeats a measurement, and the environment in which it ran."""
     again = commands(shlex.join(["drivetrain", *command]))
     return [*under("How to reproduce it", again), *under("Where it ran", machine(about))]
+
+
+T = TypeVar("T")
+
+
+def split(arguments: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
+    """Return the command's settings and the remaining arguments, which override the run.
+
+    `kind` is a dataclass: its fields are the names and types of the settings. Raises UserError with every problem found.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    problems: list[str] = []
+    own = [argument for argument in arguments if key_of(argument) in hints and "=" in argument]
+    values = single_values(own, "command", problems)
+    problems += type_problems("", {name: (hints[name], value) for name, value in values.items()})
+    if problems:
+        raise UserError(problems)
+    return kind(**values), [argument for argument in arguments if argument not in own]

@@ -8,8 +8,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count
 from drivetrain.core.selection import Better
 from drivetrain.core.targets import TargetKind
-from drivetrain.metrics.base import Metric, Table
-from drivetrain.metrics.outputs import count, rows
+from drivetrain.metrics.base import Metric, Table, count, rows
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

@@ -10,8 +10,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Bins
 from drivetrain.core.trees import Tree
-from drivetrain.metrics.base import Metric, Table
-from drivetrain.metrics.outputs import count, probabilities, rows
+from drivetrain.metrics.base import Metric, Table, count, probabilities, rows
 
 if TYPE_CHECKING:
     import torchmetrics

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
-from drivetrain.metrics.base import Metric
-from drivetrain.metrics.outputs import rows
+from drivetrain.metrics.base import Metric, rows
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

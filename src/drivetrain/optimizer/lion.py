@@ -11,7 +11,7 @@ from drivetrain.optimizer.base import Implementation, Optimizer
 
 @dataclass(kw_only=True, eq=False)
 class Lion(Optimizer):
-    """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizer.algorithms.lion has the formulas."""
+    """Evolved sign momentum (Chen et al. 2023): drivetrain.optimizer.algorithms.flat_optimizer has the formulas."""
 
     decays_by_lr = True
     elementwise = True
@@ -22,6 +22,6 @@ class Lion(Optimizer):
     beta2: Momentum = 0.99
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms import lion
+        from drivetrain.optimizer.algorithms import flat_optimizer
 
-        return lion.Lion(groups, loop=implementation == "loop", **self.arguments())
+        return flat_optimizer.Lion(groups, loop=implementation == "loop", **self.arguments())

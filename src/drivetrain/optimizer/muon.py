@@ -99,7 +99,7 @@ class Muon(Optimizer):
         return {name: rate for kind, rate in given.items() for name in kinds[kind]}
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms import chained, muon
+        from drivetrain.optimizer.algorithms import muon
 
         matrices, others = ([g for g in groups if g["matrix"] == matrix] for matrix in (True, False))
         optimizers: list[torch.optim.Optimizer] = []
@@ -118,7 +118,7 @@ class Muon(Optimizer):
             optimizers.append(torch.optim.AdamW(others, betas=betas, eps=self.eps, **flags))
         for optimizer in optimizers:
             torch_patches.remove_step_wrappers(optimizer)
-        return chained.ChainedOptimizer(*optimizers)
+        return muon.ChainedOptimizer(*optimizers)
 
 
 def _plain(group: dict[str, object]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from drivetrain.optimizer.base import Implementation, Optimizer
 
 @dataclass(kw_only=True, eq=False)
 class ScheduleFree(Optimizer):
-    """Schedule-free AdamW (Defazio et al. 2024): drivetrain.optimizer.algorithms.schedulefree has the formulas.
+    """Schedule-free AdamW (Defazio et al. 2024): drivetrain.optimizer.algorithms.flat_optimizer has the formulas.
 
     The averaged weights are evaluated and saved. BatchNorm's running statistics are those of the trained weights.
     """
@@ -43,9 +43,9 @@ class ScheduleFree(Optimizer):
             yield f"{run.named('optimizer')} evaluates an average already: {run.named('ema')} averages the trained weights"
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
-        from drivetrain.optimizer.algorithms import schedulefree
+        from drivetrain.optimizer.algorithms import flat_optimizer
 
-        return schedulefree.ScheduleFree(groups, loop=implementation == "loop", **self.arguments())
+        return flat_optimizer.ScheduleFree(groups, loop=implementation == "loop", **self.arguments())
 
     def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
         return optimizer.averaged()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
 from drivetrain.parallel.reducing_step import OwnGradients
-from drivetrain.saving.divided import Divided, whole
+from drivetrain.saving.content import Divided, whole
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext

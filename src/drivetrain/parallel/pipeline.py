@@ -20,7 +20,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
-from drivetrain.parallel import balance
+from drivetrain.parallel import onehost
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.shard_sums import Layout
@@ -147,8 +147,8 @@ class Pipeline(Sharded):
                 f"parallel=pipeline: {count} stages, but the model is a sequence of {len(blocks)} blocks: set parallel.stages to "
                 f"{len(blocks)} or less (and parallel.nproc with it)"
             )
-        costs = self.broadcast_object(balance.estimate_costs(model, blocks, example))
-        boundaries = balance.balanced_boundaries(costs, count)
+        costs = self.broadcast_object(onehost.estimate_costs(model, blocks, example))
+        boundaries = onehost.balanced_boundaries(costs, count)
         self._ranges = list(itertools.pairwise(boundaries))
         check_stages(model, blocks, self._ranges, example)
         self._with_inplace_dropout = {stage for stage, (i, _) in enumerate(self._ranges) if _has_inplace_dropout(blocks[i])}
@@ -171,7 +171,7 @@ class Pipeline(Sharded):
         self._staged = StagedForward(model, blocks)
         tensor = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
         pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
-        return [f"{count} stages of {balance.describe_split(boundaries, costs)}{tensor}{pipelines}"]
+        return [f"{count} stages of {onehost.describe_split(boundaries, costs)}{tensor}{pipelines}"]
 
     def _layout(self, name: str) -> Layout:
         layout = super()._layout(name)
@@ -220,7 +220,7 @@ class Pipeline(Sharded):
         return self._staged.run(*self._ranges[stage], h, x)  # type: ignore[no-any-return]
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
-        from drivetrain.parallel.pipeline_step import PipelineStep
+        from drivetrain.parallel.pipeline_stages import PipelineStep
 
         return PipelineStep(super().wrap_step(step, context), self, context)
 

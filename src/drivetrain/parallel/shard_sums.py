@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from drivetrain.core.lazy import torch
 from drivetrain.parallel.reducing_step import shard_of
-from drivetrain.saving.divided import Part
+from drivetrain.saving.content import Part
 
 
 class Layout(NamedTuple):

@@ -20,10 +20,9 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.parallel.reducing_step import GatheredGradients, ShardedStep, is_sharded, shard_of
+from drivetrain.parallel.reducing_step import GatheredGradients, ShardedStep, WholeWeights, is_sharded, shard_of
 from drivetrain.parallel.shard_sums import Layout, ShardSums, layout_of, parts_of, total_over_parts
-from drivetrain.parallel.whole_weights import WholeWeights
-from drivetrain.saving.divided import Divided, whole
+from drivetrain.saving.content import Divided, whole
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:

@@ -5,20 +5,60 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Option, Positive
 from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
-from drivetrain.precision import cpu_half, float32_products, one_pixel_conv
+from drivetrain.precision import cpu_half
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
-_NULL = nullcontext()
 logger = logging.getLogger(__name__)
+
+
+def set_until_exit(on_exit: ExitStack, matmul: str, tf32_convolutions: bool) -> None:
+    """Set it for the process, until `on_exit` is closed: another run in this process finds torch as it was.
+
+    torch has two sets of names for these settings. The older names, which are used here, write both sets; the newer ones
+    (fp32_precision) write only their own, after which reading an older name raises an error wherever the two disagree.
+    """
+    on_exit.callback(_restore, _older_settings(), [part.fp32_precision for part in _parts()])
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+def are_rounded(device: torch.device) -> bool:
+    """Return whether matrix products on this device round their inputs: computed once, because CPUs and GPUs differ."""
+    x = torch.full((256, 256), 1.0 + 2.0**-20, device=device)
+    return not torch.equal(x @ torch.eye(256, device=device), x)
+
+
+def _parts() -> tuple[Any, ...]:
+    """Return the holders of the newer settings that the older ones write."""
+    cudnn, mkldnn = (getattr(torch.backends, name) for name in ("cudnn", "mkldnn"))  # torch's types do not know their parts
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul
+
+
+def _older_settings() -> tuple[str, bool]:
+    """Return the older settings, or torch's defaults if the process uses the newer ones."""
+    with suppress(RuntimeError):
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    return "highest", True
+
+
+def _restore(older: tuple[str, bool], newer: list[str]) -> None:
+    torch.set_float32_matmul_precision(older[0])
+    torch.backends.cudnn.allow_tf32 = older[1]
+    for part, value in zip(_parts(), newer, strict=True):
+        if part.fp32_precision != value:
+            part.fp32_precision = value
+
+
+_NULL = nullcontext()
 
 
 def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
@@ -49,7 +89,7 @@ class Precision(Option):
         """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""
         self._device = context.device
         if self.full_float32:
-            float32_products.set_until_exit(context.on_exit, "highest", tf32_convolutions=False)
+            set_until_exit(context.on_exit, "highest", tf32_convolutions=False)
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         """Convert the model to this precision, before it is compiled or wrapped. `example`: see the context."""
@@ -126,12 +166,12 @@ class Tf32(Precision):
 
     def setup(self, context: BuildContext) -> None:
         super().setup(context)
-        float32_products.set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
-        if not float32_products.are_rounded(context.device):
+        set_until_exit(context.on_exit, self.matmul, tf32_convolutions=self.cudnn)
+        if not are_rounded(context.device):
             logger.warning("precision=tf32 %s", self.notice())
 
     def notice(self) -> str:
-        if float32_products.are_rounded(self._device):
+        if are_rounded(self._device):
             return ""
         return "rounds nothing on this device (CUDA devices have TF32 from Ampere on): this is float32"
 
@@ -166,7 +206,7 @@ class Bf16(Precision):
         if self._device.type == "cpu" and self.looks_for_slow_layers:
             self._keep_slow_layers_in_float32(model, example)
             if self._dtype == torch.bfloat16:
-                for line in one_pixel_conv.without_strides(model, example):
+                for line in cpu_half.without_strides(model, example):
                     logger.info(line)
         return model
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.trees import Tree, map_tensors
-from drivetrain.precision import one_pixel_conv
+from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Bf16Pure(Precision):
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         if self._device.type == "cpu":
-            for line in one_pixel_conv.without_strides(model, example):
+            for line in cpu_half.without_strides(model, example):
                 logger.info(line)
         norms = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
         in_float32 = {id(p) for m in norms for p in m.parameters(recurse=False)}

@@ -17,8 +17,7 @@ import torch
 from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.saving import manifest, sharded_checkpoint, space
-from drivetrain.saving.content import check_weights
-from drivetrain.saving.divided import Divided, Shards, Undivided
+from drivetrain.saving.content import Divided, Shards, Undivided, check_weights
 from drivetrain.saving.manifest import checkpoints
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from typing import Any
 
 from drivetrain.core.files import opened, read_json, write_json
 from drivetrain.core.lazy import torch
-from drivetrain.saving.content import Malformed, check_state
-from drivetrain.saving.divided import Divided, Shards
+from drivetrain.saving.content import Divided, Malformed, Shards, check_state
 from drivetrain.saving.manifest import PIECES
 
 State = dict[str, Any]

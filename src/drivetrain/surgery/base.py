@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option
+from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.trees import Tree
 
 
@@ -41,3 +42,20 @@ def apply_all(edits: list[Edit], model: torch.nn.Module, example: Tree) -> list[
 def _setting(edit: Edit) -> str:
     """The setting as the user types it: FusedNorm is surgery=fused_norm."""
     return f"surgery={re.sub(r'(?<!^)(?=[A-Z])', '_', type(edit).__name__).lower()}"
+
+
+class ChannelsLast(Edit):
+    """Put weights and images in NHWC order, which convolution kernels read faster; transformers gain nothing."""
+
+    effect = "close"
+    changes = "kernels for another layout round otherwise"
+    memory_format = "channels_last"
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        shape = run.data.shape()
+        if shape is not None and len(shape) != 3:
+            yield f"surgery=[channels_last] wants images, but the data gives {list(shape)}: leave it out"
+
+    def apply(self, model: torch.nn.Module, example: Tree) -> str:
+        model.to(memory_format=torch.channels_last)
+        return f"{sum(p.ndim == 4 for p in model.parameters())} weights in channels-last order"

@@ -53,7 +53,7 @@ class SyncBn(Edit):
         ranks = torch.distributed.get_world_size() if norms and torch.distributed.is_initialized() else 1
         if norms and ranks == 1:
             return f"BatchNorms left as they are: one process sees the whole batch (sync_bn, {len(norms)} of them)"
-        from drivetrain.surgery.sync_batchnorm import synchronised
+        from drivetrain.surgery.rank_norms import synchronised
 
         new = {norm: synchronised(norm, by_torch=first(example).device.type != "cpu") for norm in norms}
         unknown = {type(norm).__name__ for norm, made in new.items() if made is None}
@@ -71,7 +71,7 @@ def partial_statistics(model: torch.nn.Module, samples: int, update_samples: int
 
     Such a run differs from one that computes the statistics of the whole batch.
     """
-    from drivetrain.surgery.sync_batchnorm import is_synchronised
+    from drivetrain.surgery.rank_norms import is_synchronised
 
     norms = [m for m in _batch_norms(model) if not is_synchronised(m)]
     if not norms or samples >= update_samples:

@@ -17,8 +17,12 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
+from drivetrain.recipe.safe_yaml import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from drivetrain.recipe.fetch import Fetched
 
 PLAIN = "DRIVETRAIN_PLAIN"  # the variable of the environment that --plain sets, for the ranks too
 # Control characters but tab and newline, marks that turn the direction of text, invisible tags, halves of characters.
@@ -119,3 +123,22 @@ def _console_class() -> type[Console]:
                 yield Segment(text if control else plain(text), style, control)
 
     return PlainConsole
+
+
+MOST_LINES = 200
+
+
+def show(address: str, found: Fetched) -> None:
+    """Print where it came from, and its text without characters that could steer a terminal, to standard error."""
+    via = f" from {' → '.join(dict.fromkeys(found.hosts))}"
+    echo(f"fetched {address}{via}, {len(found.content):,} bytes:", file=sys.stderr)
+    lines = text(found.content).splitlines()
+    for line in lines[:MOST_LINES]:
+        echo(f"  {line}".rstrip(), file=sys.stderr)
+    if len(lines) > MOST_LINES:
+        echo(f"  … and {len(lines) - MOST_LINES:,} more lines: drivetrain recipe show {address}", file=sys.stderr)
+
+
+def text(content: bytes) -> str:
+    """Bytes as text whose lines hold printable characters only."""
+    return "\n".join(printable(line) for line in content.decode(errors="replace").splitlines())

@@ -12,9 +12,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import forecast, plan, replay
-from drivetrain.measure.forecast.devices import _TABLE, FORECAST_ONLY, Device, Figure, known
 from drivetrain.measure.forecast.plan import Ranks
-from drivetrain.measure.forecast.replay import Row
+from drivetrain.measure.forecast.replay import _TABLE, FORECAST_ONLY, Device, Figure, Row, known
 
 EXACT, NO_TIME = Figure.exactly(1.0), Figure.exactly(0.0)
 KINDS = ("product", "convolution", "attention", "bandwidth")

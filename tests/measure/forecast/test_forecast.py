@@ -20,9 +20,9 @@ from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, 
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.engine.rehearsal.search import peak_bytes
 from drivetrain.measure.forecast import examine, forecast
-from drivetrain.measure.forecast.devices import Figure
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import Plan, plan
+from drivetrain.measure.forecast.replay import Figure
 from tests.support import json_keys, pages
 
 built: dict[tuple[str, ...], examine.Subject] = {}

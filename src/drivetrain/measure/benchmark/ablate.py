@@ -9,7 +9,7 @@ from typing import Literal
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count
 from drivetrain.launch.job import Job
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.compare import headline, titled
 from drivetrain.measure.benchmark.comparison import Comparison
@@ -75,7 +75,7 @@ class Ablation:
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.HandOn | None = None) -> int:
     """Run `drivetrain ablate`; return its exit code. `hand_on` is called with the last table, which ends with the recipe."""
-    settings, overrides = arguments.split(argv, Settings)
+    settings, overrides = leave.split(argv, Settings)
     if hand_on is not None and "steps" not in settings.tables:
         raise UserError("--recipe hands on the last of the steps, the whole recipe: tables= must have steps")
     arms.refuse_resume("ablate", overrides)

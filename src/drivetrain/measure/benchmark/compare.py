@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.launch.job import Job
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_bad, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
@@ -327,7 +327,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | 
 
 def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared, list[ArmSpec]]:
     """Compare the arms, show and save what was found, and return it. Raises UserError where there is nothing to compare."""
-    settings, overrides = arguments.split(argv, Settings)
+    settings, overrides = leave.split(argv, Settings)
     refuse_resume("compare", overrides)
     specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:

@@ -22,7 +22,7 @@ from drivetrain.core.paths import expanded
 from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, trainings
 from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
@@ -428,7 +428,7 @@ NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain bisect`; return its exit code."""
-    settings, words = arguments.split(argv, Settings)
+    settings, words = leave.split(argv, Settings)
     _check(settings, words)
     subsets, bad, notes = prepare(words, config_dirs, settings.quality)
     began = time.monotonic()

@@ -16,7 +16,7 @@ from drivetrain.core.option import Count, Option, RunSpec
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.certify.judge import (
     CLOSE,
@@ -251,7 +251,7 @@ class Certified:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain certify`; return its exit code. After "against": what the other run sets; without it: techniques off."""
-    settings, words = arguments.split(argv, Settings)
+    settings, words = leave.split(argv, Settings)
     at = words.index("against") if "against" in words else len(words)
     overrides, against = words[:at], words[at + 1 :]
     arms.refuse_resume("certify", [*overrides, *against])

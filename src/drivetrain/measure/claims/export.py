@@ -17,7 +17,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Reach
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import facts, quality
@@ -256,7 +256,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe export`; return its exit code."""
-    settings, words = arguments.split(argv, Settings)
+    settings, words = leave.split(argv, Settings)
     file = Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None
     if not words:
         raise UserError(

@@ -18,7 +18,7 @@ from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Better, Reach, evaluated
 from drivetrain.launch.job import Job
-from drivetrain.measure import arguments
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, trainings
 from drivetrain.measure.benchmark.comparison import Comparison, Row
@@ -325,7 +325,7 @@ class Verified:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
-    settings, given = arguments.split(argv, Settings)
+    settings, given = leave.split(argv, Settings)
     if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
     recipe = places.read(given[0])

@@ -19,9 +19,8 @@ from drivetrain.engine.rehearsal.fake_step import autocast_of
 from drivetrain.engine.rehearsal.recorder import Fakes
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
 from drivetrain.measure.forecast import replay
-from drivetrain.measure.forecast.devices import HERE, Device, Figure, known
 from drivetrain.measure.forecast.plan import Memory, Plan, peak_memory, sent_bytes
-from drivetrain.measure.forecast.replay import this_device
+from drivetrain.measure.forecast.replay import HERE, Device, Figure, known, this_device
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer

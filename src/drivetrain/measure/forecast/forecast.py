@@ -13,12 +13,12 @@ from drivetrain.core.blocks import blocks_for
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Positive
 from drivetrain.engine import child
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.changes import apply, groups_of
-from drivetrain.measure.forecast.devices import FORECAST_ONLY, HERE, NAMES, Figure, known
 from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
+from drivetrain.measure.forecast.replay import FORECAST_ONLY, HERE, NAMES, Figure, known
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -344,7 +344,7 @@ class StagedAnswer:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
     """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
-    settings, overrides = arguments.split([_quoted(word) for word in argv], Settings)
+    settings, overrides = leave.split([_quoted(word) for word in argv], Settings)
     arms.refuse_resume("forecast", overrides)
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")

@@ -18,8 +18,17 @@ from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.changes import apply
-from drivetrain.measure.forecast.devices import HERE, Device, Figure
-from drivetrain.measure.forecast.replay import ASKED_HOST, COMPILED_HOST, EAGER, FUSED_BYTES, RECORDED_HOST, Compiled
+from drivetrain.measure.forecast.replay import (
+    ASKED_HOST,
+    COMPILED_HOST,
+    EAGER,
+    FUSED_BYTES,
+    HERE,
+    RECORDED_HOST,
+    Compiled,
+    Device,
+    Figure,
+)
 
 KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured

@@ -18,7 +18,7 @@ from drivetrain.engine import child
 from drivetrain.launch import trials
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import arguments, intervals, leave
+from drivetrain.measure import intervals, leave
 from drivetrain.measure.benchmark import arms, compare, comparison
 from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row, no_gain
@@ -443,7 +443,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
 def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
     """Profile a run's step, show where its time goes, try what could help, and return what was found."""
-    settings, overrides = arguments.split(argv, Settings)
+    settings, overrides = leave.split(argv, Settings)
     check_file(recipe)
     if recipe is not None and not settings.prove:
         raise UserError(f"--recipe {recipe} is for what was measured, and prove=false measures nothing: leave one of them out")

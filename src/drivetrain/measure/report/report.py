@@ -22,7 +22,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach, Selection
 from drivetrain.core.typed import fits, is_number
-from drivetrain.measure import arguments
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
@@ -31,7 +31,7 @@ from drivetrain.run.result import Result
 from drivetrain.sweeps import driver
 from drivetrain.ui import table_picture
 from drivetrain.ui.output import echo
-from drivetrain.ui.pages import charts, classes
+from drivetrain.ui.pages import charts
 from drivetrain.ui.pages import run as run_page
 from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.sheet import (
@@ -108,7 +108,7 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     shown = under(title, measured, *under("The worst", show(worst), level=3), *at_random)
     counted = table_picture.of_result(run.result.tables)[1] if run.result is not None else {}
     if loaded.kind == "class" and not any(map(table_picture.is_confusion, counted.values())):
-        return [*shown, *classes.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
+        return [*shown, *charts.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
     return [*shown, *_scatter(samples, looked_at)] if loaded.kind == "values" else shown
 
 
@@ -369,7 +369,7 @@ def sheet_of(
         assert each.result is not None
         of_what, tables_found = table_picture.of_result(each.result.tables)
         title = f"Classes of {names[id(each)]}"
-        body.append(folded(title, classes.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
+        body.append(folded(title, charts.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
     again = {names[id(each)]: f"drivetrain train {shlex.join(run_page.overrides_of(each))}".strip() for each in drawn}
     each_of = [part for name, line in again.items() for part in (words(name), commands(line))]
     body += under("How to reproduce them", folded("The command of each run", each_of, len(runs) < 8))
@@ -495,7 +495,7 @@ class Settings:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain report`; return its exit code. Runs know their own `config_dirs`."""
-    settings, rest = arguments.split(argv, Settings)
+    settings, rest = leave.split(argv, Settings)
     if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
         known = "which has target=, samples= and out="
         raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])

@@ -24,7 +24,7 @@ from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.launch.trials import Trials
-from drivetrain.measure import arguments, leave
+from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
 from drivetrain.measure.benchmark.arms import ArmSpec, trainings
 from drivetrain.measure.benchmark.compare import titled
@@ -220,7 +220,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain tune`; return its exit code. The proven recipe goes to the file `recipe`, if there is one."""
-    settings, overrides = arguments.split(argv, Settings)
+    settings, overrides = leave.split(argv, Settings)
     check_file(recipe)
     arms.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)

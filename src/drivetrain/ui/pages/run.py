@@ -18,7 +18,7 @@ from drivetrain.run.identity import flatten, reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.ui import table_picture
-from drivetrain.ui.pages import charts, classes
+from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, sentence, setting, under, words
 from drivetrain.ui.terminal import duration, number
@@ -60,7 +60,7 @@ def sheet_of(run: RunFiles, samples: Sequence[Section] = ()) -> Sheet:
     body += _curves(run)
     if result is not None and result.tables:
         of_what, found = table_picture.of_result(result.tables)
-        body += classes.sections(found, of_what)
+        body += charts.sections(found, of_what)
     body += samples or under(
         "Samples with predictions",
         words("This command adds the worst samples and some others, where the run has kept its weights:"),
