@@ -100,7 +100,7 @@ def profile() -> Any:
     """Where an update's time goes: a fifth waits for data, and a line of the user's own takes half."""
     line = Line("net.py:12 in forward", HOSTILE, share=0.5, layers=0.2, looks=(0.4, 0.6, 0.5, 0.5))
     return SimpleNamespace(
-        queued=0.4, start_s=2.0,
+        queued=0.4, start_s=2.0, threads=None,
         step_ms=100.0, phases={"data wait": 20.0, "forward": 80.0}, utilization={"in operations": 0.9}, evaluation_s=1.0,
         saving_s=0.1, lines=[line], rest={"the update": 0.2}, roofline=(1e12, 1e10, 1e9),
     )  # fmt: skip

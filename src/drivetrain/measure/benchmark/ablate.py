@@ -29,8 +29,8 @@ class Settings(comparison.Settings):
 
 
 def techniques(baseline: Job, recipe: Job) -> Changes:
-    """What turns the baseline into the recipe: options, keys, items of lists and stages, but nothing of this machine alone."""
-    values = {*recipe.composed.plain} - {*recipe.composed.choices, STAGES}
+    """What turns the baseline into the recipe: options, keys, epochs, items of lists and stages, but nothing of this machine."""
+    values = {*recipe.composed.plain} - {*recipe.composed.choices, STAGES, "epochs"}
     return Changes(baseline, recipe, {"logger", "saving", *values, *baseline.machine_local_keys, *recipe.machine_local_keys})
 
 

@@ -331,13 +331,16 @@ def profiled(found: Diagnosis) -> list[Section]:
     profile = found.profile
     notes = [*found.notes, roofline_text(profile)]
     if profile.queued > BUSY:
+        fewer = ", or set runtime.threads=auto" if profile.threads is not None and profile.threads.number > 1 else ""
         notes.insert(
             0,
             f"The cores of this machine are busy: the step waited for one for {profile.queued:.0%} of the time. That is in no "
-            "figure here, but the intervals are wider for it: ask again when it is idle, or set runtime.threads=auto.",
+            f"figure here, but the intervals are wider for it: ask again when it is idle{fewer}.",
         )
     if profile.utilization:
-        notes.append("of that time: " + ", ".join(f"{name} {share:.0%}" for name, share in profile.utilization.items()))
+        notes.append(
+            "of the time of an update: " + ", ".join(f"{name} {share:.0%}" for name, share in profile.utilization.items())
+        )
     return [_phases(profile), words(*notes), _lines(profile), _beside(profile)]
 
 
