@@ -95,7 +95,7 @@ def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
     if word in keys:
         return f"{word} is a key of the whole config, and no group: {keys[word]}"
     key = word.rpartition(".")[2]
-    having = [f"{name}={o}" for name, files in groups.items() for o in files if key in catalog.option_keys(name, o, config_dirs)]
+    having = [f"{name}={o}" for name, of_group in catalog.owners(config_dirs).items() for o in of_group.get(key, ())]
     homes = " and ".join(dict.fromkeys(each.partition("=")[0] for each in having))
     hint = f"{key} is a key of {homes}: `drivetrain list {having[0]}` has it" if having else ""
     raise UserError(f"there is no group '{word}': {hint or did_you_mean(word, [*groups, *keys])}")

@@ -74,6 +74,21 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
     return {group: list(files) for group, files in option_files(config_dirs).items()}
 
 
+def owners(config_dirs: Sequence[str] = ()) -> Mapping[str, Mapping[str, Sequence[str]]]:
+    """Group → key → the options that have it, in the order of `option_files`."""
+    return _owners(other_folders(config_dirs))
+
+
+@lru_cache(maxsize=16)
+def _owners(others: tuple[Path, ...]) -> Mapping[str, Mapping[str, Sequence[str]]]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for group, files in _option_files(others).items():
+        keys = found.setdefault(group, {})
+        for name, key in ((name, str(key)) for name, file in files.items() for key in content(file) if key != "_target_"):
+            keys.setdefault(key, []).append(name)
+    return found
+
+
 def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set[str]:
     """The keys of an option's file; none where there is no such option. Of a sum of several: their names, and `weights`."""
     if isinstance(option, list) and group in SUMS:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from drivetrain.config.catalog import LISTS, SUMS, default_options, option_keys, options, root_config
+from drivetrain.config.catalog import LISTS, SUMS, default_options, options, owners, root_config
 from drivetrain.config.elsewhere import ELSEWHERE, SECTIONS, suggestion
 from drivetrain.core.errors import did_you_mean
 
@@ -33,12 +33,13 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     name, _, own = flag.lstrip("-").partition("=")
     name, value = name.replace("-", "_"), own or value or "…"
     default = default_options()
-    homes = [group for group, option in default.items() if group not in LISTS and name in option_keys(group, option)]
+    having = owners()
+    homes = [group for group, option in default.items() if group not in LISTS and option in having[group].get(name, ())]
     present = f"{homes[0]}.{name}" if len(homes) == 1 else ELSEWHERE.get(name, name)
     if present == name and name not in {*default, *root_config()}:
         return None
     group, _, knob = present.rpartition(".")
-    with_it = [option for option in options().get(group, []) if knob in option_keys(group, option)] if knob else []
+    with_it = having.get(group, {}).get(knob, ())
     needed = f"{group}={with_it[0]} " if with_it and group not in LISTS and default[group] not in with_it else ""
     return present if "=" in present else f"{needed}{present}={value}"
 
@@ -108,10 +109,10 @@ class KeySetter:
         hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else ""
         hint = hint or suggestion(given, part, {*names, *known} if not depth else names)
         group, _, knob = (homes[0] if len(homes) == 1 else present).rpartition(".")
-        owners = [name for name in known.get(group, []) if knob in option_keys(group, name, self.config_dirs)]
-        if owners and (group in LISTS or self.choices[group] not in owners):
-            has_it = " or ".join(f"{group}={name}" for name in owners) + " has it"
-            hint = has_it if present == given and not homes else f"{hint} (with {group}={', '.join(owners)})"
+        having = owners(self.config_dirs).get(group, {}).get(knob, ())
+        if having and (group in LISTS or self.choices[group] not in having):
+            has_it = " or ".join(f"{group}={name}" for name in having) + " has it"
+            hint = has_it if present == given and not homes else f"{hint} (with {group}={', '.join(having)})"
         elif inside in known and inside not in LISTS and not hint.startswith(("did you mean", "it is called", "use ")):
             hint = self._of_another_option(inside, part) or hint
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
@@ -121,37 +122,30 @@ class KeySetter:
 
     def _of_another_option(self, group: str, knob: str) -> str:
         """A hint at a similar knob, which the group's chosen option does not have and another one has; "" without one."""
-        owners: dict[str, list[str]] = {}
-        for name in options(self.config_dirs)[group]:
-            for key in option_keys(group, name, self.config_dirs):
-                owners.setdefault(key, []).append(name)
-        near = get_close_matches(knob, owners, n=1)
+        having = owners(self.config_dirs)[group]
+        near = get_close_matches(knob, having, n=1)
         if not near:
             return ""
-        has_it = " or ".join(f"{group}={name}" for name in owners[near[0]])
+        has_it = " or ".join(f"{group}={name}" for name in having[near[0]])
         return f"did you mean '{group}.{near[0]}'? {has_it} has it"
 
     def _groups_with(self, knob: str) -> list[str]:
         """The groups of which an option has this knob; those whose chosen option has it come first."""
-        groups = {group: names for group, names in options(self.config_dirs).items() if group not in LISTS}
-        keys = {group: [option_keys(group, name, self.config_dirs) for name in names] for group, names in groups.items()}
-        chosen = [group for group in groups if knob in option_keys(group, self.choices[group], self.config_dirs)]
-        return [*chosen, *(g for g in groups if g not in chosen and any(knob in of_option for of_option in keys[g]))]
+        having = {group: keys[knob] for group, keys in owners(self.config_dirs).items() if knob in keys and group not in LISTS}
+        return sorted(having, key=lambda group: self.choices[group] not in having[group])
 
     def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
         """The problem of a key of a sum of options, whose keys are below their names."""
         group, part, key = parts[0], parts[depth], ".".join(parts)
         chosen = self.choices[group]
-        owners = [f"{group}.{name}.{part}" for name in chosen if part in option_keys(group, name, self.config_dirs)]
-        hint = f"set {' or '.join(owners)}" if depth == 1 and owners else did_you_mean(part, names)
+        having = [f"{group}.{name}.{part}" for name in chosen if name in owners(self.config_dirs)[group].get(part, ())]
+        hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
         return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
 
     def unknown_in_group(self, key: str, value: Any) -> str | None:
         """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""
         group, knob, *_ = key.split(".")
-        names = set(options(self.config_dirs)[group])
-        if group not in LISTS:
-            names = {name for option in names for name in option_keys(group, option, self.config_dirs)} - {"_target_"}
+        names = set(options(self.config_dirs)[group] if group in LISTS else owners(self.config_dirs)[group])
         if knob in names:
             return None
         return f"no option of {group} has '{knob}' ({key}={value}): {suggestion(f'{group}.{knob}', knob, names)}"
