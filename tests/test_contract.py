@@ -14,7 +14,7 @@ import yaml
 from PIL import Image
 
 import drivetrain
-from drivetrain.config import catalog
+from drivetrain.config import catalog, schema
 from drivetrain.config import validate as check
 from drivetrain.config.catalog import LISTS, key_lines, option_files, options, shipped_targets
 from drivetrain.config.compose import compose
@@ -471,7 +471,7 @@ def test_the_checks_of_knobs_do_find_what_is_wrong():
     """The contract above trusts them."""
     from drivetrain.clip.base import Norm
 
-    assert len(list(check.knob_problems("clip", Norm, {"max_norm": -1.0, "norm_type": "two", "extra": 1}))) == 3
+    assert len(list(schema.of(Norm).problems("clip", {"max_norm": -1.0, "norm_type": "two", "extra": 1}))) == 3
 
 
 # Names that say it all wherever they stand.

@@ -12,7 +12,7 @@ from typing import Any
 
 import matrix
 
-from drivetrain.config import catalog, recipe_checks, recipe_schema
+from drivetrain.config import catalog, recipe_schema, schema
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 
@@ -61,7 +61,7 @@ def _card(group: str, file: Path, override: str) -> Iterator[str]:
     keys = {key: value for key, value in catalog.content(file).items() if key not in ("_target_", "preset")}
     if keys:
         yield from ("| key | default | may be | |", "|---|---|---|---|")
-    for key, about in recipe_schema.described(catalog.key_lines(file), keys, recipe_checks.hints(code)).items():
+    for key, about in recipe_schema.described(catalog.key_lines(file), keys, schema.of(code).hints).items():
         default = json.dumps(about["default"], ensure_ascii=False)
         yield f"| `{group}.{key}` | `{default}` | {cell(kind(about))} | {cell(about.get('description', ''))} |"
     yield ""

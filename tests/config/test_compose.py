@@ -12,9 +12,8 @@ from bench.gpu import speed
 from bench.gpu.loops import Work
 from omegaconf import OmegaConf
 
-from drivetrain.config import catalog
-from drivetrain.config.validate import knob_problems
-from drivetrain.config.values import type_problems
+from drivetrain.config import catalog, schema
+from drivetrain.config.schema import Schema
 from drivetrain.core.allowed import FileName
 from drivetrain.data.base import Fraction
 from drivetrain.launch.job import prepare
@@ -63,7 +62,9 @@ def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypat
 )
 def test_a_message_names_all_that_a_value_may_be(hint, value, must):
     text = str(value).lower() if isinstance(value, bool) else value
-    assert list(type_problems("data", {"validation": (hint, value)})) == ([f"data.validation={text}: {must}"] if must else [])
+    assert list(Schema("data", {"validation": hint}).problems("data", {"validation": value})) == (
+        [f"data.validation={text}: {must}"] if must else []
+    )
 
 
 # --- what a setting's value may be, whoever gives it ---
@@ -71,13 +72,13 @@ def test_a_message_names_all_that_a_value_may_be(hint, value, must):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_number_is_finite(value):
-    assert ["finite" in told for told in type_problems("part", {"knob": (float, value)})] == [True]
+    assert ["finite" in told for told in Schema("part", {"knob": float}).problems("part", {"knob": value})] == [True]
 
 
 @pytest.mark.parametrize("hint", [int, float, list[int]])
 def test_a_whole_number_is_one_that_a_library_takes(hint):
     def problems(number: int) -> list[str]:
-        return list(type_problems("part", {"knob": (hint, [number] if hint == list[int] else number)}))
+        return list(Schema("part", {"knob": hint}).problems("part", {"knob": [number] if hint == list[int] else number}))
 
     assert not problems(MAX_WHOLE)
     assert len(problems(MAX_WHOLE + 1)) == len(problems(-MAX_WHOLE - 1)) == 1
@@ -85,7 +86,9 @@ def test_a_whole_number_is_one_that_a_library_takes(hint):
 
 def test_a_knob_that_the_class_does_not_take():
     """The second guard: Hydra's own refuses such a key first, wherever it knows the option's keys."""
-    assert list(knob_problems("optimizer", AdamW, {"lr": 0.1, "lrr": 0.1})) == ["optimizer.lrr: AdamW takes no such argument"]
+    assert list(schema.of(AdamW).problems("optimizer", {"lr": 0.1, "lrr": 0.1})) == [
+        "optimizer.lrr: AdamW takes no such argument"
+    ]
 
 
 # --- recipes that ship hold what their descriptions promise; tests/test_zoo.py checks whether each is valid ---

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from drivetrain.cli import recipe
 from drivetrain.cli.main import main
-from drivetrain.config import recipe_checks
+from drivetrain.config import recipe_checks, schema
 from drivetrain.config.catalog import option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.contract import contract_problems
@@ -307,10 +307,10 @@ def test_the_contract_asks_for_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = import_name("drivetrain.stop.base.Early")
     annotations = {**inspect.get_annotations(cls.__init__), "metric": "str | None"}
     monkeypatch.setattr(cls.__init__, "__annotations__", annotations)
-    recipe_checks._hints.cache_clear()
+    schema._of.cache_clear()
     problems = contract_problems("stop", "early")
     monkeypatch.undo()
-    recipe_checks._hints.cache_clear()
+    schema._of.cache_clear()
     assert len(problems) == 1
     assert "metric of Early may be any text" in problems[0]
     assert contract_problems("stop", "early") == []

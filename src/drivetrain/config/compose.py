@@ -31,7 +31,7 @@ from drivetrain.config.composed import Composed
 from drivetrain.config.elsewhere import USUAL, suggestion
 from drivetrain.config.hydra_words import instead, is_hydra_override, off_switch
 from drivetrain.config.keys import KeySetter, replaced
-from drivetrain.config.values import references
+from drivetrain.config.schema import references
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir

@@ -9,10 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 
-from drivetrain.config import recipe_checks
+from drivetrain.config import recipe_checks, schema
 from drivetrain.config.catalog import LISTS, option_files, summary
 from drivetrain.config.compose import compose
-from drivetrain.config.validate import knob_problems
 from drivetrain.core import allowed
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Option
@@ -49,8 +48,8 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
     if not isinstance(cls, type) or not issubclass(cls, Option):
         yield f"{file}: {target} does not derive from Option"
         return
-    yield from (f"{file}: {problem}" for problem in knob_problems(group, cls, knobs))
-    missing = [name for name in inspect.signature(cls).parameters if name not in knobs]
+    yield from (f"{file}: {problem}" for problem in schema.of(cls).problems(group, knobs))
+    missing = [name for name in schema.of(cls).hints if name not in knobs]
     yield from (f"{file}: {name} is missing, which is an argument of {cls.__name__}" for name in missing)
     yield from (f"{file}: {problem}" for problem in _open_texts(group, cls))
     annotated = inspect.get_annotations(cls.__init__) if knobs else {}
@@ -80,7 +79,7 @@ def _open_texts(group: str, cls: type[Option]) -> Iterator[str]:
     """Each knob whose text could be anything and reach a library from a recipe."""
     if group in OPERATOR_KEYS:
         return
-    for name, hint in recipe_checks.hints(cls).items():
+    for name, hint in schema.of(cls).hints.items():
         if name not in recipe_checks.local_knobs(cls) and allowed.OPEN in allowed.rules(hint):
             yield (
                 f"{name} of {cls.__name__} may be any text or mapping, and a recipe could hold it: say in its annotation what it "

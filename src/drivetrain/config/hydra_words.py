@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import EXPERIMENTS, LISTS, options
 from drivetrain.config.composed import Composed
-from drivetrain.config.values import type_problems
+from drivetrain.config.schema import Schema
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, key_of, parse, redact, single_values
 from drivetrain.recipe import places
@@ -230,7 +230,7 @@ def split(overrides: Sequence[str]) -> tuple[HydraSettings, list[str]]:
     if given.get("job.chdir"):
         problems.append(instead("hydra.job.chdir=true"))
     else:
-        problems += type_problems("hydra", {key: (HONOURED[key], value) for key, value in given.items()})
+        problems += Schema("Hydra", HONOURED).problems("hydra", given)
     if problems:
         raise UserError(problems)
     return HydraSettings(given, tuple(own)), [o for o in overrides if o not in own]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
+from drivetrain.config import schema
 from drivetrain.config.composed import Composed
 from drivetrain.config.recipe_values import followed
 from drivetrain.core import allowed, selection
@@ -57,25 +56,13 @@ def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]
         section: Any = plain
         for part in prefix.split("."):
             section = section[part]
-        for name, hint in hints(cls).items():
+        for name, hint in schema.of(cls).hints.items():
             if name in section and name not in local_knobs(cls):
                 value = section[name]
                 entries = flatten(value) if isinstance(value, dict) else {}
                 yield from (f"{prefix}.{name}.{entry}" for entry, v in entries.items() if allowed.problem(hint, v, entry))
                 if not isinstance(value, dict) and allowed.problem(hint, value):
                     yield f"{prefix}.{name}"
-
-
-def hints(cls: Any) -> dict[str, Any]:
-    """The annotations of a constructor; a dataclass's fields are annotated in its own module and in those of its base classes."""
-    return _hints(cls)
-
-
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
-    found = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
-    return {name: hint for name, hint in found.items() if name in inspect.signature(cls).parameters}
 
 
 def _is_machine_local(key: str, classes: Classes) -> bool:
@@ -97,6 +84,6 @@ def _value_problem(key: str, value: Any, classes: Classes) -> str:
         return allowed.problem(OF_NO_GROUP[group], value, of_group)
     for prefix, cls in classes.items():
         knob, _, entry = key.removeprefix(f"{prefix}.").partition(".")
-        if key.startswith(f"{prefix}.") and knob in hints(cls):
-            return allowed.problem(hints(cls)[knob], value, entry)
+        if key.startswith(f"{prefix}.") and knob in schema.of(cls).hints:
+            return allowed.problem(schema.of(cls).hints[knob], value, entry)
     return ""

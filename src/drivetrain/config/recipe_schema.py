@@ -13,11 +13,10 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
-from drivetrain.config import catalog
+from drivetrain.config import catalog, schema
 from drivetrain.config.catalog import LISTS, SUMS
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.config.recipe_checks import hints
-from drivetrain.config.validate import _KINDS as KINDS
+from drivetrain.config.validate import VALUES
 from drivetrain.core import process
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name, trust_problems
@@ -111,7 +110,7 @@ def _knobs(file: Path) -> dict[str, Schema]:
     values.pop("preset", None)  # of a task
     trusted = target in catalog.shipped_targets() or not any(trust_problems("", target, trusted_packages()))
     option = import_name(target) if trusted else None
-    kinds = hints(option) if option is not None else {}
+    kinds = schema.of(option).hints if option is not None else {}
     local = option.machine_local_keys if option is not None else ()
     return described(catalog.key_lines(file), {k: v for k, v in values.items() if k not in local}, kinds)
 
@@ -119,7 +118,7 @@ def _knobs(file: Path) -> dict[str, Schema]:
 def _values() -> dict[str, Schema]:
     """The keys of conf/config.yaml that are no group."""
     values = {k: v for k, v in catalog.root_config().items() if k != "defaults" and k not in OPERATOR_KEYS}
-    return described((conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines(), values, KINDS)
+    return described((conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines(), values, VALUES.hints)
 
 
 def described(lines: Sequence[str], values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
@@ -151,9 +150,9 @@ def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
         return _object(below)
     found: dict[str, dict[str, Schema]] = {}  # knob → its schema as text → a reference to it
     for name, of_option in options.items():
-        for knob, schema in of_option.items():
+        for knob, about in of_option.items():
             place = {"$ref": f"#/$defs/{group}.{name}/properties/{knob}"}
-            found.setdefault(knob, {}).setdefault(json.dumps(schema), place)
+            found.setdefault(knob, {}).setdefault(json.dumps(about), place)
     knobs = {knob: {"anyOf": [*places.values()]} for knob, places in found.items()}
     return _object({**knobs, **below, "weights": _kind(list[float] | None)} if group in SUMS else knobs)
 

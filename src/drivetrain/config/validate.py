@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,13 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from drivetrain.config import callbacks, recipe_checks, stages
+from drivetrain.config import callbacks, recipe_checks, schema, stages
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.composed import Composed
 from drivetrain.config.plugins import trusted_packages
-from drivetrain.config.recipe_checks import hints
+from drivetrain.config.schema import Schema, Where
 from drivetrain.config.stages import Planned
-from drivetrain.config.values import Where, nowhere, type_problems
 from drivetrain.core import paths, phases, selection, user_code
 from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError
@@ -33,13 +31,13 @@ from drivetrain.core.option import CheckedValues, Count, InvalidValue, Option, R
 from drivetrain.core.stages import Stage
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
-_KINDS: dict[str, Any] = {  # of the keys of conf/config.yaml that are no group
+VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no group
     "epochs": Epochs, "updates": Count | None, "log_every": Count, "evaluate_every": Count, "output_dir": str,
     "resume": str | None, "resume_changed": bool, "trust": list[str], "recipe": str | None, "forward_input": ForwardInput,
     "forward_output": recipe_checks.OUTPUT,
     "callbacks": list[str], "select": recipe_checks.SELECT, "target": recipe_checks.TARGET,
     "stages": list[dict[str, Any]] | None, "phases": recipe_checks.PHASES,
-}  # fmt: skip
+})  # fmt: skip
 
 
 def validate(composed: Composed, own: bool = False, used: Collection[str] | None = None) -> RunSpec:
@@ -118,7 +116,7 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     values = {k: v for k, v in plain.items() if k not in groups}
     parts, given = CheckedValues(), CheckedValues(values)
     run = RunSpec(composed.choices, given, parts, composed.from_environment)
-    _decode(composed, "", _KINDS, given)
+    _decode(composed, "", VALUES, given)
     sections = {group: list(_sections(group, plain.get(group), composed)) for group in groups}
     trusted = trusted_packages().union(given.get("trust") or [])
     found = {p: _class(p, s, trusted, problems) for of_group in sections.values() for p, s in _with_parts(of_group)}
@@ -126,7 +124,9 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
     problems += [] if own else recipe_checks.code_problems(composed)
     if refused := list(recipe_checks.problems(composed, classes)):
         raise UserError(dict.fromkeys([*problems, *refused]))
-    problems += _value_problems(given, composed.where)
+    wrong = dict(_wrong_values(given, composed.where))
+    problems += [line for lines in wrong.values() for line in lines]
+    problems += [] if wrong else [*paths.cannot_be_in(Path(given["output_dir"])), *callbacks.trust_problems(given)]
     every: dict[str, list[Option | None]] = {}
     for group in groups:
         made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
@@ -135,9 +135,7 @@ def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned
             parts.wrong.add(group)
         else:
             parts[group] = made if group in LISTS else made[0]
-    given.wrong = {key for key, value in given.items() if any(type_problems("", {key: (_KINDS.get(key, Any), value)}))}
-    if any(_phase_problems(given.get("phases"))):
-        given.wrong.add("phases")
+    given.wrong = set(wrong)
     for key in given.wrong:
         del given[key]
     return _Made(composed, run, classes, list(_resolve(run, every)) if _all_known(composed) else [], stage)
@@ -240,8 +238,8 @@ def _make(
         knobs["parts"] = {name: _make(f"{prefix}.{name}", knobs.pop(name), classes, composed, problems) for name in parts}
     if (cls := classes.get(prefix)) is None:
         return None
-    _decode(composed, prefix, hints(cls), knobs)
-    wrong = list(knob_problems(prefix, cls, knobs, composed.where))
+    _decode(composed, prefix, schema.of(cls), knobs)
+    wrong = list(schema.of(cls).problems(prefix, knobs, composed.where))
     problems += wrong
     return None if wrong or None in knobs.get("parts", {}).values() else cls(**knobs)
 
@@ -255,16 +253,12 @@ def _near(target: str, group: str) -> str:
     return f": did you mean {' or '.join(repr(known[name]) for name in near)}?" if near else ""
 
 
-def _decode(composed: Composed, prefix: str, hints: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _decode(composed: Composed, prefix: str, takes: Schema, values: dict[str, Any]) -> None:
     """Turn texts from the environment into what their keys take: "0.1" into a number where a number belongs."""
-    from pydantic import ConfigDict, TypeAdapter, ValidationError
-
     for key, value in values.items():
         name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, str) and key in hints and composed.from_environment(name):
-            with suppress(ValidationError):
-                adapter = TypeAdapter(hints[key], config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
-                values[key] = composed.decoded[name] = adapter.validate_python(value)
+        if isinstance(value, str) and key in takes.hints and composed.from_environment(name):
+            values[key] = composed.decoded[name] = takes.read(key, value)
 
 
 def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
@@ -296,26 +290,20 @@ def _base_of(cls: type) -> type:
     return cls.__mro__[cls.__mro__.index(Option) - 1]
 
 
-def knob_problems(prefix: str, cls: type, knobs: dict[str, Any], where: Where = nowhere) -> Iterator[str]:
-    """Each knob that the constructor of `cls` does not take, and each value that its annotation excludes."""
-    parameters = inspect.signature(cls).parameters
-    unknown = [k for k in knobs if k not in parameters]
-    yield from (f"{where(f'{prefix}.{k}')}{prefix}.{k}: {cls.__name__} takes no such argument" for k in unknown)
-    yield from type_problems(prefix, {k: (hints(cls).get(k, Any), knobs[k]) for k in knobs if k in parameters}, where)
+def _wrong_values(values: Mapping[str, Any], where: Where) -> Iterator[tuple[str, list[str]]]:
+    """The keys of conf/config.yaml that are no group and whose values are wrong, and what is wrong with them."""
+    for key, value in values.items():
+        wrong = list(VALUES.problems("", {key: value}, where)) if key in VALUES.hints else []
+        wrong += _phase_problems(value, where) if key == "phases" else []
+        if wrong:
+            yield key, wrong
 
 
-def _value_problems(values: dict[str, Any], where: Where) -> Iterator[str]:
-    """What is wrong with the keys of conf/config.yaml that are not groups."""
-    wrong = list(type_problems("", {k: (_KINDS.get(k, Any), v) for k, v in values.items()}, where))
-    wrong += _phase_problems(values.get("phases"), where)
-    yield from wrong or [*paths.cannot_be_in(Path(values["output_dir"])), *callbacks.trust_problems(values)]
-
-
-def _phase_problems(given: Any, where: Where = nowhere) -> Iterator[str]:
+def _phase_problems(given: Any, where: Where) -> Iterator[str]:
     """What is wrong with the settings of the phases of an update."""
     for name, settings in given.items() if isinstance(given, dict) else ():
         if isinstance(settings, dict) and "parameters" in settings:
-            yield from knob_problems(f"phases.{name}", phases.Phase, settings, where)
+            yield from schema.of(phases.Phase).problems(f"phases.{name}", settings, where)
         else:
             yield f"{where('phases')}phases.{name}={settings}: give the parameters that it trains, as {{parameters: [{name}]}}"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.config import catalog, plugins, recipe_checks
-from drivetrain.config.validate import knob_problems, read_config
+from drivetrain.config import catalog, plugins, recipe_checks, schema
+from drivetrain.config.validate import read_config
 from drivetrain.core import limits, low_rank, user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -38,7 +38,7 @@ def load(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
         if problems := list(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted)):
             raise UserError(problems)
     option = user_code.import_name(target)
-    if problems := list(knob_problems(f"{key}={path}: model", option, section)):
+    if problems := list(schema.of(option).problems(f"{key}={path}: model", section)):
         raise UserError(problems)
     if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
         raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")

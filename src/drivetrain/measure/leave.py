@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, get_type_hints
+from typing import TypeVar
 
-from drivetrain.config.values import type_problems
+from drivetrain.config import schema
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import key_of, single_values
@@ -45,11 +45,11 @@ def split(arguments: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
 
     `kind` is a dataclass: its fields are the names and types of the settings. Raises UserError with every problem found.
     """
-    hints = get_type_hints(kind, include_extras=True)
+    takes = schema.of(kind)
     problems: list[str] = []
-    own = [argument for argument in arguments if key_of(argument) in hints and "=" in argument]
+    own = [argument for argument in arguments if key_of(argument) in takes.hints and "=" in argument]
     values = single_values(own, "command", problems)
-    problems += type_problems("", {name: (hints[name], value) for name, value in values.items()})
+    problems += takes.problems("", values)
     if problems:
         raise UserError(problems)
     return kind(**values), [argument for argument in arguments if argument not in own]

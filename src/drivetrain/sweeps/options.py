@@ -8,7 +8,7 @@ from typing import Literal, get_type_hints
 
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, is_hydra_override
 from drivetrain.config.hydra_words import split as split_hydra
-from drivetrain.config.values import type_problems
+from drivetrain.config.schema import Schema
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
 from drivetrain.core.overrides import key_of, single_values
@@ -161,9 +161,9 @@ def _option(group: str, values: dict[str, object], problems: list[str], check: b
         return None
     place, kind = f"hydra.{group}", known[name]
     given = {key.removeprefix(f"{place}."): value for key, value in values.items() if key.startswith(f"{place}.")}
-    hints = get_type_hints(kind, include_extras=True)
-    wrong = [_unknown_key(group, name, key, list(hints)) for key in given if key not in hints]
-    wrong += type_problems(place, {k: (hints[k], v) for k, v in given.items() if k in hints})
+    schema = Schema(name, get_type_hints(kind, include_extras=True))
+    wrong = [_unknown_key(group, name, key, list(schema.hints)) for key in given if key not in schema.hints]
+    wrong += schema.problems(place, {key: value for key, value in given.items() if key in schema.hints})
     problems += wrong
     if wrong:
         return None

@@ -1,0 +1,126 @@
+"""What a constructor takes: one schema for each class, made from its signature when it is first asked for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from drivetrain.recipe.safe_yaml import MAX_WHOLE
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+_REASONS = {  # pydantic's error types
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "is_instance_of": "must be a list",
+    "sequence_str": "must be a list",
+    "dict_type": "must be a mapping",
+    "none_required": "null",
+    "finite_number": "must be finite",
+    "too_short": "must not be empty",
+}
+_LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+Where = Callable[[str], str]  # key → "file:line: " of the recipe that set it, or ""
+
+
+def nowhere(key: str) -> str:
+    return ""
+
+
+class Schema:
+    """The settings that something takes by their names and annotations: it checks values and reads texts, by pydantic."""
+
+    def __init__(self, owner: str, hints: Mapping[str, Any]) -> None:
+        self.owner, self.hints = owner, hints
+
+    @cached_property
+    def _model(self) -> type[BaseModel]:
+        from pydantic import ConfigDict, Field, create_model
+
+        config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+        # Settings may have the names of pydantic's own methods: here each is an alias.
+        fields: Any = {f"f{n}": (hint, Field(None, alias=key)) for n, (key, hint) in enumerate(self.hints.items())}
+        return create_model(self.owner, __config__=config, **fields)
+
+    def problems(self, prefix: str, given: Mapping[str, Any], where: Where = nowhere) -> Iterator[str]:
+        """Each key that is not taken, and each value that its annotation excludes. Checked strictly: "1" is no number."""
+        from pydantic import ValidationError
+
+        names = {key: f"{prefix}.{key}" if prefix else key for key in given}
+        yield from (f"{where(names[k])}{names[k]}: {self.owner} takes no such argument" for k in given if k not in self.hints)
+        known = {key: value for key, value in given.items() if key in self.hints}
+        large = {key for key, value in known.items() if self.hints[key] is not Any and _is_too_large(value)}
+        wrong: dict[Any, list[Any]] = {}
+        try:
+            self._model.model_validate({key: value for key, value in known.items() if key not in large})
+        except ValidationError as error:
+            for each in error.errors():
+                wrong.setdefault(each["loc"][0], []).append(each)
+        for key, value in known.items():
+            if key in large:  # no library takes it, and Python makes no float of it
+                yield f"{where(names[key])}{names[key]}: a whole number must be below 2^63"
+            elif key in wrong:
+                text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+                why = _reason(wrong[key], nullable=type(None) in get_args(self.hints[key]))
+                yield f"{where(names[key])}{names[key]}={text}: {why}"
+
+    def read(self, key: str, text: str) -> Any:
+        """What a text stands for where the key takes a number, a truth or null; the text where it takes none."""
+        from pydantic import ValidationError
+
+        try:
+            found = self._model.model_validate({key: text}, strict=False)
+        except ValidationError:
+            return text
+        return getattr(found, f"f{[*self.hints].index(key)}")
+
+
+def of(cls: Any) -> Schema:
+    """The schema of a constructor. A dataclass's fields are annotated in its own module and in those of its base classes."""
+    return _of(cls)
+
+
+@cache
+def _of(cls: Any) -> Schema:
+    owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
+    found = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
+    return Schema(cls.__name__, {name: found.get(name, Any) for name in inspect.signature(cls).parameters})
+
+
+def _is_too_large(value: Any) -> bool:
+    return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
+
+
+def _reason(errors: Iterable[Any], nullable: bool) -> str:
+    """What a value must be, as one phrase. pydantic does not say that a value may be null."""
+    reasons = []
+    for error in errors:
+        limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)
+        reason = _REASONS.get(error["type"])
+        if error["type"] == "literal_error":
+            expected = error["ctx"]["expected"]
+            reason = f"must be {'one of ' if ',' in expected or ' or ' in expected else ''}{expected}"
+        reasons.append(limit or reason or error["msg"])
+    if nullable and not any(reason in (_REASONS["none_required"], _REASONS["too_short"]) for reason in reasons):
+        reasons.append("must be null")
+    first, *others = dict.fromkeys(reasons)
+    *middle, last = [first, *(reason.removeprefix("must be ") for reason in others)]
+    return f"{', '.join(middle)} or {last}" if middle else last
+
+
+def references(config: Any, prefix: str = "") -> dict[str, str]:
+    """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
+    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    found: dict[str, str] = {}
+    for key, value in items:
+        name = f"{prefix}{key}" if isinstance(config, dict) else f"{prefix[:-1]}[{key}]"
+        found |= {name: value} if isinstance(value, str) and "${" in value else references(value, f"{name}.")
+    return found
