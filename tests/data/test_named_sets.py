@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from PIL import Image
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.selection import Selection
+from drivetrain.data.base import HeldOut
 from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.images import ImageFolder, LabelsCsv
 from drivetrain.data.instructions import Instructions
@@ -124,13 +126,25 @@ FORMS = {
 }
 
 
+def of_training(files: Path, form: str) -> tuple[type[HeldOut], dict[str, Any]]:
+    """The option's class, and its settings for the training set."""
+    cls, ending, settings = FORMS[form]
+    place = {"root": f"{files}/{settings['root']}"} if "root" in settings else {"path": f"{files}/train.{ending}"}
+    return cls, {**settings, **({"train": place["path"]} if ending == "tar" else place)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_test_set_that_would_be_empty_is_refused(files, form):
+    cls, settings = of_training(files, form)
+    settings |= {"root": f"{settings['root']}/train"} if form == "imagefolder" else {}
+    with pytest.raises(UserError, match=r"gives 60 training and 0 test .*: set data\.test or data\.holdout, or add more"):
+        cls(**settings, holdout=1e-9).load_sets(CPU)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_each_set_is_loaded_as_it_is_alone_and_training_is_read_once(files, form, monkeypatch):
-    cls, ending, settings = FORMS[form]
-    place, near, far = (f"{files}/{name}.{ending}" if ending else name for name in ("train", "near", "far"))
-    settings = {**settings, **({"root": f"{files}/{settings['root']}"} if "root" in settings else {})}
-    if ending:
-        settings |= {"train" if ending == "tar" else "path": place}
+    (cls, settings), ending = of_training(files, form), FORMS[form][1]
+    near, far = (f"{files}/{name}.{ending}" if ending else name for name in ("near", "far"))
     beside = f"far.{ending}".rstrip(".")
     read, whole = [], cls.read
     monkeypatch.setattr(cls, "read", lambda self: read.append(1) or whole(self))

@@ -243,8 +243,6 @@ def test_whole_shards_are_held_out_where_there_are_enough(tmp_path):
     assert sorted(sets.train.order(0, 0).tolist()) == list(range(9 * EACH))
     few = data(tmp_path / "set", test=f"{tmp_path}/set/train-009.tar").load_sets(torch.device("cpu"))
     assert (len(few.train), len(few.validation)) == (36, 4), "of four shards samples are held out"
-    own = data(tmp_path / "set", test=f"{tmp_path}/set/train-009.tar", validation="train-{008..009}.tar")
-    assert len(own.load_sets(torch.device("cpu")).validation) == 2 * EACH
 
 
 def test_the_trainer_takes_the_sources_order(make, four):
