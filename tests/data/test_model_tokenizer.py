@@ -11,6 +11,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
+from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.loaded import load
 
 transformers = pytest.importorskip("transformers")
@@ -130,6 +131,15 @@ def test_a_tokenizer_that_was_changed_since_is_refused(bert, tiny):
     tokenizer(True, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]").save_pretrained(bert)
     with pytest.raises(UserError, match=r"not that of model\.name"):
         load(result.run_dir).transforms.read_text("ab")
+
+
+def test_a_folder_that_has_moved_is_said_and_may_be_named_anew(bert, tiny, tmp_path):
+    result = drivetrain.train(tiny(*CLASSES, *of(bert)))
+    moved = bert.rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"bert is no folder: set model\.name=/path/to/folder"):
+        evaluate(result.run_dir)
+    again = evaluate(result.run_dir, [f"model.name={moved}"])
+    assert again.metrics["loss"] == result.metrics["test"]["final"]["loss"]
 
 
 def test_a_length_for_the_special_tokens_alone_is_refused(bert, make):

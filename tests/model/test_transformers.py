@@ -254,6 +254,10 @@ REFUSED = {
     "a head that there is not": ([*DISTILBERT, *LANGUAGE], "(distilbert) has no head for the next token"),
     "a text model for images": (BERT, "(bert) has no head for outputs for each image"),
     "too long texts": ([*GPT2, *LANGUAGE, "data.length=32"], "takes at most 16 tokens"),
+    "a folder that is not there": (
+        ["model=transformers", "model.name=/no/such/folder", *CLASSES],
+        "model.name=/no/such/folder is no folder: set model.name=/path/to/folder",
+    ),
     "two sets of weights": ([*BERT, "model.pretrained=true", "model.weights=x"], "two sets of weights"),
     "flash without its package": ([*BERT, "model.attention=flash"], "flash_attn"),
 }

@@ -19,6 +19,10 @@ def only_cached(name: str, file: str, setting: str, instead: str, known: Sequenc
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
+    try:
+        cached = isinstance(try_to_load_from_cache(name, file), str)
+    except ValueError:  # the name is that of a folder
+        raise UserError(f"{setting} is no folder: {instead}") from None
     answer: list[int] = []
 
     def ask() -> None:
@@ -37,7 +41,7 @@ def only_cached(name: str, file: str, setting: str, instead: str, known: Sequenc
         asking.join(PROBE_S)
     if answer and answer[0] != 404:
         return False
-    if isinstance(try_to_load_from_cache(name, file), str):
+    if cached:
         return True
     what = "no model of the hub" if answer else "neither a folder nor reachable"
     near = f"; {did_you_mean(name, known)}" if known else ""
