@@ -22,6 +22,7 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Effect, Option, RunSpec
 from drivetrain.core.order import Order, index_of
 from drivetrain.core.source import Source
+from drivetrain.core.typed import StateDict
 from drivetrain.core.world import World
 
 if TYPE_CHECKING:
@@ -354,11 +355,11 @@ class Batch(Option):
         self.accumulation_steps *= 2
         return True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the current split, so that a resumed run repeats it."""
         return {"configured": self._configured, "steps": self.accumulation_steps}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`, unless the config now sets another split."""
         if state["configured"] == self._configured:
             self.accumulation_steps = state["steps"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.protocols import Strategy
+from drivetrain.core.typed import StateDict
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -104,7 +105,7 @@ class OwnState:
         if problems := [problem for name, owner in self.owners.items() for problem in unsavable(name, owner)]:
             raise UserError(problems)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return `ranks`, the states of all ranks by name, or one that all have. Called on all ranks; for rank 0."""
         if not self.owners or self.parallel is None:
             return {}

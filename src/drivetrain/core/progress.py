@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from drivetrain.core.typed import StateDict
+
 
 @dataclass
 class Progress:
@@ -46,10 +48,10 @@ class Progress:
             self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
         self.evaluated, self.final, self.tables = self.updates, metrics, dict(tables or {})
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resumed run needs."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`, in place."""
         vars(self).update(state)

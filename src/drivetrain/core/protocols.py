@@ -12,6 +12,7 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import Order
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
+from drivetrain.core.typed import StateDict
 from drivetrain.core.world import World
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Strategy(Protocol):
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
         """Return the maximum over all ranks that hold parts of one gradient, 0-d."""
 
-    def full_state_dict(self, model: torch.nn.Module, state: dict[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def full_state_dict(self, model: torch.nn.Module, state: dict[str, object]) -> tuple[StateDict, StateDict]:
         """Return the full, unsharded weights and training state, on rank 0."""
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
@@ -78,7 +79,7 @@ class Strategy(Protocol):
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks rank 0's values of these tensors, in place."""
 
-    def with_states_of_all(self, state: dict[str, object]) -> dict[str, Any]:
+    def with_states_of_all(self, state: dict[str, object]) -> StateDict:
         """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
@@ -176,7 +177,7 @@ class Checkpointed(Protocol):
     model: torch.nn.Module
     progress: Progress
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """Return everything except the weights that a resumed run needs. Called on all ranks."""
 
 

@@ -1,9 +1,14 @@
-"""Whether a value that was read from a file has the type that the program wrote."""
+"""Names for what may be of any type, and whether a value that was read from a file has the type that the program wrote."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, TypeAlias, Union, get_args, get_origin
+
+StateDict: TypeAlias = dict[str, Any]  # what `state_dict()` of a part gives: tensors and plain values, in dicts and lists
+JsonObject: TypeAlias = dict[str, Any]  # an object of a JSON document
+JsonMapping: TypeAlias = Mapping[str, Any]  # one that is only read, such as a record of a run
 
 LARGEST = 2**1000
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, Option, Share
+from drivetrain.core.typed import StateDict
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -35,11 +36,11 @@ class Ema(Option):
         """Set the model to the averaged weights. On exit, also after an exception, it has its own weights again."""
         yield
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state for a resumed run."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load `state_dict()`."""
 
 
@@ -101,11 +102,11 @@ class Kept(Ema):
         finally:
             torch._foreach_copy_(live, held)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         tensors = dict(zip(self._names, self._mean + self._copied, strict=True))
         return {"updates": self._updates, "tensors": tensors, "tied": dict(self._tied)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         if not state:  # of a checkpoint without an average: it starts from the weights that were loaded
             torch._foreach_copy_(self._mean + self._copied, self._live + self._live_copied)
             return

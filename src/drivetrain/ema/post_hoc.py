@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Lt
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import BELOW, NARROWEST, Kept
 
 if TYPE_CHECKING:
@@ -69,11 +70,11 @@ class PostHoc(Kept):
 
             self._stored[str(t)] = profiles.store(self._run_dir, self.state_dict())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         second = dict(zip(self._names, self._second, strict=False))  # buffers that are copied come last
         return {**super().state_dict(), "widths": [self.width, self.wider], "wider": second, "stored": dict(self._stored)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         self._stored = dict(state.get("stored", {}))
         if "wider" in state:

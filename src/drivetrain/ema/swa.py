@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import horizon as horizons
 from drivetrain.core import streams
@@ -12,6 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import CountOrZero, Length, RunSpec
+from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Kept
 
 if TYPE_CHECKING:
@@ -79,13 +80,13 @@ class Swa(Kept):
             self.stale = False
             yield
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if self.stale or not self.started:
             with self.swapped():
                 pass
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         self.stale = False  # what was saved has the statistics of its average
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
+from drivetrain.core.typed import StateDict
 from drivetrain.parallel import Parallel
 
 EVERY = 8  # on small models the two norms take as long as a micro-batch
@@ -43,11 +43,11 @@ class NoiseScale:
         self._before = (0.0, 0.0)
         self.updates = 0  # that were made, of which each `every`th is measured
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resumed run goes on from. The sums are 0 where a run is saved: a record was just written."""
         return {"unit": self._unit, "before": list(self._before), "updates": self.updates}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`."""
         if state:
             self._unit.copy_(state["unit"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drivetrain.core import streams
+from drivetrain.core.typed import StateDict
 from drivetrain.saving import checkpoint_io
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def of(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Trainer, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+def restore(trainer: Trainer, weights: dict[str, torch.Tensor], state: StateDict) -> None:
     """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
     weights, state = trainer.parallel.shard_state_dict(weights, state)
     trainer.model.load_state_dict(weights)

@@ -19,6 +19,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.stages import Boundary, Stage
+from drivetrain.core.typed import StateDict
 from drivetrain.engine import build
 from drivetrain.engine.out_of_memory import free_memory
 from drivetrain.engine.trainer import Trainer
@@ -73,7 +74,7 @@ class StagedRun:
             self._cross()
             self._tell()
 
-    def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any], to_evaluate: bool = False) -> None:
+    def restore(self, weights: dict[str, torch.Tensor], state: StateDict, to_evaluate: bool = False) -> None:
         """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks.
 
         With `to_evaluate`, and where an evaluation is due still, it is the stage that made the checkpoint, also where the next
@@ -107,7 +108,7 @@ class StagedRun:
         """Go from the end of a stage into the next one."""
         self.restore(*self._full_state())
 
-    def _full_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def _full_state(self) -> tuple[dict[str, torch.Tensor], StateDict]:
         """The weights and the state at the end of a stage, on all ranks."""
         trainer = self.trainer
         progress, parallel = trainer.progress, trainer.parallel

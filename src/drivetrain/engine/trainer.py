@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from drivetrain.core.progress import Progress
 from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
+from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Ema
 from drivetrain.engine import between_updates, saved_state
 from drivetrain.engine.between_updates import FAIL, SAVE, STOP
@@ -176,10 +176,10 @@ class Trainer:
         self.saving.restart(self.progress.updates)
         self.callbacks.save()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StateDict:
         """Return everything except the weights that a resumed run needs."""
         return saved_state.of(self)
 
-    def restore(self, weights: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    def restore(self, weights: dict[str, torch.Tensor], state: StateDict) -> None:
         """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
         saved_state.restore(self, weights, state)

@@ -19,6 +19,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
+from drivetrain.core.typed import StateDict
 from drivetrain.engine.flops import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
 from drivetrain.engine.phased_step import Phase
@@ -65,7 +66,7 @@ class TrainingLog:
         self._last = (progress.updates, progress.samples, progress.steps)
         self._used = (process.processor_seconds(), process.now()) if self.writers else (0.0, 0.0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what the next records need of those before."""
         first = None if self.first is None else float(self.first)
         return {"first": first, "noise": self.noise.state_dict() if self.noise is not None else {}}

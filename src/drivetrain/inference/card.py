@@ -6,15 +6,14 @@ Text from outside is text in it: it is written as code, and what its front matte
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.typed import is_number
+from drivetrain.core.typed import JsonMapping, is_number
 from drivetrain.run.reader import RunFiles
 from drivetrain.saving import manifest
 from drivetrain.ui.output import plain
@@ -82,7 +81,7 @@ def prose(said: str) -> str:
     return re.sub(r"[\\`*_{}\[\]<>#|!&~]", r"\\\g<0>", " ".join(plain(said).split()))
 
 
-def _about(run: RunFiles) -> Mapping[str, Any]:
+def _about(run: RunFiles) -> JsonMapping:
     """What the newest checkpoint says of the model and its data; {} where none is left."""
     found, _ = manifest.newest_valid(run.path)
     return manifest.about(found) if found is not None else {}
@@ -93,7 +92,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines] if rows else []
 
 
-def _use(run: RunFiles, about: Mapping[str, Any], use: Sequence[str]) -> Iterator[str]:
+def _use(run: RunFiles, about: JsonMapping, use: Sequence[str]) -> Iterator[str]:
     yield "## Intended use\n"
     outputs, shape = about.get("outputs"), about.get("shape")
     if (predicts := PREDICTS.get(str(about.get("targets")))) and outputs:

@@ -15,6 +15,7 @@ from drivetrain.core.paths import expanded
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.targets import TargetKind, kind_of
 from drivetrain.core.trees import length
+from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Data, OwnData
 from drivetrain.engine.facts import recall
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
@@ -70,7 +71,7 @@ def evaluate(
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice, kind)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)
-        told: dict[str, Any] = (
+        told: JsonObject = (
             read_json(Path(folder) / TOLD) if (Path(folder) / TOLD).is_file() else {"samples": 0, "origin": "", "shares": {}}
         )  # of rank 0
     if ended.result.status == "interrupted":
@@ -128,7 +129,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, ki
     StopFlag.nothing_to_save()
     weights, state = worker.load(checkpoint, trainer.parallel)
     weights = chosen_weights(checkpoint, weights, state, choice.average)
-    no_optimizer: dict[str, Any] = {"param_groups": [], "state": {}}
+    no_optimizer: JsonObject = {"param_groups": [], "state": {}}
     weights, state = trainer.parallel.shard_state_dict(weights, {**state, "optimizer": no_optimizer})
     load_weights(trainer.model, weights)
     trainer.precision.load_state_dict({})  # its own copies of the weights, where it keeps some

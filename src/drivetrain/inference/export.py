@@ -16,6 +16,7 @@ import torch
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.engine.facts import RunFiles
 from drivetrain.inference.finished import Finished
 from drivetrain.saving import manifest
@@ -82,7 +83,7 @@ def export_weights(finished: Finished, path: Path) -> Exported:
     return Exported(path, len(weights), 0.0)
 
 
-def with_files(about: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
+def with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
     """Return what a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
     kept = RunFiles(run_dir, about.get("files") or {})
     return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}

@@ -12,7 +12,7 @@ from drivetrain.core import low_rank, stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonObject, StateDict, fits
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
@@ -111,8 +111,8 @@ def _refusal(
     error: UserError,
     verb: str,
     run_dir: Path,
-    settings: dict[str, Any],
-    recorded: dict[str, Any],
+    settings: JsonObject,
+    recorded: JsonObject,
     config_dirs: Sequence[str],
 ) -> UserError:
     """The error, and if the run named code of its own, how to allow it."""
@@ -156,7 +156,7 @@ def _best_update(run_dir: Path) -> int:
 
 
 def chosen_weights(
-    checkpoint: Path, weights: dict[str, torch.Tensor], state: dict[str, Any], average: bool | float
+    checkpoint: Path, weights: dict[str, torch.Tensor], state: StateDict, average: bool | float
 ) -> dict[str, torch.Tensor]:
     """A checkpoint's weights, or with `average` the averaged ones, where it has them: those of a width, or the run's own.
 
@@ -193,7 +193,7 @@ def _are_names(tied: Any, tensors: Mapping[str, torch.Tensor], weights: Mapping[
     )
 
 
-def load_weights(model: torch.nn.Module, weights: dict[str, Any]) -> None:
+def load_weights(model: torch.nn.Module, weights: JsonObject) -> None:
     """Load weights into a model of the same names and shapes. Raises UserError with the first differences."""
     own = model.state_dict()
     wrong = [f"{name} is missing" for name in own if name not in weights]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Units
 
 SHOWN = 10  # rows in a notebook
@@ -54,7 +55,7 @@ class Predictions:
             ]
         return [self.classes[n] for n in self.probabilities.argmax(-1).tolist()]
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[JsonObject]:
         """The columns of each sample's row in a table, in their order."""
         if self.probabilities is None:
             names = ["value"] if len(self.classes) == 1 else [f"value_{name}" for name in self.classes]

@@ -30,6 +30,7 @@ from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPT
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.forking import ForkedProcess, disown_garbage, end_openmp_threads, end_with_parent
 from drivetrain.core.signals import StopFlag, comes_again, handled_by
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel.environment import world_of_environment
@@ -218,10 +219,10 @@ def _ask_for_stack(process: int) -> None:
         os.kill(process, STACK_SIGNAL)
 
 
-def _failure_in(file: Path) -> dict[str, Any] | None:
+def _failure_in(file: Path) -> JsonObject | None:
     """The content of a rank's result file if the rank failed."""
     try:
-        content: dict[str, Any] = files.read_json(file)
+        content: JsonObject = files.read_json(file)
     except (OSError, ValueError):  # not there, or being written
         return None
     return content if content["code"] else None
@@ -492,7 +493,7 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
     from torch.distributed.launcher.api import LaunchConfig
 
     signals = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = LEFT_TO_TORCH
-    newer: dict[str, Any] = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S, "numa_options": False}
+    newer: JsonObject = {"signals_to_handle": signals, "shutdown_timeout": SHUTDOWN_S, "numa_options": False}
     # Those that this torch knows. With no `numa_options` it would ask for devices, and CUDA that is started does not survive
     # the fork; what it would choose is None.
     newer = {k: v for k, v in newer.items() if k in LaunchConfig.__dataclass_fields__}
@@ -510,7 +511,7 @@ def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig
     return config
 
 
-def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, dict[str, Any]]:
+def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, JsonObject]:
     """This machine's address for the others, and the settings of torch's rendezvous. Raises UserError."""
     host, _, given = str(parallel.rendezvous).rpartition(":")
     port = int(given)
@@ -645,7 +646,7 @@ def _read_results(folder: Path) -> RankResults:
     return results
 
 
-def _first_failure(failed: RankResults) -> dict[str, Any]:
+def _first_failure(failed: RankResults) -> JsonObject:
     """What to take over from the rank that failed first of its own accord; the error names it where that tells anything."""
     own = {rank: result for rank, result in failed.items() if not _only_peer_failures({rank: result})} or failed
     rank = min(own, key=lambda rank: own[rank]["time"])
@@ -663,7 +664,7 @@ def result_under_other_launcher(result: Result, code: int, run_dir: Path) -> tup
     return result, code
 
 
-def _without_peers(run_dir: Path, error: str) -> dict[str, Any]:
+def _without_peers(run_dir: Path, error: str) -> JsonObject:
     """Status, error and code of ranks that failed only because others were gone."""
     if not manifest.checkpoints(run_dir):
         return {"status": "failed", "error": error, "code": FAILED}

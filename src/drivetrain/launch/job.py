@@ -24,7 +24,7 @@ from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of, redact
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonObject, fits
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
@@ -68,7 +68,7 @@ def _is_ours(file: Path) -> bool:
 logger = logging.getLogger(__name__)
 
 # What is read of environment.json, and of which type it must be.
-_READ: dict[str, Any] = {"machine_local": dict[str, Any] | None, "config_dirs": list[str] | None}
+_READ: JsonObject = {"machine_local": dict[str, Any] | None, "config_dirs": list[str] | None}
 
 
 @dataclass
@@ -246,7 +246,7 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
     return _from_newest_checkpoint(job, run_dir)
 
 
-def _recorded_config(run_dir: Path) -> dict[str, Any]:
+def _recorded_config(run_dir: Path) -> JsonObject:
     """A run's config.yaml. Raises UserError where it is no file of settings."""
     try:
         return check.read_config(run_dir / "config.yaml")
@@ -274,7 +274,7 @@ def of_run(
     return job
 
 
-def recorded_settings(recorded: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+def recorded_settings(recorded: JsonObject, words: Sequence[str]) -> JsonObject:
     """The machine-local settings that a run recorded, without those that the overrides replace.
 
     A setting of a group's option is dropped where an override chooses another option.
@@ -294,7 +294,7 @@ def _of_this_machine(recorded: dict[str, object]) -> list[Any]:
     return [recorded.get("machine_local"), recorded.get("config_dirs")]
 
 
-def _refuse_settings_of_strangers(run_dir: Path, settings: dict[str, Any], recorded: dict[str, Any], composed: Composed) -> None:
+def _refuse_settings_of_strangers(run_dir: Path, settings: JsonObject, recorded: JsonObject, composed: Composed) -> None:
     """Refuse to resume a run that another user, machine or hand recorded, if it needs settings that only the operator may give.
 
     Nothing of the run's package or folders has been imported yet. Raises UserError.
@@ -309,7 +309,7 @@ def _refuse_settings_of_strangers(run_dir: Path, settings: dict[str, Any], recor
         )
 
 
-def recorded_environment(run_dir: Path, setting: str = "") -> dict[str, Any]:
+def recorded_environment(run_dir: Path, setting: str = "") -> JsonObject:
     """A run's environment.json. Raises UserError where this is no run's directory; the message begins with `setting`."""
     if (run_dir / "jobs.json").is_file():
         hint = "say -m before it to go on with what is left of it" if setting else "name one of the runs in it"

@@ -21,6 +21,7 @@ from drivetrain.core.forking import Died, NoAnswer
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
+from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.engine import child
 from drivetrain.launch.job import Job, prepare, recorded_environment
@@ -34,7 +35,7 @@ SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and
 TIMED = 3  # updates of each size, of which the fastest counts: other programs only make one slower
 
 
-def at_beginning(trainer: Trainer, updates: int | None) -> dict[str, Any]:
+def at_beginning(trainer: Trainer, updates: int | None) -> JsonObject:
     """Train for some updates as the run begins, every one of them measured. None: a share of the run."""
     noise, step = trainer.log.noise, trainer.step
     assert noise is not None
@@ -146,7 +147,7 @@ class Trials:
             logger.debug("a trial was ended at more than %d sizes", fitting.value)
         return int(fitting.value)
 
-    def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> dict[str, Any]:
+    def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> JsonObject:
         run = trial_run(self.job, LOOKS_ALONE)
         question = partial(_look, updates, micro_batches, run.batch.accumulation_steps)
         run = run.with_parts(batch=run.batch.with_values(accumulation_steps=steps))
@@ -271,7 +272,7 @@ def _exit_above(limit: float) -> None:
     os._exit(OUT_OF_MEMORY)
 
 
-def _look(updates: int | None, micro_batches: Sequence[int], own_steps: int, trainer: Trainer) -> dict[str, Any]:
+def _look(updates: int | None, micro_batches: Sequence[int], own_steps: int, trainer: Trainer) -> JsonObject:
     limit_memory(trainer.device)
     found = at_beginning(trainer, updates)
     return {**found, "update_seconds": update_seconds(trainer, micro_batches, own_steps, found["noise_scale"])}

@@ -31,6 +31,7 @@ from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
 from drivetrain.core.targets import kind_of
+from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
@@ -61,7 +62,7 @@ NO_GRADIENT = (
 logger = logging.getLogger(__name__)
 
 
-def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor], JsonObject]:
     """A checkpoint's weights and state, on every rank. Rank 0 sends them where machines share no file system."""
     from drivetrain.saving import checkpoint_io
 
@@ -77,7 +78,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     found = parallel.broadcast_object(found)
     if isinstance(found, Exception):
         raise found
-    loaded: tuple[dict[str, torch.Tensor], dict[str, Any]] = found
+    loaded: tuple[dict[str, torch.Tensor], JsonObject] = found
     return loaded
 
 

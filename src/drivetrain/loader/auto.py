@@ -8,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
@@ -16,6 +16,7 @@ from drivetrain.core.limits import usable_cores
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Positive
 from drivetrain.core.tensors import Tensors
+from drivetrain.core.typed import StateDict
 from drivetrain.loader.base import Loader, Pipeline, reading_advice
 from drivetrain.loader.device import Device
 from drivetrain.loader.resident import Resident, free_memory
@@ -68,10 +69,10 @@ class Auto(Loader):
     def _chosen(self) -> Loader:
         return self._loaders[self._name]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"chosen": self._name}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Take the loader that the run began with where the other would augment elsewhere, which rounds otherwise."""
         before = self._loaders.get(str(state.get("chosen")), self._chosen)
         if before.augments_on_device != self._chosen.augments_on_device:

@@ -32,6 +32,7 @@ from drivetrain.core.source import (
 )
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
+from drivetrain.core.typed import StateDict
 from drivetrain.core.world import World
 
 IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device gets there
@@ -223,11 +224,11 @@ class Loader(Option):
         """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""
         return []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resumed run needs."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`, after `autotune`."""
 
     def raise_if_worker_died(self, error: RuntimeError) -> None:

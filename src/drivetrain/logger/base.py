@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from drivetrain.core.option import Effect, Option
+from drivetrain.core.typed import JsonObject
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -32,7 +33,7 @@ class Logger(Option):
     def start(self, run_dir: Path, update: int) -> None:
         """Open the log in the run's directory. A resumed run continues after `update`, a new one after 0."""
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         """Write one record: `event` ("train", "evaluate" or "callback"), `update`, `epoch`, `time`, and numbers.
 
         An evaluation also has its `set`, and at the end of the run its `weights` (final, best or averaged).

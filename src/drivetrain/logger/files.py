@@ -7,9 +7,10 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import files
+from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
 from drivetrain.run import records
 from drivetrain.run.directory import Held
@@ -35,7 +36,7 @@ class Files(Logger):
     def start(self, run_dir: Path, update: int, evaluated: int | None = None) -> None:
         """Open the log. A resumed run repeats what came after its checkpoint, and the end: keep one record of each."""
 
-        def comes_again(record: dict[str, Any]) -> bool:
+        def comes_again(record: JsonObject) -> bool:
             at_end = record.get("event") == "evaluate" and ("weights" in record or record["update"] == update != evaluated)
             begins = record.get("event") == "stage" and record["update"] == update  # it does so again
             return at_end or begins or record["update"] > update
@@ -50,7 +51,7 @@ class Files(Logger):
             files.write_text(path, "".join(line + "\n" for line in kept))
         self._file = files.opened(path, "a")
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         try:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
@@ -74,7 +75,7 @@ class Csv(Logger):
         self._records = records.read(run_dir / "metrics.jsonl").records
         self._columns = write_table(self.path, as_rows(self._records))
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         self._records.append(record)
         since = next((n for n in range(1, len(self._records) + 1) if self._records[-n].get("event") == "train"), 1)
         row = as_rows(self._records[-since:])[-1]
@@ -85,9 +86,9 @@ class Csv(Logger):
             csv.DictWriter(file, self._columns).writerow(row)
 
 
-def as_rows(found: Sequence[dict[str, object]]) -> list[dict[str, Any]]:
+def as_rows(found: Sequence[dict[str, object]]) -> list[JsonObject]:
     """Return records as rows of one table: figures of an evaluation below the name of its set, and epochs from 1."""
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for row in records.with_epochs_from_1(found):
         if row.get("event") == "evaluate" and "set" in row:
             row = {key if key in ABOUT else f"{row['set']}_{key}": value for key, value in row.items()}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.typed import JsonMapping
 from drivetrain.logger.base import Logger
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Guarded:
             self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
             self._thread.start()
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: JsonMapping) -> None:
         """Write one record."""
         copy = dict(record)
         self._do(lambda: self._logger.log(copy))

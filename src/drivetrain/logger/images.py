@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import files
 from drivetrain.core.callback import PLAIN
@@ -12,6 +12,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import CountOrZero, RunSpec
+from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Images(Logger):
         self._context = context
         self._folder = files.folder_in(context.run_dir, FOLDER)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         first = self._folder / "samples.png"
         if self.samples and not first.exists():
             self._show("samples", first, self._training_tiles())

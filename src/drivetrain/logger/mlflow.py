@@ -7,10 +7,10 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import numbers
 from drivetrain.logger.tracker import TrackedRun, Tracker
 
@@ -88,7 +88,7 @@ class MLflow(Tracker):
         pairs = (tag.partition("=") for tag in self.tags or [])
         return {**{key: value or "true" for key, _, value in pairs}, "run_dir": str(run.run_dir)}
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         from mlflow.entities import Metric
 
         at = int(record["time"] * 1000)

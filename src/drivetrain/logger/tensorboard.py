@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.files import folder_in
 from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger, numbers
 
 
@@ -22,7 +22,7 @@ class TensorBoard(Logger):
 
         self._writer = SummaryWriter(str(folder_in(run_dir, "tensorboard")), purge_step=update + 1 if update else None)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         for name, value in numbers(record).items():
             self._writer.add_scalar(name, value, record["update"], walltime=record["time"])
 

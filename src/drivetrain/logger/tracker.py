@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.paths import expanded
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonObject, fits
 from drivetrain.logger.base import Logger
 from drivetrain.saving import manifest
 
@@ -29,7 +29,7 @@ class TrackedRun:
     run_dir: Path
     output_dir: Path  # of all runs
     name: str
-    config: dict[str, Any]  # by dotted key, without what belongs to this machine
+    config: JsonObject  # by dotted key, without what belongs to this machine
     id: str | None  # of the tracker's own run, where this one is resumed
 
 

@@ -7,11 +7,12 @@ import netrc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from drivetrain.core.files import folder_in
 from drivetrain.core.option import RunSpec
+from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import numbers
 from drivetrain.logger.tracker import TrackedRun, Tracker
 
@@ -56,7 +57,7 @@ class Wandb(Tracker):
         messages.info("wandb: %s", self._run.url if self.mode == "online" else f"wandb sync {Path(self._run.dir).parent}")
         return str(self._run.id)
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: JsonObject) -> None:
         self._run.log({**numbers(record), "update": record["update"]})
 
     def log_image(self, name: str, update: int, path: Path) -> None:

@@ -12,6 +12,7 @@ from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.protocols import Strategy
 from drivetrain.core.trees import Tree
+from drivetrain.core.typed import StateDict
 
 
 def place(state: Any, device: torch.device, parallel: Strategy) -> Any:
@@ -68,7 +69,7 @@ class State:
         """Forget the batches so far."""
         raise NotImplementedError
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return nothing: an evaluation is over before the run is saved."""
         return {}
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytorch_optimizer
 import torch
+
+from drivetrain.core.typed import StateDict
 
 
 class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
     """The library keeps objects as state, which no checkpoint may hold: here their tensors are saved, and the objects remade."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state in plain tensors."""
         found = super().state_dict()
         return {**found, "state": {i: _tensors(state) for i, state in found["state"].items()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a `state_dict()`. The tensors keep their dtypes, which may be wider than those of the parameters."""
         super().load_state_dict({**state_dict, "state": {}})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -25,7 +25,7 @@ class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
                     for name, tensor in _tensors(self._blank_state(group, p)).items():
                         tensor.copy_(values[name])
 
-    def _blank_state(self, group: dict[str, object], p: torch.Tensor) -> dict[str, Any]:
+    def _blank_state(self, group: dict[str, object], p: torch.Tensor) -> StateDict:
         """The state that the library makes of a parameter at its first gradient."""
         gradient, p.grad = p.grad, torch.zeros_like(p)
         self.init_group({**group, "params": [p]})
@@ -33,7 +33,7 @@ class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
         return self.state[p]
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _tensors(state: StateDict) -> dict[str, torch.Tensor]:
     """The tensors of a parameter's state by name: the optimizer's own, not copies."""
     graft, preconditioner = state["graft"], state["pre_conditioner"]
     found = {"momentum": state["momentum"], "graft_momentum": graft.momentum}

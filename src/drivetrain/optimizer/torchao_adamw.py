@@ -9,6 +9,8 @@ import torchao.optim
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit
 
+from drivetrain.core.typed import StateDict
+
 SCALE = "_scale"  # what the name of a moment's scales ends with
 
 
@@ -49,12 +51,12 @@ class AdamW8bit(torchao.optim.AdamW8bit):
                 settings = *group["betas"], group["weight_decay"], group["eps"]
                 self._adam(p.detach(), p.grad, *moments, lr, *settings, IS_ADAMW=True, BF16_STOCHASTIC_ROUND=False)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state in plain tensors: a moment's codes (uint8) under its name, and its scales beside."""
         found = super().state_dict()
         return {**found, "state": {i: _unpacked(values) for i, values in found["state"].items()}}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a `state_dict()`."""
         super().load_state_dict({**state_dict, "state": {i: _packed(values) for i, values in state_dict["state"].items()}})
 

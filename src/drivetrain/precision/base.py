@@ -12,6 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Option, Positive
 from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
+from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
 
 if TYPE_CHECKING:
@@ -141,11 +142,11 @@ class Precision(Option):
         """Return the tensors that an update changes besides those of the model and the optimizer."""
         return []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what a resumed run needs."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`."""
 
 
@@ -238,10 +239,10 @@ class Bf16(Precision):
     def gathered_dtype(self) -> str | None:
         return None if self._in_float32 else self.dtype  # a layer in float32 needs its weights in float32
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"in_float32": self._in_float32}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         before = state.get("in_float32", self._in_float32)
         if before != self._in_float32:
             logger.warning(
@@ -323,11 +324,11 @@ class Amp(Bf16):
         scale, growth = self.scaler._scale, self.scaler._growth_tracker
         return [] if scale is None or growth is None else [scale, growth]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         phases = {name: phase.scaler.state_dict() for name, phase in self._phases.items()}
         return {**super().state_dict(), **self.scaler.state_dict(), **({"phases": phases} if phases else {})}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         if "scale" in state:  # it is not in a checkpoint of another precision: the scale then starts at init_scale
             self.scaler.load_state_dict({**state, "growth_interval": self.growth_interval})  # a setting of the config, not state

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 
@@ -189,13 +190,13 @@ class Bf16Pure(Precision):
                 if parameter in replacements:
                     module._parameters[name] = replacements[parameter]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         if self.master == "stochastic":
             return {"random": self._generator.get_state()}
         # Copies, because `eval_weights` may put other weights into the masters while the state is written.
         return {"masters": {name: v.to("cpu", copy=True) for name, v in zip(self._names, self._views, strict=True)}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         if "random" in state and self.master == "stochastic":
             if len(state["random"]) == len(self._generator.get_state()):  # else it is another kind of device's
                 self._generator.set_state(state["random"])

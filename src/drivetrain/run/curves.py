@@ -8,6 +8,7 @@ from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.selection import Figure
+from drivetrain.core.typed import JsonObject
 from drivetrain.run import records
 
 COLORS = {"training": "C0", "validation": "C1", "test": "C2"}  # the same in every panel
@@ -96,6 +97,6 @@ def _panels(found: list[records.Record], metric: str) -> dict[str, dict[str, lis
     return panels
 
 
-def _add(curves: dict[str, list[tuple[int, float]]], name: str, record: dict[str, Any], value: Any) -> None:
+def _add(curves: dict[str, list[tuple[int, float]]], name: str, record: JsonObject, value: Any) -> None:
     if isinstance(value, int | float):
         curves.setdefault(name, []).append((record["update"], value))

@@ -12,15 +12,15 @@ import time
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core import process
 from drivetrain.core.lazy import torch
 from drivetrain.core.overrides import SECRET
 from drivetrain.core.overrides import redact as redact
+from drivetrain.core.typed import JsonObject
 
 
-def describe(overrides: list[str], config_hash: str, machine_local: dict[str, object]) -> dict[str, Any]:
+def describe(overrides: list[str], config_hash: str, machine_local: dict[str, object]) -> JsonObject:
     """The content of environment.json; `machine_local` are the settings that belong to this machine and not to the recipe."""
     versions = {n: version(n) for n in ("torch", "torchvision", "timm", "hydra-core", "omegaconf", "numpy", "safetensors")}
     return {

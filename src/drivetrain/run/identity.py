@@ -12,12 +12,12 @@ from collections.abc import Collection
 from typing import Any
 
 from drivetrain.config.composed import Composed
-from drivetrain.core.typed import is_number
+from drivetrain.core.typed import JsonObject, is_number
 
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
 
 
-def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
+def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> JsonObject:
     """The values of the machine-local keys, and of all that refer to the environment, unresolved."""
     given = flatten(composed.unresolved)
     return {k: v for k, v in given.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
@@ -33,17 +33,17 @@ def is_machine_local(key: str, machine_local_keys: Collection[str]) -> bool:
     return key in machine_local_keys or any(key.startswith(f"{k}.") for k in machine_local_keys)
 
 
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> JsonObject:
     """Nested mappings as one mapping with dotted keys; an empty mapping counts as a value."""
     if not isinstance(tree, dict) or not tree:
         return {prefix[:-1]: tree}
-    flat: dict[str, Any] = {}
+    flat: JsonObject = {}
     for key, value in tree.items():
         flat |= flatten(value, f"{prefix}{key}.")
     return flat
 
 
-def without_machine_local(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
+def without_machine_local(composed: Composed, machine_local_keys: set[str]) -> JsonObject:
     """The config without its machine-local keys, as dotted keys."""
     return {k: v for k, v in flatten(composed.plain).items() if not is_machine_local(k, machine_local_keys)}
 
@@ -75,7 +75,7 @@ def differences(old: dict[str, object], new: dict[str, object], machine_local_ke
     return [f"{key}: {was} → {now}" for key, was, now in sorted([*classes, *values], key=str)]
 
 
-def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> dict[str, Any]:
+def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> JsonObject:
     """The machine-local settings as keys and values of overrides, for the resume of a run."""
     values = machine_local_values(composed, machine_local_keys)
     values = {k: v for k, v in values.items() if k.split(".")[0] not in ("resume", "resume_changed", "recipe")}

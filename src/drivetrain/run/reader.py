@@ -12,7 +12,7 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach
-from drivetrain.core.typed import fits, is_number
+from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.curves import need_pandas
 from drivetrain.run.identity import flatten
@@ -21,7 +21,7 @@ from drivetrain.run.result import Result
 DEEPEST = 20  # folders between the one that was named and a run's
 MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
 # What is read of environment.json, and of which type it must be.
-ENVIRONMENT: dict[str, Any] = {
+ENVIRONMENT: JsonObject = {
     "time": float, "selection": dict[str, str] | None, "overrides": list[str], "versions": dict[str, str | None],
     "git_commit": str | None,
 }  # fmt: skip
@@ -51,11 +51,11 @@ class RunFiles:
     label: str
     result: Result | None
     status: str  # as in result.json; without one "running" while the directory is locked, else "killed"
-    config: dict[str, Any]  # dotted keys
-    environment: dict[str, Any]
+    config: JsonObject  # dotted keys
+    environment: JsonObject
     train: Points
     evaluated: Points  # on the validation set, or on the test set where there is no other
-    changed: dict[str, Any] = field(default_factory=dict)  # what the run chose otherwise than the defaults; dotted keys
+    changed: JsonObject = field(default_factory=dict)  # what the run chose otherwise than the defaults; dotted keys
     counts_start: bool = True  # whether the seconds to a target are those that it noted, with the start of its process
 
     @cached_property
@@ -145,7 +145,7 @@ def _places(top: Path) -> Iterator[Path]:
             waiting += [folder / name for name in names if (folder / name).is_dir() and not (folder / name).is_symlink()]
 
 
-def compared(tree: dict[str, object], chosen: dict[str, object]) -> dict[str, Any]:
+def compared(tree: dict[str, object], chosen: dict[str, object]) -> JsonObject:
     """The part of a config in which runs are compared: its values by dotted keys, and the chosen options."""
     config = {k: v for k, v in flatten(tree).items() if k and k.split(".")[0] not in NOT_COMPARED and not k.endswith("_target_")}
     return {**config, **chosen} if config else {}
@@ -173,7 +173,7 @@ def read(path: Path) -> RunFiles:
     return RunFiles(path, label, result, status, config, environment, train, evaluated, changed)
 
 
-def _bounded(tree: object) -> dict[str, Any]:
+def _bounded(tree: object) -> JsonObject:
     """Return a mapping with text as keys; {} where it is none, or too large: aliases in YAML can hold billions of values."""
     left, waiting = MAX_VALUES, [(tree, 0)]
     while waiting:
@@ -186,14 +186,14 @@ def _bounded(tree: object) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
 
 
-def _yaml(path: Path) -> dict[str, Any]:
+def _yaml(path: Path) -> JsonObject:
     try:
         return files.read_yaml(path) or {}
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> JsonObject:
     try:
         found = files.read_json(path, files.MB)
     except (OSError, ValueError, RecursionError):

@@ -19,6 +19,7 @@ from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import process, user_code
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value
+from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
@@ -78,7 +79,7 @@ def code_words(choices: Mapping[str, object], values: Mapping[str, object], trus
     return [*given, *([f"trust={format_value(trusted)}"] if trusted else [])]
 
 
-def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> dict[str, Any]:
+def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> JsonObject:
     """What a recipe may set of a config: group → option, and dotted key → value.
 
     A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.

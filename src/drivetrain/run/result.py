@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.selection import Figure
-from drivetrain.core.typed import fits, is_number, is_table
+from drivetrain.core.typed import JsonMapping, JsonObject, fits, is_number, is_table
 
 TOLD = 0.02  # the width from which an interval is told beside its figure
 
@@ -38,12 +38,12 @@ class Result:
     error: str | None = None
     remarks: list[str] = field(default_factory=list)  # what its figures say: exploded, at chance, overfitted, still improving
     # By set (validation, which selects; test, at the end) and weights: final, best, and averaged where checkpoints were averaged.
-    metrics: dict[str, dict[str, dict[str, Any]]] = field(default_factory=lambda: {"test": {}})
+    metrics: dict[str, dict[str, JsonObject]] = field(default_factory=lambda: {"test": {}})
     selection: dict[str, str] | None = None  # the metric that ranks models, and which of two values is better: min or max
-    tables: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)  # of the same: name → rows, columns, values
+    tables: dict[str, dict[str, JsonObject]] = field(default_factory=dict)  # of the same: name → rows, columns, values
     stopped: str | None = None  # why the run ended before its last epoch
-    target: dict[str, Any] | None = None  # reach, and the update, samples, seconds and energy_joules when it was reached, or null
-    batch: dict[str, Any] | None = None  # what batch=critical chose the global batch by
+    target: JsonObject | None = None  # reach, and the update, samples, seconds and energy_joules when it was reached, or null
+    batch: JsonObject | None = None  # what batch=critical chose the global batch by
     updates: int = 0
     epochs: float = 0.0
     samples_per_second: float | None = None
@@ -58,7 +58,7 @@ class Result:
     own_process: bool = False  # its process was started for this run alone: else a CPU's peak of memory includes other work
     energy_joules: float | None = None  # that the GPUs used while it trained, by their own counters; null where nothing tells
     shares: dict[str, int] = field(default_factory=dict)  # figure that is a share of a test set's samples → how many these are
-    data: dict[str, Any] | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
+    data: JsonObject | None = None  # the fingerprint of the training set: hash, of (what was hashed), samples
     resumed_at: int | None = None  # the update at which this part of the run began; null where it is the whole run
     time_to_first_step_s: float | None = None
     compile_s: float | None = None
@@ -86,7 +86,7 @@ class Result:
         """The set that this run is judged by: validation, or test where it has no other."""
         return "validation" if "validation" in self.metrics else "test"
 
-    def judged(self, evaluation: str = "final") -> dict[str, Any]:
+    def judged(self, evaluation: str = "final") -> JsonObject:
         """Return the figures that this run is judged by: final, best or averaged; {} where there are none."""
         return self.metrics.get(self.judged_by, {}).get(evaluation, {})
 
@@ -96,7 +96,7 @@ class Result:
         of_set = Figure.parse((self.selection or {}).get("metric", "")).set
         return self.judged().get(str(Figure("loss", set=of_set)))
 
-    def tested(self, evaluation: str = "final") -> dict[str, Any]:
+    def tested(self, evaluation: str = "final") -> JsonObject:
         """Return the figures of the test set, to report and never to select by; {} where there are none."""
         return self.metrics.get("test", {}).get(evaluation, {})
 
@@ -122,7 +122,7 @@ class Result:
             return "(the best)" if selects else ""
         return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best epoch)"
 
-    def when(self, figures: Mapping[str, Any]) -> str:
+    def when(self, figures: JsonMapping) -> str:
         """When an evaluation was, in words: the epoch, where the run's epochs are of one length, and else the update."""
         update = figures.get("update")
         if update is None or not self.updates:

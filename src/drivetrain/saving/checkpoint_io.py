@@ -16,6 +16,7 @@ import torch
 
 from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
+from drivetrain.core.typed import JsonMapping, JsonObject, StateDict
 from drivetrain.saving import manifest, sharded_checkpoint, space
 from drivetrain.saving.content import Divided, Shards, Undivided, check_weights
 from drivetrain.saving.manifest import checkpoints
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def save(
-    run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: dict[str, Any], about: Mapping[str, Any] | None = None
+    run_dir: Path, update: int, weights: dict[str, torch.Tensor], state: StateDict, about: JsonMapping | None = None
 ) -> Path:
     """Write checkpoints/<update>/ atomically: weights under plain names, training state, and a manifest of SHA-256 sums.
 
@@ -45,9 +46,9 @@ def save_sharded(
     run_dir: Path,
     update: int,
     tensors: dict[str, Divided],
-    rest: dict[str, Any],
+    rest: JsonObject,
     group: Any,
-    about: Mapping[str, Any] | None = None,
+    about: JsonMapping | None = None,
 ) -> None:
     """Write a checkpoint of which every rank writes its parts of `tensors`. Called on all ranks.
 
@@ -140,7 +141,7 @@ def _finish(run_dir: Path, update: int, about: Mapping[str, object] | None) -> P
     return target
 
 
-def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(checkpoint: Path, shards: Shards | None = None) -> tuple[dict[str, torch.Tensor], JsonObject]:
     """Load weights and state of a verified checkpoint. The state holds plain tensors and containers, never a pickled object.
 
     Every rank reads its `shards` of a sharded checkpoint. Without them a single process reads all of it.
@@ -202,7 +203,7 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
         raise space.cannot_write(path.name, path.parent, reason, space.size_of(weights)) from error
 
 
-def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
+def load_optimizer(optimizer: Any, state: StateDict) -> None:
     """Load the state of this optimizer's parameters, which are matched by name.
 
     The optimizer's settings stay those of the config, which a resumed run may have changed. They are in the state that torch
@@ -211,13 +212,13 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(_state_for(optimizer, state))
 
 
-def settings(state: dict[str, Any]) -> dict[str, Any]:
+def settings(state: StateDict) -> JsonObject:
     """Return the settings of the first group of a saved state, as the update after it would have had them."""
-    group: dict[str, Any] = state["param_groups"][0]
+    group: JsonObject = state["param_groups"][0]
     return group
 
 
-def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+def with_new_parameters(optimizer: Any, state: StateDict) -> JsonObject:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
     known = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups = list(state["param_groups"])
@@ -229,7 +230,7 @@ def with_new_parameters(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]
     return {**state, "param_groups": groups}
 
 
-def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _state_for(optimizer: Any, state: StateDict) -> StateDict:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}
@@ -238,7 +239,7 @@ def _state_for(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
             f"the checkpoint has no optimizer state of {', '.join(new[:10])}: the run did not train these parameters "
             "(model.freeze). To train them from its weights, start a new run by model.weights=<run's directory>"
         )
-    groups: list[dict[str, Any]] = []
+    groups: list[StateDict] = []
     states: dict[int, Any] = {}
     for group, indices in zip(optimizer.param_groups, _parameter_indices(optimizer), strict=True):
         names = group["param_names"]

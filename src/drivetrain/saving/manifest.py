@@ -14,7 +14,7 @@ from typing import Any, get_args
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import TargetKind
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonMapping, JsonObject, fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.saving.content import Malformed, check_state, check_weights
@@ -26,7 +26,7 @@ NAMES = frozenset(("targets", "shape", "inputs", "images", "outputs", "classes",
 Moments = dict[str, list[float]] | None  # mean and std, each with a number per channel or value
 
 
-def problem(about: Mapping[str, Any]) -> str | None:
+def problem(about: JsonMapping) -> str | None:
     """Return the first entry that no run could have written, such as "shape=[-3]"; None where there is none.
 
     An empty mapping is of a run that described nothing.
@@ -97,7 +97,7 @@ def _are_moments(value: Any) -> bool:
 OWN = "own_sha256"
 
 
-def text(content: Mapping[str, Any]) -> str:
+def text(content: JsonMapping) -> str:
     """Return the text of a sealed file."""
     own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({**content, OWN: own}, indent=2)
@@ -114,7 +114,7 @@ FULL = {"model.safetensors", "state.pt"}
 PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
 SHARDED = {PIECES, "state.pt"}
 # What is read of a manifest, and of which type it must be.
-KINDS: dict[str, Any] = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, Any]}
+KINDS: JsonObject = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, Any]}
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
 
 
@@ -137,7 +137,7 @@ def verify(checkpoint: Path) -> str | None:
     return None if any(kind <= set(hashes) for kind in (FULL, SHARDED)) else "is incomplete"
 
 
-def read(checkpoint: Path) -> dict[str, Any]:
+def read(checkpoint: Path) -> JsonObject:
     """Read a checkpoint's manifest. Raises OSError, and ValueError where a byte of it differs from what was written."""
     written = files.read_text(checkpoint / "manifest.json")
     found = files.parse_json(written)
@@ -182,9 +182,9 @@ def _wrong_with(file: Path, expected: str, size: int | None) -> str | None:
 CHECKS = {".pt": check_state, ".safetensors": check_weights}
 
 
-def about(checkpoint: Path) -> dict[str, Any]:
+def about(checkpoint: Path) -> JsonObject:
     """Return what a checkpoint says of the model, such as input shape and classes."""
-    found: dict[str, Any] = read(checkpoint)["about"]
+    found: JsonObject = read(checkpoint)["about"]
     return found
 
 

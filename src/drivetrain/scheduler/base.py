@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, Length, Option, RunSpec, Share
+from drivetrain.core.typed import StateDict
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -107,11 +108,11 @@ class Scheduler(Option):
     def evaluated(self, metrics: dict[str, float]) -> None:
         """Receive the metrics of an evaluation, which are the same on every rank."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """State that does not follow from the update number, for a resumed run."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load `state_dict()`."""
 
 

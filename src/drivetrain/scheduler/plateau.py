@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.core.allowed import FigureName
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, RunSpec, Share
 from drivetrain.core.selection import evaluated, problems
+from drivetrain.core.typed import StateDict
 from drivetrain.scheduler.base import Scheduler
 
 
@@ -77,10 +78,10 @@ class Plateau(Scheduler):
         margin = self.threshold * (1.0 if self.threshold_mode == "abs" else self._best)
         return value < self._best - margin if self.mode == "min" else value > self._best + margin
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {"lr_factor": self._lr_factor, "best": self._best, "bad": self._bad, "cooling": self._cooling}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         if not state:  # of a checkpoint of another schedule
             return
         self._lr_factor, self._best = state["lr_factor"], state["best"]

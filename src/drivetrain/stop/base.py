@@ -14,6 +14,7 @@ from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
 from drivetrain.core.selection import Reach
+from drivetrain.core.typed import StateDict
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -58,11 +59,11 @@ class TimeToTarget:
             "energy_joules": self._joules,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state for a resumed run."""
         return {**self.record(), "elapsed": self._elapsed()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load `state_dict()`. What was reached counts for the same target alone: a resumed run may have another."""
         self._seconds_before = state.get("elapsed", 0.0)
         if state.get("reach") == str(self.reach):
@@ -130,12 +131,12 @@ class Stop(Option):
         if self._to_target is not None:
             self._to_target.evaluated(metrics)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state for a resumed run."""
         target = {} if self._to_target is None else {"target": self._to_target.state_dict()}
         return {"undefined": self._undefined, **target}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load `state_dict()`; it is empty where the run was saved under another option."""
         self._undefined = state.get("undefined", 0)
         if self._to_target is not None:
@@ -214,9 +215,9 @@ class Early(Stop):
         if self.reason is not None:
             logger.info("%s", self.reason)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {**super().state_dict(), "best": self._best, "bad": self._bad}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         super().load_state_dict(state)
         self._best, self._bad = state.get("best"), state.get("bad", 0)

@@ -19,6 +19,7 @@ from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
@@ -36,7 +37,7 @@ TAIL = 4096  # bytes at the end of a metrics.jsonl that hold its last records
 RESERVED_LINES = 8  # of the screen, beside the table
 
 
-def progress(entry: Entry) -> tuple[dict[str, Any], int | None]:
+def progress(entry: Entry) -> tuple[JsonObject, int | None]:
     """A job's last training record ({} before the first), and the number of its updates, None until it is built."""
     try:
         length = int(files.read_text(entry.run_dir / LENGTH))

@@ -25,6 +25,7 @@ from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import STOP_SIGNALS, handled_by
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -373,7 +374,7 @@ def _on_ray(sweep: Path, number: int, quiet: bool, folder: Path) -> int:
     return run_job(entry, quiet)
 
 
-def _parameters(option: SubmititLocal | SubmititSlurm) -> dict[str, Any]:
+def _parameters(option: SubmititLocal | SubmititSlurm) -> JsonObject:
     """The keys as submitit's AutoExecutor names them."""
     if isinstance(option, SubmititLocal):
         given = {k: v for k, v in asdict(option).items() if k not in ("array_parallelism", "setup")}

@@ -11,6 +11,7 @@ from typing import Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, parse_each
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.sweeps.options import Optuna
 from drivetrain.sweeps.store import FINAL, Entry, Objective, Sweep, SweepJob, is_sweep_recipe, listed, prepare_one
@@ -19,7 +20,7 @@ MAX_GRID = 10_000  # combinations with sampler=grid
 MAX_VALUES = 100_000  # of a key that is searched over
 
 
-def read(overrides: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
     """The overrides, and the distribution of each key with several values, which stands bare among them. Raises UserError."""
     words, axes = list[str](), dict[str, Any]()
     problems: list[str] = []
@@ -137,7 +138,7 @@ class SearchSpace:
             raise UserError(f"hydra.sweeper.sampler=grid: {size:,} combinations are too many: at most {MAX_GRID:,}")
         return size
 
-    def grid(self) -> list[dict[str, Any]]:
+    def grid(self) -> list[JsonObject]:
         """Every combination, shuffled by the search's seed."""
         values = [choices(axis) or [] for axis in self.axes.values()]
         cells = [dict(zip(self.axes, cell, strict=True)) for cell in itertools.product(*values)]

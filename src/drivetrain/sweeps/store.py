@@ -21,7 +21,7 @@ from drivetrain.core.files import read_json, write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.core.selection import selected
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.recipe import places
@@ -44,7 +44,7 @@ class SweepJob:
     overrides: list[str]
     job: Job | None
     problems: list[str]
-    cell: dict[str, Any] = field(default_factory=dict)  # values from a recipe's `sweep:`, also the last of the overrides
+    cell: JsonObject = field(default_factory=dict)  # values from a recipe's `sweep:`, also the last of the overrides
 
 
 def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[SweepJob]:
@@ -133,7 +133,7 @@ def listed(text: str, override: Any, most: int) -> list[str]:
     return values
 
 
-def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[JsonObject]:
     recipe = _recipe_of(overrides)
     if recipe is None or not recipe.sweep:
         yield {}
@@ -235,7 +235,7 @@ class Entry:
         return time.monotonic() - self.began
 
 
-KINDS: dict[str, Any] = {"overrides": list[str], "config_dirs": list[str], "jobs": list[dict[str, Any]]}  # of jobs.json
+KINDS: JsonObject = {"overrides": list[str], "config_dirs": list[str], "jobs": list[dict[str, Any]]}  # of jobs.json
 
 
 @dataclass
@@ -279,7 +279,7 @@ def _one_inside_another(entries: Sequence[Entry]) -> bool:
     return any(above in folders for entry in entries for above in entry.run_dir.parents)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> JsonObject:
     """The content of a sweep's jobs.json. Raises UserError."""
     try:
         content = read_json(path / "jobs.json")
@@ -296,7 +296,7 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"-m resume={path}: its jobs.json is damaged, or of an older drivetrain") from None
 
 
-def read_own(path: Path) -> dict[str, Any]:
+def read_own(path: Path) -> JsonObject:
     """The content of a jobs.json that this user's drivetrain wrote: its words may name code to run. Raises UserError."""
     content = read(path)
     if not user_state.is_own(content, read_json(path / "jobs.json").get("signature")):
@@ -406,7 +406,7 @@ def write_summary(sweep: Sweep, objective: Objective | None, seconds: float, fin
     write_json(sweep.path / "sweep.json", content)
 
 
-def _row(entry: Entry, objective: Objective | None) -> dict[str, Any]:
+def _row(entry: Entry, objective: Objective | None) -> JsonObject:
     result = entry.result
     return {
         "job": entry.number,

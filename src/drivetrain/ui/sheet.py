@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from drivetrain.core import files
+from drivetrain.core.typed import JsonObject
 from drivetrain.ui import output
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages.style import SCRIPT, STYLE
@@ -299,7 +300,7 @@ class Sheet:
         files.write_bytes(path, self.page().encode("utf-8", errors="backslashreplace"))
         return path
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The answer, and the tables by their names, each as a list of rows."""
         return {"answer": self.answer, **{each.name: each.as_dict() for each in self.sections if isinstance(each, Table)}}
 

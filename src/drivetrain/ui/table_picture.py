@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core import files
+from drivetrain.core.typed import JsonMapping
 
 if TYPE_CHECKING:
     from PIL import ImageDraw
@@ -18,7 +19,7 @@ COLOR = (62, 99, 221)
 INK = (28, 32, 36)
 
 
-def draw(table: Mapping[str, Any], path: Path) -> Path:
+def draw(table: JsonMapping, path: Path) -> Path:
     """Draw a confusion matrix: colours are shares of the class (a row), numbers are counts. Returns `path`."""
     from PIL import Image, ImageDraw, ImageFont
 
@@ -75,7 +76,7 @@ class Shown(NamedTuple):
     rows: list[list[str]]
 
 
-def of_result(tables: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
+def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:
     """Return what the tables that are shown are of, and these: of the test set, on the best checkpoint or the last weights."""
     name = "test" if tables.get("test") else "validation"
     evaluations = tables.get(name, {})
@@ -89,7 +90,7 @@ def is_confusion(table: Mapping[str, object]) -> bool:
     return bool(table["rows"] == table["columns"])
 
 
-def shown(name: str, table: Mapping[str, Any], most: int = MOST_ROWS) -> Shown:
+def shown(name: str, table: JsonMapping, most: int = MOST_ROWS) -> Shown:
     """Return a table as text, of at most `most` rows."""
     title, rows, values = name.replace("_", " "), table["rows"], table["values"]
     if is_confusion(table):

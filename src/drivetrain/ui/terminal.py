@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from drivetrain.core.typed import JsonMapping
 from drivetrain.run.result import Result
 from drivetrain.ui import logs, output, table_picture
 from drivetrain.ui.output import echo
@@ -75,7 +76,7 @@ class Progress:
 
     def __init__(self, total_updates: int, epochs: int, done: int = 0) -> None:
         self.total, self.epochs = total_updates, epochs
-        self._last: Mapping[str, Any] = {}
+        self._last: JsonMapping = {}
         self._shown: int | None = None  # the update of the last line, whose figures no other repeats
         self._first, self._began = done, time.monotonic()  # the updates that a resumed run has made already
         self._printed = self._began
@@ -86,7 +87,7 @@ class Progress:
             self._live.enter_context(self._bar)
             self._live.enter_context(logs.above(self._bar.console))  # left first: its messages need the bar
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: JsonMapping) -> None:
         """Show a training or evaluation record."""
         if record["event"] == "train":
             self._last = record
@@ -100,7 +101,7 @@ class Progress:
         elif record["event"] == "evaluate":
             self._evaluation(record)
 
-    def _evaluation(self, record: Mapping[str, Any]) -> None:
+    def _evaluation(self, record: JsonMapping) -> None:
         figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set", "weights")}
         metrics = [f"{record['set']} {name} {number(value)}" for name, value in figures.items()]
         if record.get("weights", "final") != "final":
@@ -129,7 +130,7 @@ class Progress:
         self._printed = time.monotonic()
         echo(line)
 
-    def _text(self, r: Mapping[str, Any], room: int | None = None, metrics: Sequence[str] = ()) -> str:
+    def _text(self, r: JsonMapping, room: int | None = None, metrics: Sequence[str] = ()) -> str:
         """A record as a line of at most `room` characters; what matters least is left out first."""
         from drivetrain.core.device import memory_now
 

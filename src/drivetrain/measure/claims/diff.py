@@ -6,13 +6,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.overrides import key_of
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark import arms
 from drivetrain.measure.report import report
@@ -85,7 +85,7 @@ def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]
     """A recipe's config with these overrides."""
     recipe = places.read(name)
     composed = prepare_job(overrides, config_dirs, recipe).composed
-    config: dict[str, Any] = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
+    config: JsonObject = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
     files = RunFiles(recipe.path, name, None, "", compared(config, chosen), {}, Points(), Points())
     return Side(name, recipe.claim, files)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Reach
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import leave
@@ -42,7 +43,7 @@ SOFTWARE = ("torch", "drivetrain")  # whose versions a claim names
 _ABSENT = object()
 
 
-def against(job: Job, base: Job) -> dict[str, Any]:
+def against(job: Job, base: Job) -> JsonObject:
     """The options and keys that turn the recipe of `job` into that of `base` again, as a claim holds them."""
     ours, theirs = (flatten(j.composed.unresolved) for j in (job, base))
     options = base.composed.choices
@@ -82,7 +83,7 @@ def assembled(
     speed: Speed | None = None,
 ) -> Claim:
     """A claim with all that these trainings measured, of several seeds or of one, beside what was found already."""
-    found: dict[str, Any] = {"speed": speed, "device": device, "versions": versions, "measured": measured}
+    found: JsonObject = {"speed": speed, "device": device, "versions": versions, "measured": measured}
     if runs and not any(run.error for run in runs):
         found |= verify.made_of(runs, wanted)
         found |= {"data": data_of(runs), "seeds": tuple(run.seed for run in runs)}

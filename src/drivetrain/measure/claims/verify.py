@@ -17,6 +17,7 @@ from drivetrain.config.catalog import options
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Better, Reach, evaluated
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.measure import leave
 from drivetrain.measure.benchmark import arms, compare, comparison, quality
@@ -317,7 +318,7 @@ class Verified:
         """The exit code of the command."""
         return exit_code(self.answers)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The answers and the runs, for a file."""
         answers = [answer._asdict() for answer in self.answers]
         return {"recipe": self.recipe.name, "code": self.code, "answers": answers, "runs": [asdict(run) for run in self.runs]}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drivetrain.core.device import sum_dtype
+from drivetrain.core.typed import StateDict
 
 ROW = 64  # elements; each parameter begins a new row, so that norms and factors of single parameters are computed by rows
 # Elements of a vector. On a CPU the vectors of an update should fit the cache; elsewhere a large vector saves kernel launches.
@@ -228,7 +229,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self.state[p][name] = tensors[n]
         return chunk
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load `state_dict()`. The state keeps its dtypes; torch would cast them to those of the parameters."""
         super().load_state_dict(state_dict)
         params = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
@@ -359,7 +360,7 @@ class ScheduleFree(FlatOptimizer):
     def _parameters(self) -> list[Tensor]:
         return list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """torch's, with each parameter's y in its state, since the weights that are saved are x."""
         found, parameters = super().state_dict(), self._parameters()
         trained = {i: self._trained.get(parameters[i]) for i in found["state"]}
@@ -367,7 +368,7 @@ class ScheduleFree(FlatOptimizer):
         return {**found, "state": {i: {**state, "y": y[i]} for i, state in found["state"].items()}}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load `state_dict()`, and set the parameters to y."""
         states, parameters = state_dict["state"], self._parameters()
         plain = {i: {key: value for key, value in state.items() if key != "y"} for i, state in states.items()}

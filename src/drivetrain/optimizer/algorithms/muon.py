@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from drivetrain.core.typed import StateDict
 from drivetrain.optimizer.algorithms.flat_optimizer import memory_order
 from drivetrain.saving.sharded_checkpoint import join_optimizer_states
 
@@ -113,11 +114,11 @@ class ChainedOptimizer(torch.optim.Optimizer):
         for member in self.members:
             member.step()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state of all, as that of one optimizer."""
         return join_optimizer_states([member.state_dict() for member in self.members])
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load `state_dict()`."""
         groups, first = list(state_dict["param_groups"]), 0
         for member in self.members:

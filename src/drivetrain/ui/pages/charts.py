@@ -6,8 +6,8 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from drivetrain.core.typed import JsonMapping
 from drivetrain.ui import table_picture
 from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, escape, remarks, under
 
@@ -196,7 +196,7 @@ ROWS = 40  # of a table of classes
 SHARES = ("precision", "recall", "f1", "iou")  # columns that get a bar
 
 
-def sections(found: Mapping[str, Mapping[str, Any]], of: str, level: int = 2) -> list[Section]:
+def sections(found: Mapping[str, JsonMapping], of: str, level: int = 2) -> list[Section]:
     """A section for each table of an evaluation; `of` says what it is of."""
     body: list[Section] = []
     for name, values in found.items():
@@ -212,7 +212,7 @@ def sections(found: Mapping[str, Mapping[str, Any]], of: str, level: int = 2) ->
     return body
 
 
-def matrix(values: Mapping[str, Any], title: str) -> Part:
+def matrix(values: JsonMapping, title: str) -> Part:
     """A confusion matrix; a cell's ground is as dark as its share of the class."""
     names = [str(name) for name in values["rows"]]
     rows: list[list[Cell]] = []
