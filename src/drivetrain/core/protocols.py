@@ -12,6 +12,7 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import Order
 from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.core.world import World
 
@@ -32,7 +33,7 @@ class Pipeline(Protocol):
 class LossStep(Protocol):
     """What a step asks of a loss."""
 
-    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         """Run the forward on a micro-batch's inputs, and return its mean loss, 0-d."""
 
 
@@ -46,7 +47,7 @@ class Loss(LossStep, Protocol):
     def of_phase(self, name: str) -> Loss:
         """Return the loss of a phase of the updates."""
 
-    def joined(self, x: Any) -> Any:
+    def joined(self, x: Tree) -> Any:
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
 
     def parts(self) -> dict[str, torch.Tensor]:

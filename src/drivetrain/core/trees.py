@@ -13,6 +13,7 @@ from typing import Any
 from drivetrain.core.lazy import torch
 
 Tree = Any  # a torch.Tensor, or a pytree of them
+Forward = Callable[[Tree], Tree]  # of a model, with a batch's inputs
 
 
 _seen: set[type] = set()

@@ -87,11 +87,11 @@ class MarkedPrecision:
         with self._mark("forward" if torch.is_grad_enabled() else "evaluate"), self._precision.autocast():
             yield
 
-    def backward(self, loss: Any, weight: Any) -> None:
+    def backward(self, loss: Any, weight: torch.Tensor) -> None:
         with self._mark("backward"):
             self._precision.backward(loss, weight)
 
-    def step(self, optimizer: Any, clip: Callable[[], None]) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         with self._mark("update"):
             return self._precision.step(optimizer, clip)
 

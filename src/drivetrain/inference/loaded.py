@@ -139,7 +139,7 @@ class LoadedRun:
         """A target of the run's data in the units of its column."""
         return self._units.to(torch.device("cpu"))(target) if self._units is not None else target
 
-    def name_target(self, target: Any) -> Any:
+    def name_target(self, target: Tree) -> Any:
         """A target of the run's data as text: a class by its name, labels joined by ";", one number in its units."""
         if target is None:
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -40,7 +39,7 @@ class Transforms:
         self.max_value = option.max_value  # of an input
         self._pipeline = Pipeline(data.train, (), data.normalize, 0, images=data.images).to(device)
 
-    def __call__(self, x: Any) -> Tree:
+    def __call__(self, x: Tree) -> Tree:
         """Return a batch for the model, on its device: normalised, from samples or from paths of files. Raises UserError."""
         if isinstance(x, str | Path):
             x = [x]

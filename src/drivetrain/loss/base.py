@@ -12,7 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
-from drivetrain.core.trees import shape_of
+from drivetrain.core.trees import Forward, Tree, shape_of
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -84,20 +84,20 @@ class Loss(Option):
         """Return the loss of a phase of the updates."""
         return self
 
-    def joined(self, x: Any) -> Any:
+    def joined(self, x: Tree) -> Any:
         """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
         return x
 
-    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         """Run the forward on a micro-batch's inputs, and return the mean loss, 0-d, to be differentiated."""
         return self(forward(batch.x), batch.y)
 
-    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
         """Run the forward of an evaluation; return its output, where that is needed, and the `sums` of the batch."""
         output = forward(batch.x)
         return output, self.sums(output, batch.y)
 
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """The mean loss of a batch, 0-d, to be differentiated; 0 where nothing in it counts."""
         total, count = self.sum_and_count(output, target)
         return total / count.clamp(min=SMALLEST)
@@ -126,7 +126,7 @@ class Loss(Option):
         """What is wrong with the output's shape for two samples, such as "5 outputs for the 10 classes"; None: nothing."""
         return None
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
 
         Sums can be added over batches and ranks; means cannot.

@@ -12,7 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import NonNegative, RunSpec, Share
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import shape_of
+from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import SMALLEST, Loss, same_shape, too_few, wide
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class OverClasses(Loss):
         found = weights_for(self.class_weights, context.train_source, context.data.classes, self.ignore_index, key)
         self.weight = None if found is None else found.to(context.device)
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: Tree) -> torch.Tensor:
         dtype = sum_dtype(target.device)
         if target.is_floating_point():
             return super().count(target)
@@ -109,7 +109,7 @@ class OverClasses(Loss):
         assert self.weight is not None
         return self.weight[target.long().clamp(min=0, max=len(self.weight) - 1)]
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() and self.soft_targets and target.dim() > 1:
             return None
         if target.is_floating_point():
@@ -128,7 +128,7 @@ class OverClasses(Loss):
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[1] if len(output) > 1 else 1, classes)
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums of the loss, without smoothing and class weights, and of what is right; the number of samples or pixels (3,)."""
         dtype = sum_dtype(output.device)
         output, classes = wide(output), target
@@ -165,7 +165,7 @@ class CrossEntropy(OverClasses):
         self.label_smoothing, self.class_weights, self.ignore_index = label_smoothing, class_weights, ignore_index
         self.z_loss = z_loss
 
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Mean loss of logits (n, classes) against class indices (n,), or in training also probabilities (n, classes).
 
         For pixels the logits are (n, classes, h, w), and the targets (n, h, w).
@@ -181,7 +181,7 @@ class CrossEntropy(OverClasses):
             return loss
         return loss + self.z_loss * self._squares(output, target) / self.count(target).to(loss.dtype).clamp(min=SMALLEST)
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         output = wide(output)
         if target.is_floating_point():
             output, target = _one_dtype(output, target)
@@ -217,7 +217,7 @@ class Focal(OverClasses):
     def __init__(self, gamma: NonNegative = 2.0, class_weights: ClassWeights = None, ignore_index: int = IGNORE) -> None:
         self.gamma, self.class_weights, self.ignore_index = gamma, class_weights, ignore_index
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         check_pixels(output, target)
         focal = self._focal(wide(output), target)
         if self.weight is not None:
@@ -270,11 +270,11 @@ class Bce(Loss):
         found = positive_weights_for(self.pos_weight, context.train_source, context.data.classes, key)
         self.weight = None if found is None else found.to(context.device)
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: Tree) -> torch.Tensor:
         each = self.labels if target.dim() == 1 and self.of_classes else 1
         return torch.full((), target.numel() * each, dtype=sum_dtype(target.device), device=target.device)
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: Tree, classes: int) -> str | None:
         if self.of_classes and not target.is_floating_point():
             low, high = lowest_and_highest(target, IGNORE)
             return _beyond(low, high, classes) if low < 0 or high >= classes else None
@@ -285,7 +285,7 @@ class Bce(Loss):
             return f"go from {low:g} to {high:g}, and it wants a 0 or a 1 for each label"
         return None
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         output, target = self._labels(output, target)
         smooth = target if self.target_threshold is None else (target > self.target_threshold).to(target.dtype)
         if self.label_smoothing:
@@ -295,7 +295,7 @@ class Bce(Loss):
         total = torch.nn.functional.binary_cross_entropy_with_logits(output, smooth, pos_weight=weight, reduction="sum")
         return total, self.count(target).to(total.dtype)
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         dtype = sum_dtype(output.device)
         output, target = self._labels(output, target)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(output, target, reduction="sum")

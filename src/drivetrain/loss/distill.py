@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from drivetrain.core import streams
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Positive, RunSpec, Share
 from drivetrain.core.paths import expanded
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.loss.base import PartedLoss, too_few, wide
 from drivetrain.loss.classification import CrossEntropy
 
@@ -60,7 +61,7 @@ class Distill(PartedLoss):
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[1] if len(output) > 1 else 1, classes)
 
-    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         with torch.no_grad():
             taught = self._teacher(batch.x)
         output, t = wide(forward(batch.x)), self.temperature
@@ -76,5 +77,5 @@ class Distill(PartedLoss):
         self.log("soft", soft * batch.weight)
         return (1 - self.soft) * hard + self.soft * soft
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         return self._hard.sums(output, target)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.core.device import sum_dtype
@@ -11,6 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.loss.base import SMALLEST, Loss, wide
 
 if TYPE_CHECKING:
@@ -86,14 +87,14 @@ class ComparingLoss(Loss):
     def right(self, embeddings: torch.Tensor, target: object) -> torch.Tensor:
         """The number of samples of a group whose nearest is the right one, 0-d."""
 
-    def joined(self, x: Any) -> Any:
+    def joined(self, x: Tree) -> Any:
         """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
         return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
 
     def input_shape(self, shape: object) -> Any:
         return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
 
-    def embeddings(self, output: Any) -> torch.Tensor:
+    def embeddings(self, output: Tree) -> torch.Tensor:
         """The model's output as (n, views, d), in float32 at least: a tensor, or a tuple of one for each view."""
         if isinstance(output, tuple | list):
             return torch.stack([wide(view) for view in output], 1)
@@ -101,14 +102,14 @@ class ComparingLoss(Loss):
             raise UserError(f"the loss wants embeddings (n, d), but the model's output has {output.dim()} dimensions")
         return wide(output).unflatten(0, (-1, self.views))
 
-    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         return self(forward(self.joined(batch.x)), batch.y)
 
-    def evaluate(self, forward: Callable[[Any], Any], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
         output = forward(self.joined(batch.x))
         return output, self.sums(output, batch.y)
 
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """The mean loss, over the global batch where the step says so by its target, else over this batch alone."""
         if isinstance(target, Gradient):
             return (self.embeddings(output) * target.of_output).sum()
@@ -154,7 +155,7 @@ class ComparingLoss(Loss):
         with torch.autocast(embeddings.device.type, enabled=False):
             return self.over_all(embeddings, target, valid)
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums of the loss and of the right samples in groups, and the number of samples (3,)."""
         dtype = sum_dtype(output[0].device)
         embeddings = self.embeddings(output)
@@ -228,7 +229,7 @@ class Triplet(ComparingLoss):
     def __init__(self, margin: Positive = 0.2, normalize: bool = True, group: Count = 32) -> None:
         self.margin, self.normalize, self.group = margin, normalize, group
 
-    def over_all(self, embeddings: torch.Tensor, target: Any, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def over_all(self, embeddings: torch.Tensor, target: Tree, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         distance = self._distances(embeddings)
         both = valid[:, None] & valid
         same = (target[:, None] == target) & both
@@ -247,12 +248,12 @@ class Triplet(ComparingLoss):
         squared = (z[:, None] - z).square().sum(-1)
         return squared.clamp(min=SMALLEST).sqrt()  # the square root has no gradient at 0
 
-    def right(self, embeddings: torch.Tensor, target: Any) -> torch.Tensor:
+    def right(self, embeddings: torch.Tensor, target: Tree) -> torch.Tensor:
         itself = torch.eye(len(target), dtype=torch.bool, device=target.device)
         nearest = self._distances(embeddings).masked_fill(itself, float("inf")).argmin(1)
         return (target[nearest] == target).sum()
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() or target.dim() != 1:
             return f"are {target.dtype} in {target.dim()} dimensions, and it wants one class number for each sample (n,)"
         return None

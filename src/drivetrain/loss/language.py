@@ -15,7 +15,7 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, NonNegative, RunSpec, Share
 from drivetrain.core.source import SamplePipeline
 from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import shape_of
+from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, too_few
 from drivetrain.loss.classification import lowest_and_highest
 
@@ -54,7 +54,7 @@ class NextToken(Loss):
         weighed = context.batch.lengths is not None and context.batch.weighs_by_length
         self.counted = not (weighed and context.run.data.each_token_counts)
 
-    def __call__(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def __call__(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Mean loss of logits (n, length, classes) against tokens (n, length); targets of -100 (padding) do not count."""
         if self.counted:
             return super().__call__(output, target)
@@ -62,14 +62,14 @@ class NextToken(Loss):
             return _token_loss(output, target, "mean", self.z_loss)
         return self._sum(output, target) / (target != PADDING).sum()
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         total = self._sum(output, target)
         return total, self.count(target).to(total.dtype)
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: Tree) -> torch.Tensor:
         return (target != PADDING).sum().to(sum_dtype(target.device))
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() or target.dim() != 2:
             return f"are {target.dtype} of shape {shape_of(target)}, and it wants token numbers (n, length)"
         low, high = lowest_and_highest(target, PADDING)
@@ -95,7 +95,7 @@ class NextToken(Loss):
         rows = zip(output.flatten(0, 1).chunk(parts), target.flatten().chunk(parts), strict=True)
         return torch.stack([part(*row) for row in rows]).sum()
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums of the loss in nats and in bits, and the number of tokens (3,)."""
         loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
         return torch.stack([loss, loss / math.log(2), (target >= 0).sum().to(loss.dtype)])
@@ -115,7 +115,7 @@ class TokenClass(NextToken):
     def setup(self, context: BuildContext) -> None:
         self.counted = True  # not every token has a class
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums of the loss and of what is right, and the number of tokens that have a class (3,)."""
         loss = _token_loss(output, target, "sum").to(sum_dtype(output.device))
         correct, count = (output.argmax(-1) == target).sum(), (target != PADDING).sum()

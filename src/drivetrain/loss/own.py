@@ -13,6 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
+from drivetrain.core.trees import Forward
 from drivetrain.core.user_call import Progress, RunModel, UserCall
 from drivetrain.loss.base import Loss, PartedLoss
 
@@ -127,7 +128,7 @@ class Own(PartedLoss):
             return plain
         return torch.as_tensor(self._count(target=batch.y, input=batch.x, batch=batch), dtype=plain.dtype, device=plain.device)
 
-    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         if self._call.positional:
             returned = self._call.function(forward(batch.x), batch.y)
         else:

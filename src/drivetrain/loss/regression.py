@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Positive, RunSpec
-from drivetrain.core.trees import shape_of
+from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, same_shape, wide
 
 
@@ -18,10 +17,10 @@ class Regression(Loss):
     takes = ("values",)
     name: str
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: Tree) -> torch.Tensor:
         return torch.full((), target.numel(), dtype=sum_dtype(target.device), device=target.device)
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: Tree, classes: int) -> str | None:
         each = target.numel() // len(target)
         if each != classes and classes > 0:
             return f"have shape {shape_of(target)}, {each} numbers for each sample, but the model has {classes} outputs"
@@ -29,7 +28,7 @@ class Regression(Loss):
             return "have values that are not finite: leave such samples out"
         return None
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         output, target = same_shape(wide(output), target, self.name)
         return self.error(output, target).sum(), self.count(target).to(output.dtype)
 
@@ -101,13 +100,13 @@ class Quantile(Regression):
         total = sum((torch.maximum(q * a, (q - 1) * a).sum() for q, a in zip(self.quantiles, above.unbind(-1), strict=True)))
         return total, self.count(above).to(above.dtype)  # type: ignore[return-value]
 
-    def _above(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def _above(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """How far each target is above each of its quantiles (n, numbers, quantiles)."""
         output = wide(output).unflatten(1, (-1, len(self.quantiles)))
         _, target = same_shape(output[..., 0], target, f"quantile with {len(self.quantiles)} quantiles")
         return target.reshape(len(output), -1, 1) - output
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         dtype = sum_dtype(output.device)
         above = self._above(output, target)
         total, _ = self.sum_and_count(output, target)

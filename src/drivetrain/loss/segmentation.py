@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Positive
-from drivetrain.core.trees import shape_of
+from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import wide
 from drivetrain.loss.classification import IGNORE, OverClasses, check_pixels
 
@@ -30,15 +30,15 @@ class Dice(OverClasses):
     def setup(self, context: BuildContext) -> None:
         """It has no class weights: each class weighs the same, however few pixels it has."""
 
-    def problem(self, target: Any, classes: int) -> str | None:
+    def problem(self, target: Tree, classes: int) -> str | None:
         if target.dim() < 2:
             return f"have shape {shape_of(target)}, and it wants a class for each pixel, such as (n, h, w)"
         return super().problem(target, classes)
 
-    def count(self, target: Any) -> torch.Tensor:
+    def count(self, target: Tree) -> torch.Tensor:
         return (target != self.ignore_index).flatten(1).any(1).sum().to(sum_dtype(target.device))
 
-    def sum_and_count(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         check_pixels(output, target)
         counts = (target != self.ignore_index).unsqueeze(1)
         p = wide(output).softmax(1) * counts
@@ -50,7 +50,7 @@ class Dice(OverClasses):
         per_image = (1 - dice).mean(1)
         return (per_image * counts.flatten(1).any(1)).sum(), self.count(target).to(p.dtype)
 
-    def sums(self, output: torch.Tensor, target: Any) -> torch.Tensor:
+    def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums of the loss and of the shares of right pixels in each image, and the number of images (3,)."""
         dtype = sum_dtype(output.device)
         total, count = self.sum_and_count(output, target)

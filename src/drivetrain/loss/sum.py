@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import NonNegative, RunSpec
+from drivetrain.core.trees import Forward
 from drivetrain.loss.base import Loss, PartedLoss
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Sum(PartedLoss):
     def items(self, batch: MicroBatch) -> torch.Tensor:
         return torch.stack([loss.items(batch) for loss in self.losses.values()])
 
-    def step(self, forward: Callable[[Any], Any], batch: MicroBatch) -> torch.Tensor:
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         output, shares = forward(batch.x), batch.shares
         each = [batch.weight] * len(self.losses) if shares is None else shares.unbind()
         values = []

@@ -16,7 +16,7 @@ from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.targets import kind_of
-from drivetrain.core.trees import first
+from drivetrain.core.trees import Tree, first
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
@@ -330,7 +330,7 @@ def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return args, kwargs
 
 
-def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tree) -> Any:
     """What the losses take of an output of transformers; all of it where that is asked for, as its own `generate` does."""
     return output if kwargs.get("return_dict") else output.logits
 

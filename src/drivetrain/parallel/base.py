@@ -97,7 +97,7 @@ class Parallel(Option):
     def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that the optimizer has a copy of a parameter in its place."""
 
-    def wrap_model(self, model: Any, context: BuildContext) -> Any:
+    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> Any:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
 
@@ -146,7 +146,7 @@ class Parallel(Option):
         """
         return None
 
-    def last_matrix(self, optimizer: Any) -> int:
+    def last_matrix(self, optimizer: torch.optim.Optimizer) -> int:
         """Return how many of this rank's parameters come before the last one of the run that has two or more dimensions."""
         raise NotImplementedError
 

@@ -97,7 +97,7 @@ class Ddp(ProcessGroupStrategy):
     def effect_as_set(self) -> Effect:
         return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
 
-    def wrap_model(self, model: Any, context: BuildContext) -> Any:
+    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> Any:
         self._work.time_forward(model)
         # A loss that runs the model may call parts of it, and does so several times: it is wrapped as a whole instead.
         return model if _reduces_in_step(context) or context.loss.runs_model else self._distributed(model)
@@ -107,7 +107,7 @@ class Ddp(ProcessGroupStrategy):
             return loss
         return LossOfRanks(self._distributed(_step_module(loss, model)))
 
-    def _distributed(self, model: Any) -> Any:
+    def _distributed(self, model: torch.nn.Module) -> Any:
         """Wrap a module."""
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,

@@ -73,7 +73,9 @@ class Fsdp(Sharded):
         return {"offload_policy": CPUOffloadPolicy()} if self.offload else {}
 
 
-def fully_shard_blocks(model: Any, blocks: Sequence[torch.nn.Module], mesh: Any, dtype: str | None, **options: Any) -> None:
+def fully_shard_blocks(
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: Any, dtype: str | None, **options: Any
+) -> None:
     """Apply `fully_shard` to the model's blocks and to the rest of the model.
 
     A BatchNorm whose weights have another dtype than the rest is sharded by itself: FSDP gathers weights of one dtype at once.
@@ -85,7 +87,7 @@ def fully_shard_blocks(model: Any, blocks: Sequence[torch.nn.Module], mesh: Any,
         fully_shard_block(module, mesh, None if has_norms else dtype, **options)
 
 
-def fully_shard_block(block: Any, mesh: Any, dtype: str | None, cast_inputs: bool = False, **options: Any) -> None:
+def fully_shard_block(block: torch.nn.Module, mesh: Any, dtype: str | None, cast_inputs: bool = False, **options: Any) -> None:
     """Apply `fully_shard`. Weights are gathered in bfloat16 if `dtype` is, unless the block has a BatchNorm."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -106,5 +108,5 @@ def _has_batch_norm(model: torch.nn.Module) -> bool:
     return any(_is_batch_norm(m) for m in model.modules())
 
 
-def _is_batch_norm(module: Any) -> bool:
+def _is_batch_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._NormBase)

@@ -141,7 +141,7 @@ class Dp(Parallel):
                 "Python between all: parallel=ddp does none of that"
             )
 
-    def wrap_model(self, model: Any, context: BuildContext) -> Any:
+    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> Any:
         return torch.nn.DataParallel(model)
 
 

@@ -177,7 +177,7 @@ class Pipeline(Sharded):
         layout = super()._layout(name)
         return layout if name in self.common_names else layout._replace(run=("pipe", *layout.run))
 
-    def last_matrix(self, optimizer: Any) -> int:
+    def last_matrix(self, optimizer: torch.optim.Optimizer) -> int:
         import torch.distributed as dist
 
         own = [

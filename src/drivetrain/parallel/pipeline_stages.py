@@ -16,6 +16,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.torch_patches import wrap_forward
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.parallel.reducing_step import is_sharded, shard_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class StagedForward:
             self._undo.callback(wrap_forward(block, functools.partial(self._skip_before_stage, i)))
             self._undo.callback(block.register_forward_hook(functools.partial(self._leave, i)).remove)
 
-    def run(self, first: int, end: int, h: Any, x: Any) -> Any:
+    def run(self, first: int, end: int, h: Tree, x: Tree) -> Any:
         """Run blocks first to end - 1 on `h`, the previous block's output for the input `x`. Returns their output.
 
         With the last block it returns the model's output.
@@ -52,13 +53,13 @@ class StagedForward:
         """Restore the blocks."""
         self._undo.close()
 
-    def _enter(self, i: int, block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _enter(self, i: int, block: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._received, *args[1:]) if i == self._first and i > 0 else args
 
-    def _skip_before_stage(self, i: int, forward: Any) -> Any:
+    def _skip_before_stage(self, i: int, forward: Forward) -> Any:
         return lambda h, *args, **kwargs: h if i < self._first else forward(h, *args, **kwargs)
 
-    def _leave(self, i: int, block: Any, args: tuple[Any, ...], out: Any) -> None:
+    def _leave(self, i: int, block: torch.nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if i + 1 == self._end and self._end < self._count:
             raise _StageEndError(out)
 

@@ -52,11 +52,11 @@ class RankWork:
         first.register_forward_pre_hook(self._begin)
         last.register_forward_pre_hook(self._end)
 
-    def _begin(self, module: Any, *_: Any) -> None:
+    def _begin(self, module: torch.nn.Module, *_: Any) -> None:
         if module.training and not torch.compiler.is_compiling():
             self._since = self._clock.mark()
 
-    def _end(self, module: Any, *_: Any) -> None:
+    def _end(self, module: torch.nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if self._since is not None and module.training:

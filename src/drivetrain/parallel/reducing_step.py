@@ -14,6 +14,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
+from drivetrain.core.trees import Tree
 
 
 @dataclass
@@ -264,7 +265,7 @@ class GatheredGradients(OwnGradients):
                 hook: Any = functools.partial(self._gathered, name)
                 self._hooks[id(module)] = module.register_forward_pre_hook(hook)  # type: ignore[attr-defined]
 
-    def _gathered(self, block: str, module: torch.nn.Module, inputs: Any) -> None:
+    def _gathered(self, block: str, module: torch.nn.Module, inputs: Tree) -> None:
         for name, p in module.named_parameters(prefix=block):
             if p.requires_grad and id(p) not in self._shards:
                 self.watch(p, self._dims_of(name))

@@ -247,7 +247,7 @@ class Sharded(ProcessGroupStrategy):
         """Return whether this rank has the optimizer state of a weight, where one rank has it whole; None: no rank has."""
         return self._whole.owned.get(name) if self._whole is not None and kind == "optimizer" else None
 
-    def _is_part(self, p: Any, tensor: torch.Tensor) -> bool:
+    def _is_part(self, p: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is this rank's part of one with an element for each element of the weight."""
         return is_sharded(tensor) or tensor.shape == self._shards[id(p)].shape
 

@@ -13,6 +13,7 @@ from drivetrain.core.blocks import TensorLayout, repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.fsdp import fully_shard_blocks
 from drivetrain.parallel.process_group import RankWork
@@ -179,7 +180,7 @@ def _shard_by_layout(layout: TensorLayout, mesh: Any, work: RankWork) -> None:
     work.time_between(feed_forward, getattr(feed_forward, layout.down))
 
 
-def _shard_by_styles(block: Any, styles: Mapping[str, str], mesh: Any, work: RankWork) -> None:
+def _shard_by_styles(block: torch.nn.Module, styles: Mapping[str, str], mesh: Any, work: RankWork) -> None:
     """Shard a block by the styles of its layers. Its layers' widths are the heads of an attention, or hidden units."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -221,11 +222,11 @@ def _shard_fused_linear(linear: Any, parts: int, mesh: Any) -> Any:
         sharded = distribute_tensor(separate, mesh, [Shard(1)], src_data_rank=None)
         linear.register_parameter(name, torch.nn.Parameter(sharded, requires_grad=p.requires_grad))
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def of_parts(x: torch.Tensor) -> torch.Tensor:
         # The input is the same on all ranks; its gradient is the sum of the ranks' gradients.
         x = DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
         bias = None if linear.bias is None else linear.bias.to_local().flatten(0, 1)
         return torch.nn.functional.linear(x, linear.weight.to_local().flatten(0, 1), bias)
 
-    linear.forward = forward
+    wrap_forward(linear, lambda forward: of_parts)
     return linear

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from drivetrain.config.composed import Composed
+from drivetrain.core.trees import Tree
 from drivetrain.core.typed import JsonObject, is_number
 
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
@@ -33,7 +34,7 @@ def is_machine_local(key: str, machine_local_keys: Collection[str]) -> bool:
     return key in machine_local_keys or any(key.startswith(f"{k}.") for k in machine_local_keys)
 
 
-def flatten(tree: Any, prefix: str = "") -> JsonObject:
+def flatten(tree: Tree, prefix: str = "") -> JsonObject:
     """Nested mappings as one mapping with dotted keys; an empty mapping counts as a value."""
     if not isinstance(tree, dict) or not tree:
         return {prefix[:-1]: tree}

@@ -203,7 +203,7 @@ def write_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
         raise space.cannot_write(path.name, path.parent, reason, space.size_of(weights)) from error
 
 
-def load_optimizer(optimizer: Any, state: StateDict) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
     """Load the state of this optimizer's parameters, which are matched by name.
 
     The optimizer's settings stay those of the config, which a resumed run may have changed. They are in the state that torch
@@ -218,7 +218,7 @@ def settings(state: StateDict) -> JsonObject:
     return group
 
 
-def with_new_parameters(optimizer: Any, state: StateDict) -> JsonObject:
+def with_new_parameters(optimizer: torch.optim.Optimizer, state: StateDict) -> JsonObject:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
     known = {name: group for group in state["param_groups"] for name in group["param_names"]}
     groups = list(state["param_groups"])
@@ -230,7 +230,7 @@ def with_new_parameters(optimizer: Any, state: StateDict) -> JsonObject:
     return {**state, "param_groups": groups}
 
 
-def _state_for(optimizer: Any, state: StateDict) -> StateDict:
+def _state_for(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
     """Return the saved state rearranged into this optimizer's groups: it may hold other parameters, in another order."""
     saved_index = {name: i for i, name in sharded_checkpoint.parameter_names(state).items()}
     settings = {name: group for group in state["param_groups"] for name in group["param_names"]}

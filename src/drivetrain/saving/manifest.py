@@ -14,6 +14,7 @@ from typing import Any, get_args
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import TargetKind
+from drivetrain.core.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject, fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -54,7 +55,7 @@ def problem(about: JsonMapping) -> str | None:
     return next((f"{name}={about.get(name)!r:.80}" for name, is_good in good.items() if not is_good), None)
 
 
-def _name_outputs(names: int, outputs: Any, targets: Any) -> bool:
+def _name_outputs(names: int, outputs: Tree, targets: Any) -> bool:
     """Whether so many names are those of the outputs. A loss may want several outputs for each value, such as its quantiles."""
     several = targets in ("values", None) and names > 0 and _is_size(outputs) and outputs % names == 0
     return names == outputs or several

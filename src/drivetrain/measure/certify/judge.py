@@ -110,7 +110,7 @@ def whole(tensor: Any) -> Any:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def of_tensor(tensor: Any, scale: float = 1.0) -> Entry:
+def of_tensor(tensor: torch.Tensor, scale: float = 1.0) -> Entry:
     """Return the entry of a weight, gradient, buffer or state, divided by `scale`."""
     flat = tensor.detach().reshape(1, -1)
     values = flat.double() if flat.shape[1] <= WHOLE else _folded(flat, BUCKETS)
@@ -118,7 +118,7 @@ def of_tensor(tensor: Any, scale: float = 1.0) -> Entry:
     return Entry(kept, roundoff(tensor.dtype) * float(np.linalg.norm(kept)), (tensor.numel(),))
 
 
-def of_rows(tensor: Any, is_target: bool = False) -> tuple[Array, float, tuple[int, ...]]:
+def of_rows(tensor: torch.Tensor, is_target: bool = False) -> tuple[Array, float, tuple[int, ...]]:
     """Return sketches (n, buckets) of a batch's samples, the format's rounding, and the shape of one sample.
 
     Padding of tokens (0) and of targets (negative) counts nothing, so that batches padded to other lengths compare.

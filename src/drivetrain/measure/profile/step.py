@@ -26,6 +26,7 @@ from drivetrain.core.device import synchronize
 from drivetrain.core.errors import Diverged
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.torch_patches import threads_set_by
+from drivetrain.core.trees import Tree
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import WaitingCalls
 from drivetrain.engine.callbacks import ToldStep
@@ -480,7 +481,7 @@ def _larger_batch(trainer: Trainer, micro: Any, profile_s: float) -> float | Non
     step = trainer.step.with_forward(trainer.evaluator.forward)  # not compiled: a compiler would compile for the larger batch too
     loss_sum = torch.zeros((), device=trainer.device)
 
-    def seconds(x: Any, y: Any) -> float:
+    def seconds(x: Tree, y: Tree) -> float:
         began = time.perf_counter()
         step.micro_batch(dataclasses.replace(micro, x=x, y=y), loss_sum)
         step.zero_grad()
