@@ -46,6 +46,13 @@ def package_of(module: str) -> str:
     return "drivetrain" if module in ("__init__", "__main__", "") else module.split(".")[0]
 
 
+def test_a_group_imports_its_base_class_alone():
+    """So a wrong word is answered without importing options that nobody chose."""
+    for group in [*GROUPS, "saving"]:
+        imported = [n.module for n in ast.walk(parsed(MODULES[group])) if isinstance(n, ast.ImportFrom)]
+        assert len(imported) == 1, f"{group}/__init__.py imports {imported}: name an option's class by its module"
+
+
 def modules_of(package: str) -> list[str]:
     return [module for module in MODULES if package_of(module) == package]
 
