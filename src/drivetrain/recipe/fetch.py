@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import ipaddress
 import os
 import re
 import secrets
-import socket
-import ssl
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,6 +224,8 @@ def _from_hub(place: Address) -> tuple[Address, Fetched]:
 
 def check_kind(asked: str, name: str, allowed: set[str], first: bool) -> None:
     """Raise Refused where a redirect leads to an IP address of another kind than `allowed`: public, and the typed host's."""
+    import ipaddress
+
     address: Any = ipaddress.ip_address(asked.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     inside = "loopback" if address.is_loopback else "link-local" if address.is_link_local else "private"
@@ -253,6 +251,9 @@ def get(url: str, headers: Mapping[str, str] | None = None) -> Fetched:
 
 def _ask(url: str, headers: Mapping[str, str], kinds: set[str], hosts: list[str]) -> bytes | str:
     """One request: the bytes, or where it redirects. Raises Refused."""
+    import ssl
+    import urllib.request
+
     import urllib3
 
     host, context = hosts[-1], ssl.create_default_context()  # for which SSL_CERT_FILE holds
@@ -278,6 +279,8 @@ def _ask(url: str, headers: Mapping[str, str], kinds: set[str], hosts: list[str]
 
 def _targets(url: str, kinds: set[str], first: bool) -> list[str]:
     """The URL with each IP address of its host, all checked, in place of the name: it may stand for others the next time."""
+    import socket
+
     parts = urlsplit(url)
     found = dict.fromkeys(str(each[4][0]) for each in socket.getaddrinfo(parts.hostname, None, type=socket.SOCK_STREAM))
     for address in found:
@@ -312,6 +315,8 @@ def _next(url: str, to: str, host: str) -> str:
 
 def _reason(error: Exception, host: str, proxy: str | None) -> str:
     """Why a host gave nothing, in one line."""
+    import ssl
+
     cause: Any = error
     while isinstance(inner := getattr(cause, "reason", None) or cause.__cause__ or cause.__context__, BaseException):
         cause = inner
