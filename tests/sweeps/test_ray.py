@@ -20,6 +20,7 @@ from drivetrain.sweeps import launchers
 from drivetrain.sweeps.launchers import OnRay
 from drivetrain.sweeps.options import Ray, split
 from tests.support import command
+from tests.support.waiting import until
 
 SMALL = ["data=synthetic", "data.samples=64", "model=mlp", "model.hidden=[8]", "epochs=2", "batch.global_batch=16",
          "runtime.threads=1"]  # fmt: skip
@@ -78,7 +79,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 def entry(folder: Path, ends: list[Any]) -> Any:
     folder.mkdir()
-    return SimpleNamespace(number=len(ends), run_dir=folder, close=lambda *how: ends.append(how))
+    return SimpleNamespace(number=folder.name, run_dir=folder, close=lambda *how: ends.append(how))
 
 
 def test_a_sweep_runs_in_a_cluster(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
@@ -103,10 +104,18 @@ def test_a_sweep_runs_in_a_cluster(ray: FakeRay, tmp_path: Path, monkeypatch: py
 
 def test_a_job_whose_worker_dies_and_one_that_is_stopped(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[Any] = []
-    monkeypatch.setattr(launchers, "_on_ray", lambda *_: signal.pause())
+
+    def job(sweep: Path, number: int, *_: Any) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a fork may drop what is raised while it begins
+        (sweep / f"{number}.up").touch()
+        signal.pause()
+        return 0
+
+    monkeypatch.setattr(launchers, "_on_ray", job)
     launcher = OnRay(Ray(address="auto"), tmp_path, 2)
     jobs = [entry(tmp_path / name, ends) for name in "ab"]
     launcher.start(jobs)
+    until(lambda: len([*tmp_path.glob("*.up")]) == 2)
     assert launcher.wait(0.0) == []
     launcher.signal(signal.SIGTERM)
     ended: list[Any] = []
