@@ -288,7 +288,7 @@ def page(text: str, content: dict[str, Any]) -> str:
     """A page with the tables between their markers."""
     recipes = sorted(content["recipes"].items(), key=_rank)
     achieved = [line(name, entry["cells"]) for name, entry in recipes if entry.get("cells")]
-    verified = [line_verified(name, found) for name, entry in recipes for found in entry.get("verified") or ()]
+    verified = [line_verified(name, found) for name, entry in sorted(recipes) for found in entry.get("verified") or ()]
     text = harness.between(text, BEGIN, END, harness.markdown(HEADER, achieved))
     return harness.between(text, BEGIN_VERIFIED, END, harness.markdown(HEADER_VERIFIED, verified))
 

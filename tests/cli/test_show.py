@@ -321,7 +321,7 @@ def test_showing_needs_no_torch():
     code = "import sys; from drivetrain.cli.main import main; main(['show', 'recipe=fast']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-    assert "scheduler=onecycle optimizer=sgd" in done.stdout
+    assert "scheduler=wsd optimizer=sgd" in done.stdout
 
 
 def test_it_says_what_the_options_claim_of_training(capsys):
