@@ -52,8 +52,8 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     """
     from drivetrain.core.overrides import words_of
     from drivetrain.measure.report import report
-    from drivetrain.run.curves import need_pandas
     from drivetrain.run.reader import as_frame
+    from drivetrain.run.records import need_pandas
 
     need_pandas("drivetrain.sweep")
     return as_frame(report.sweep(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])

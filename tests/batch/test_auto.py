@@ -11,8 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import drivetrain
 from drivetrain.batch import Batch
-from drivetrain.batch.auto import Auto
-from drivetrain.batch.critical import Critical
+from drivetrain.batch.auto import Auto, Critical
 from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled

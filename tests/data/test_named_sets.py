@@ -29,7 +29,8 @@ from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load
 from drivetrain.logger.base import numbers
 from drivetrain.measure.benchmark import quality
-from drivetrain.run import curves, reader
+from drivetrain.run import reader
+from drivetrain.run import records as run_records
 from drivetrain.ui.pages import run as pages
 from tests.data.test_packed import CPU
 
@@ -243,7 +244,7 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     assert "on the test set noisy" in said
     page = pages.sheet_of(files).page()
     assert all(f"validation set {name}" in page for name in ("clean", "noisy"))
-    panels = curves._panels(records, run.selection["metric"])
+    panels = run_records._panels(records, run.selection["metric"])
     assert {"training", "validation clean", "validation noisy", "test noisy"} <= set(panels["loss"])
     assert {"validation clean", "validation noisy"} <= set(panels["noisy/ema_accuracy"])
     assert run.loss == run.judged()["noisy/loss"]

@@ -218,7 +218,7 @@ def report(result) -> list[str]:
         pytest.param("host_sync", ["drivetrain.debug.host_sync", "drivetrain.debug.torch_modes"], marks=pytest.mark.slow),
         pytest.param("none", [], marks=pytest.mark.slow),
         pytest.param("fast", [], marks=pytest.mark.slow),
-        pytest.param("overfit", ["drivetrain.debug.overfit"], marks=pytest.mark.slow),
+        pytest.param("overfit", ["drivetrain.debug.base"], marks=pytest.mark.slow),
     ],
 )
 def test_only_the_option_that_is_asked_for_is_imported(tiny, tmp_path, option, loaded):

@@ -15,10 +15,9 @@ import drivetrain
 from drivetrain.config import validate as check
 from drivetrain.core.errors import UserError
 from drivetrain.logger import Logger
+from drivetrain.logger.base import Guarded, TrackedRun, guarded, known_ids, write_ids
 from drivetrain.logger.files import Files, as_rows
-from drivetrain.logger.guarded import Guarded, guarded
 from drivetrain.logger.tensorboard import TensorBoard
-from drivetrain.logger.tracker import TrackedRun, known_ids, write_ids
 from drivetrain.logger.wandb import Wandb, has_login
 from tests.support import slow
 

@@ -9,8 +9,7 @@ from drivetrain.loss.classification import Bce, CrossEntropy, Focal
 from drivetrain.loss.embedding import Contrastive, Triplet
 from drivetrain.loss.language import NextToken
 from drivetrain.loss.own import Own
-from drivetrain.loss.regression import L1, Huber, Mse, Quantile
-from drivetrain.loss.segmentation import Dice
+from drivetrain.loss.regression import L1, Dice, Huber, Mse, Quantile
 from drivetrain.loss.sum import Sum
 from tests.loss.exactness import update
 from tests.support.context import context

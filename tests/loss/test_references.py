@@ -17,8 +17,7 @@ from drivetrain.core.source import Source
 from drivetrain.loss.classification import Bce, CrossEntropy, Focal, positive_weights_for, weights_for
 from drivetrain.loss.distill import Distill
 from drivetrain.loss.embedding import Contrastive, Triplet
-from drivetrain.loss.regression import L1, Huber, Mse, Quantile
-from drivetrain.loss.segmentation import Dice
+from drivetrain.loss.regression import L1, Dice, Huber, Mse, Quantile
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from sklearn.preprocessing import label_binarize
 from drivetrain.metrics import counts as counts_options
 from drivetrain.metrics import curves, language, own, regression
 from drivetrain.parallel import Parallel
-from drivetrain.ui import table_picture
+from drivetrain.ui import plots
 from drivetrain.ui.pages import charts
 from drivetrain.ui.sheet import joined
 from tests.cuda.conftest import pretend  # noqa: F401
@@ -258,7 +258,7 @@ def test_an_update_does_not_wait_for_the_device(pretend, device_kind, name, kind
 
 def test_a_small_confusion_matrix_is_shown_whole():
     table = {"rows": ["cat", "dog"], "columns": ["cat", "dog"], "values": [[1200, 3], [0, 7]]}
-    title, header, rows = table_picture.shown("confusion_matrix", table)
+    title, header, rows = plots.shown("confusion_matrix", table)
     assert title.startswith("confusion matrix (row")
     assert header == ["", "cat", "dog"]
     assert rows == [["cat", "1,200", "3"], ["dog", "0", "7"]]
@@ -268,7 +268,7 @@ def test_of_a_large_one_the_pairs_that_are_confused_the_most():
     names = [f"c{n}" for n in range(20)]
     values = [[90 if row == column else 0 for column in range(20)] for row in range(20)]
     values[3][5], values[7][1] = 10, 30
-    title, _, rows = table_picture.shown("confusion_matrix", {"rows": names, "columns": names, "values": values})
+    title, _, rows = plots.shown("confusion_matrix", {"rows": names, "columns": names, "values": values})
     assert title == "confusion matrix: what is confused the most"
     assert rows == [["c7", "c1", "30", "25.0%"], ["c3", "c5", "10", "10.0%"]]
 
@@ -278,7 +278,7 @@ def test_of_many_classes_the_worst():
         "rows": [f"c{n}" for n in range(20)], "columns": ["precision", "f1", "samples"],
         "values": [[0.5, 1 - n / 100, n] for n in range(20)],
     }  # fmt: skip
-    title, _, rows = table_picture.shown("per_class", table, most=2)
+    title, _, rows = plots.shown("per_class", table, most=2)
     assert title == "per class: 2 of 20 classes, the worst by f1"
     assert rows == [["c19", "0.5000", "0.8100", "19"], ["c18", "0.5000", "0.8200", "18"]]
 
@@ -302,7 +302,7 @@ def test_pictures(tmp_path):
     for size in (1, 200):
         large = {"rows": [str(n) for n in range(2 * size)] if size > 1 else ["cat", "dog"]}
         counts = [[value for value in line for _ in range(size)] for line in table["values"] for _ in range(size)]
-        picture = Image.open(table_picture.draw({**large, "values": counts}, tmp_path / f"images{size}" / "matrix.png"))
+        picture = Image.open(plots.draw({**large, "values": counts}, tmp_path / f"images{size}" / "matrix.png"))
         assert max(picture.size) < 2000
         colors = {color for _, color in picture.convert("RGB").getcolors(10_000)}
         assert ((62, 99, 221) in colors) == (size == 1)  # a share of 1

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from drivetrain.core import files
 from drivetrain.core.world import World
 from drivetrain.launch import worker
-from drivetrain.parallel.shard_sums import parts_of
+from drivetrain.parallel.sharded import parts_of
 from drivetrain.saving import checkpoint_io
 from tests.parallel.test_whole_layers import STRATEGIES, stay_together
 from tests.support.same_end import flat

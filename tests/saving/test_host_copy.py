@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from drivetrain.core.progress import Progress
+from drivetrain.core.horizon import Progress
 from drivetrain.parallel import Parallel
 from drivetrain.saving.options import Last
 from drivetrain.saving.writer import HostCopy, Writer

@@ -42,17 +42,17 @@ class SmallRun(NamedTuple):
 
     def trackers(self) -> dict[str, str]:
         """The ids of the run's trackers."""
-        from drivetrain.logger import tracker
+        from drivetrain.logger import base
 
-        return tracker.known_ids(self.run_dir / tracker.RUNS)
+        return base.known_ids(self.run_dir / base.RUNS)
 
 
 def pictures(folder: Path) -> SmallRun:
     """A run on synthetic images, which a tracker follows."""
-    from drivetrain.logger import tracker
+    from drivetrain.logger import base
 
     run = _train(RUN, folder)
-    tracker.write_ids(run / tracker.RUNS, {"mlflow": "0a1b2c3d", "wandb": "5e6f7a8b"})
+    base.write_ids(run / base.RUNS, {"mlflow": "0a1b2c3d", "wandb": "5e6f7a8b"})
     return SmallRun(run, [[[0.5, -1.0], [2.0, 0.25]]])
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drivetrain.batch.base import Batch
+from drivetrain.batch.base import Batch, Scaling
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Positive, RunSpec
+from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.protocols import Trials
+from drivetrain.core.typed import fits
 
-SEARCH_FACTOR = 1.1  # the largest micro-batch is found to within this factor
+if TYPE_CHECKING:
+    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
+
+
+SEARCH_FACTOR = 1.1  # the largest micro-batch is found to within this factor
 
 
 @dataclass(eq=False)
@@ -99,3 +104,130 @@ def _sizes_between(low: int, high: int) -> list[int]:
     while (size := max(size + 1, int(size * SEARCH_FACTOR))) < high:
         sizes.append(size)
     return sizes
+
+
+@dataclass(eq=False)
+class Critical(Batch):
+    """batch=critical: the batch that comes to a target soonest, by the gradient noise scale (McCandlish et al. 2018).
+
+    Before the ranks start, a process of its own trains for `look_updates` updates of `global_batch` samples and measures the
+    noise scale, the critical batch. By itself it takes a thirtieth of the run, within 50 and 200 updates: the noise scale of a
+    network that has just begun to learn is small. A batch of B samples takes 1 + critical / B times the fewest possible updates.
+
+    - by=time: the process measures how long an update of `global_batch` samples, of twice as many and so on to `max` takes.
+      The batch with the least updates × seconds is taken.
+    - by=noise: as long as the noise scale is above the batch, it is doubled by more accumulation steps, to `max` at most. The
+      run then takes about twice the fewest possible updates and twice the fewest possible samples, on any device.
+
+    The batch stays for the whole run, whose length and schedule are known at its start as those of any other.
+    A resumed run goes on with the batch that was found, which is in environment.json and result.json.
+    """
+
+    effect = "changes"
+    changes = "the samples of an update: as many as a measurement says"
+    key_effects: ClassVar[Mapping[str, Any]] = {}
+    fixed_micro_batches: ClassVar[bool] = False
+    takes_tokens: ClassVar[bool] = False
+    untried = "batch=accumulate, and the batch.global_batch that a run by itself finds"
+    needs_trial: ClassVar[bool] = True
+
+    global_batch: Count = 32
+    max: Count = 1024
+    by: Literal["time", "noise"] = "time"
+    accumulation_steps: Count = 1
+    look_updates: Count | None = None
+    lr_scaling: Scaling = "sqrt"
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if self.max < 2 * self.global_batch:
+            yield (
+                f"batch.max={self.max} leaves nothing to choose, because batch.global_batch={self.global_batch} is doubled: "
+                f"set it to {2 * self.global_batch} or more"
+            )
+        if self.global_batch == 1:
+            yield "batch.global_batch=1: the noise scale is measured from two parts of an update: set it to 2 or more"
+        if run.loss.compares_samples:
+            yield (
+                f"batch=critical and {run.named('loss')} exclude each other (a loss that compares the samples of a batch has no "
+                "gradient noise scale): set batch=fixed"
+            )
+        if run.parallel.nnodes > 1:
+            yield (
+                "batch=critical measures before the ranks of a machine start, and several machines could find different batches: "
+                "let one find it, and set batch.global_batch there"
+            )
+
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        yield from super().advise(run)
+        if self.lr_scaling == "none":
+            yield (
+                "batch=critical may make the batch several times larger, and batch.lr_scaling=none keeps the learning rate: sqrt "
+                "suits AdamW, linear SGD"
+            )
+
+    def choose(self, trials: Trials, recorded: Any = None) -> Batch:
+        ranks = trials.run.parallel.data_ranks()
+        limits = {"smallest": self.global_batch, "largest": self.max, "look_updates": self.look_updates, "by": self.by}
+        steps = max(2, self.accumulation_steps * ranks)  # the parts of an update that the ranks compute; it takes two to measure
+        look = recorded if _is_of(recorded, limits) else trials.look(steps, self.look_updates, self._micro_batches(ranks))
+        growth = self._growth(look)
+        size, steps = self.global_batch * growth, self.accumulation_steps * (growth if self.by == "noise" else 1)
+        measured = {key: look[key] for key in ("noise_scale", "updates", "samples", "update_seconds")}
+        return self.with_values(global_batch=size, accumulation_steps=steps, found={**limits, **measured, "global_batch": size})
+
+    def _micro_batches(self, ranks: int) -> list[int]:
+        """A rank's micro-batches in the updates whose time is to be measured: in those of the smallest batch and its doubles."""
+        if self.by == "noise":
+            return []
+        smallest = self.global_batch // (self.accumulation_steps * ranks)
+        return [smallest * 2**n for n in range((self.max // self.global_batch).bit_length())]
+
+    def _growth(self, look: Mapping[str, Any]) -> int:
+        """The power of two by which the smallest batch grows, within the limits and the data."""
+        noise, seconds = look["noise_scale"], look["update_seconds"]
+        if not noise:
+            return 1
+        if self.by == "time":
+            times = relative_times(noise, self.global_batch, seconds)
+            return int(2 ** times.index(min(times))) if times else 1
+        most = math.floor(math.log2(max(1.0, min(self.max, look["samples"]) / self.global_batch)))
+        return int(2 ** min(max(0, math.ceil(math.log2(noise / self.global_batch))), most))
+
+    def setup(self, context: BuildContext) -> None:
+        if self.found is not None and context.world.rank == 0:
+            logger.info("%s", self._told(self.found))
+        super().setup(context)
+
+    def _told(self, found: Mapping[str, Any]) -> str:
+        """What was found and chosen, in one line."""
+        looked = f"{found['updates']} updates of {found['smallest']} samples"
+        chosen = f"{self.global_batch} samples an update, of {found['smallest']} to {found['largest']}"
+        if found["noise_scale"] is None:
+            return f"batch=critical: the noise of {looked} hides the gradient: {chosen}; a larger batch.look_updates tells more"
+        seconds = found["update_seconds"]
+        timed = f" and the time of an update ({_ms(seconds[0])} to {_ms(seconds[-1])})" if len(seconds) > 1 else ""
+        return f"batch=critical: gradient noise scale {found['noise_scale']:,.0f} by {looked}{timed}: {chosen}"
+
+
+def relative_times(noise_scale: float, smallest: int, update_seconds: Sequence[float]) -> list[float]:
+    """The times to a target with the smallest batch and its doubles, whose updates take so many seconds.
+
+    They are in units of the fewest possible updates: a batch of B samples takes 1 + noise_scale / B times as many.
+    """
+    return [seconds * (1 + noise_scale / (smallest * 2**n)) for n, seconds in enumerate(update_seconds)]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"
+
+
+def _is_of(recorded: Any, limits: Mapping[str, Any]) -> bool:
+    """Whether it is what a run with these limits has recorded."""
+    if not fits(recorded, dict[str, Any]) or any(recorded.get(key) != value for key, value in limits.items()):
+        return False
+    scale, counts = recorded.get("noise_scale"), (recorded.get("samples"), recorded.get("updates"))
+    seconds, most = recorded.get("update_seconds"), (limits["largest"] // limits["smallest"]).bit_length()
+    good = scale is None or (fits(scale, float) and 0 <= scale < math.inf)
+    timed = fits(seconds, list[float]) and len(seconds) <= most and all(0 < each < math.inf for each in seconds)
+    return good and timed and all(fits(count, int) and count > 0 for count in counts)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core import protocols
-from drivetrain.core.horizon import Horizon
+from drivetrain.core.horizon import Horizon, Progress
 from drivetrain.core.lazy import torch
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.option import RunSpec
 from drivetrain.core.phases import Running
-from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World

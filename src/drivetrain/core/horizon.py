@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from drivetrain.core.option import Length, RunSpec
+from drivetrain.core.typed import StateDict
 
 LONGEST = 10**15  # updates or epochs: beyond any run, and exact as a float
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
@@ -77,3 +79,51 @@ def length_problem(key: str, length: Length) -> Iterator[str]:
     if not good:
         shown = length if len(str(length)) < 40 else f"{str(length)[:40]}…"
         yield f"{key}={shown} is no length: give a share of the run below 1 (0.1), updates (500) or epochs (5ep)"
+
+
+@dataclass
+class Progress:
+    """Counters of a run. Updates and samples are counted separately: a skipped update consumes its samples."""
+
+    epoch: int = 0
+    window: int = 0  # updates of this epoch so far, skipped ones included
+    updates: int = 0
+    samples: int = 0
+    skipped: int = 0
+    evaluated: int = -1  # the update of the last evaluation
+    evaluation_due: bool = False  # the last update is to be evaluated still: a signal came before that was done
+    final: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    ranked: dict[int, float] = field(default_factory=dict)  # update → the value of its evaluation, the best first
+    tables: dict[str, Any] = field(default_factory=dict)  # of the last evaluation, as result.json has them
+
+    @property
+    def steps(self) -> int:
+        """Updates, including skipped ones."""
+        return self.updates + self.skipped
+
+    def record_evaluation(
+        self,
+        metrics: dict[str, float],
+        name: str,
+        better: Callable[[float, float], float],
+        tables: Mapping[str, object] | None = None,
+    ) -> None:
+        """Record an evaluation; `better` is min or max, and returns the better of two values of the metric `name`.
+
+        One that gave no value of it cannot be the best.
+        """
+        if (value := metrics.get(name)) is not None:
+            if not self.best or better(value, self.best[name]) != self.best[name]:
+                self.best = {**metrics, "update": self.updates}
+            values = {**self.ranked, self.updates: value}
+            self.ranked = dict(sorted(values.items(), key=lambda item: item[1], reverse=better(0.0, 1.0) == 1.0))
+        self.evaluated, self.final, self.tables = self.updates, metrics, dict(tables or {})
+
+    def state_dict(self) -> StateDict:
+        """Return what a resumed run needs."""
+        return asdict(self)
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load a `state_dict()`, in place."""
+        vars(self).update(state)

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from drivetrain.core.horizon import Progress
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import Order
-from drivetrain.core.progress import Progress
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from drivetrain.core.horizon import Horizon, run_horizon
+from drivetrain.core.horizon import Horizon, Progress, run_horizon
 from drivetrain.core.option import Length, RunSpec
 from drivetrain.core.overrides import format_value
-from drivetrain.core.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from drivetrain.core import progress
+from drivetrain.core import horizon
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 
@@ -24,7 +24,7 @@ ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 class Progress:
     """How far the run is, as a user's function sees it."""
 
-    _counts: progress.Progress
+    _counts: horizon.Progress
     updates: int  # of the whole run
     epochs: int
     training: bool  # else a set is evaluated

@@ -12,8 +12,8 @@ import torch
 from drivetrain.clip.base import Norm
 from drivetrain.core import phases as settings
 from drivetrain.core.context import BuildContext
+from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.progress import Progress
 from drivetrain.core.step import Step
 from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
 

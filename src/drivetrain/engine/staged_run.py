@@ -14,8 +14,8 @@ import torch
 from drivetrain.core import stages as core
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.stages import Boundary, Stage

@@ -13,9 +13,9 @@ import torch
 from drivetrain.batch.base import Batch
 from drivetrain.core.device import reads_device_on_purpose
 from drivetrain.core.errors import Diverged
+from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.owned import OwnState
-from drivetrain.core.progress import Progress
 from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher

@@ -15,8 +15,8 @@ import torch
 from drivetrain.core import accelerators, limits, process
 from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
+from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.progress import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
 from drivetrain.core.typed import StateDict

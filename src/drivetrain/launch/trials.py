@@ -65,7 +65,7 @@ def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, n
     The first is of the run's smallest batch. It ends where no larger batch can come to a target sooner: where one update takes
     as long as the best batch so far takes for the fewest possible.
     """
-    from drivetrain.batch.critical import relative_times
+    from drivetrain.batch.auto import relative_times
 
     found: list[float] = []
     smallest, samples = trainer.batch.global_batch, trainer.batch.order.length

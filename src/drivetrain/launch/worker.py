@@ -39,7 +39,7 @@ from drivetrain.run import environment, identity, reader, remarks
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
 from drivetrain.saving.content import Malformed
-from drivetrain.ui import table_picture, terminal
+from drivetrain.ui import plots, terminal
 from drivetrain.ui.output import echo_traceback
 
 if TYPE_CHECKING:
@@ -446,8 +446,8 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
     """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import facts
     from drivetrain.engine.staged_run import StagedRun
+    from drivetrain.logger.base import guarded
     from drivetrain.logger.files import Files
-    from drivetrain.logger.guarded import guarded
 
     staged = StagedRun(context, writers)
     staged.build()
@@ -505,9 +505,9 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
 
 def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
     """Draw the confusion matrices, and show the pictures in the loggers that take pictures."""
-    for name, table in table_picture.of_result(result.tables)[1].items():
-        if table_picture.is_confusion(table):
-            path = table_picture.draw(table, run_dir / "images" / f"{name}.png")
+    for name, table in plots.of_result(result.tables)[1].items():
+        if plots.is_confusion(table):
+            path = plots.draw(table, run_dir / "images" / f"{name}.png")
             trainer.log.image(name, path)
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, ClassVar
 
-from drivetrain.core.option import Effect, Option
-from drivetrain.core.typed import JsonObject
+from drivetrain.core import files
+from drivetrain.core.errors import UserError
+from drivetrain.core.option import Effect, Option, RunSpec, needs_extra
+from drivetrain.core.paths import expanded
+from drivetrain.core.typed import JsonMapping, JsonObject, fits
+from drivetrain.saving import manifest
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -57,3 +65,151 @@ def numbers(record: Mapping[str, object]) -> dict[str, float]:
     place, weights = record.get("set", record["event"]), record.get("weights", "final")
     prefix = place if weights == "final" else f"{place}_{weights}"
     return {f"{prefix}/{k}": v for k, v in record.items() if k not in ("update", "time") and isinstance(v, int | float)}
+
+
+CLOSE_S = 60.0  # for a logger to write or send what it still has, when the run has ended
+
+messages = logging.getLogger(__name__)
+
+
+def guarded(name: str, option: Logger, context: BuildContext) -> Guarded:
+    """Start a logger for a run. Raises UserError where it cannot start; a resumed run goes on without it."""
+    try:
+        return Guarded(name, option.build(context))
+    except UserError:
+        raise
+    except Exception as error:
+        if option.required:
+            raise
+        problem = f"logger={name} cannot start: {_said(error)}"
+        if not context.progress.updates:
+            raise UserError(problem) from None
+        messages.warning("%s: the run goes on without it, and metrics.jsonl has everything", problem)
+        return Guarded(name, Logger())
+
+
+class Guarded:
+    """A logger that works in a thread of its own, and stops at its first error."""
+
+    def __init__(self, name: str, logger: Logger) -> None:
+        self._name, self._logger, self._failed = name, logger, False
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if logger.in_thread:
+            self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
+            self._thread.start()
+
+    def log(self, record: JsonMapping) -> None:
+        """Write one record."""
+        copy = dict(record)
+        self._do(lambda: self._logger.log(copy))
+
+    def log_image(self, name: str, update: int, path: Path) -> None:
+        """Show a picture."""
+        self._do(lambda: self._logger.log_image(name, update, path))
+
+    def close(self, status: str) -> None:
+        """Finish the log. Waits for what is still on its way, but not for ever."""
+        self._do(lambda: self._logger.end(status))
+        self._do(self._close)
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                messages.warning("logger=%s is still sending after %g s: some of its records may be lost", self._name, CLOSE_S)
+
+    def _do(self, call: Callable[[], None]) -> None:
+        if self._thread is not None:
+            self._calls.put(call)
+        else:
+            self._try(call)
+
+    def _work(self) -> None:
+        while self._thread is not None:
+            call = self._calls.get()
+            self._try(call)
+            if call == self._close:
+                return
+
+    def _close(self) -> None:
+        self._failed = False  # a logger that has failed is closed too
+        self._logger.close()
+
+    def _try(self, call: Callable[[], None]) -> None:
+        """Call the logger. Its first error is logged, and is its last."""
+        if self._failed and call != self._close:
+            return
+        before = self._failed
+        try:
+            call()
+        except Exception as error:
+            if self._logger.required:
+                raise
+            self._failed = True
+            if not before:
+                what = f"logger={self._name} failed, and the run goes on without it (metrics.jsonl has everything)"
+                messages.warning("%s: %s", what, _said(error))
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+
+
+RUNS = "trackers.json"  # in the run's directory: package of the tracker → id of its run
+ANEW = "trackers begin a run of their own"
+
+
+@dataclass
+class TrackedRun:
+    """What a tracker is told of a run when it starts."""
+
+    run_dir: Path
+    output_dir: Path  # of all runs
+    name: str
+    config: JsonObject  # by dotted key, without what belongs to this machine
+    id: str | None  # of the tracker's own run, where this one is resumed
+
+
+class Tracker(Logger):
+    """A logger that gives the run to a library which shows the runs of many."""
+
+    package = ""  # the library's; its extra has the same name
+    name: str | None = None  # of the run in the tracker; None: the run's directory
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from needs_extra(self.package, self.package, f"logger={self.package}")
+
+    def setup(self, context: BuildContext) -> None:
+        ids = context.run_dir / RUNS
+        known = known_ids(ids)
+        output_dir = expanded(context.run.values["output_dir"]).absolute()
+        name = self.name or "-".join(context.run_dir.absolute().parts[-2:])
+        run = TrackedRun(context.run_dir, output_dir, name, dict(context.config), known.get(self.package))
+        write_ids(ids, {**known, self.package: self.open(run)})
+
+    def open(self, run: TrackedRun) -> str:
+        """Start the tracker's run, or continue the one named `run.id`. Returns its id."""
+        raise NotImplementedError
+
+
+def write_ids(file: Path, ids: dict[str, str]) -> None:
+    """Write the ids of a run's trackers."""
+    files.write_text(file, manifest.text(ids))
+
+
+def known_ids(file: Path) -> dict[str, str]:
+    """Read the ids of a run's trackers; {} where it had none. Raises UserError."""
+    try:
+        written = files.read_text(file)
+        found = files.parse_json(written)
+        if not fits(found, dict[str, str]):
+            raise ValueError(f"it holds {found!r:.80}, and no ids of trackers")
+        manifest.check(written, found)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read ({getattr(error, 'strerror', None) or error}): remove it, and {ANEW}") from None
+    ids: dict[str, str] = {package: id_ for package, id_ in found.items() if package != manifest.OWN}
+    if any(PurePath(id_).is_absolute() or ".." in PurePath(id_).parts for id_ in ids.values()):
+        raise UserError(f"{file} holds {ids!r:.80}, and no ids of trackers: remove it, and {ANEW}")
+    return ids

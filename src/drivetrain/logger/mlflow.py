@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from drivetrain.core.option import RunSpec, needs_extra
 from drivetrain.core.typed import JsonObject
-from drivetrain.logger.base import numbers
-from drivetrain.logger.tracker import TrackedRun, Tracker
+from drivetrain.logger.base import TrackedRun, Tracker, numbers
 
 CONNECT_S = 5.0  # for a server to answer when a run starts
 PARAMS_AT_ONCE, PARAM_CHARACTERS = 100, 6000  # MLflow's limits

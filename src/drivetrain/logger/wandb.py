@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 from drivetrain.core.files import folder_in
 from drivetrain.core.option import RunSpec
 from drivetrain.core.typed import JsonObject
-from drivetrain.logger.base import numbers
-from drivetrain.logger.tracker import TrackedRun, Tracker
+from drivetrain.logger.base import TrackedRun, Tracker, numbers
 
 messages = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ import torch
 
 from drivetrain.core.allowed import check_patterns, matches
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon
+from drivetrain.core.horizon import Horizon, Progress
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.modules import put_in_place, taken_over
 from drivetrain.core.option import Length
-from drivetrain.core.progress import Progress
 from drivetrain.core.step import WrappingStep
 
 NEVER = math.inf

@@ -23,8 +23,7 @@ from drivetrain.core.trees import Tree
 from drivetrain.parallel import onehost
 from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
-from drivetrain.parallel.shard_sums import Layout
-from drivetrain.parallel.sharded import Sharded
+from drivetrain.parallel.sharded import Layout, Sharded
 from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
 
 if TYPE_CHECKING:

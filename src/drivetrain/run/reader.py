@@ -14,8 +14,8 @@ from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.run import directory, records
-from drivetrain.run.curves import need_pandas
 from drivetrain.run.identity import flatten
+from drivetrain.run.records import need_pandas
 from drivetrain.run.result import Result
 
 DEEPEST = 20  # folders between the one that was named and a run's

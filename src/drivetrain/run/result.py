@@ -147,15 +147,15 @@ class Result:
     @property
     def history(self) -> Any:
         """What was measured while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
-        from drivetrain.run import curves
+        from drivetrain.run import records
 
-        return curves.history(self.run_dir)
+        return records.history(self.run_dir)
 
     def plot(self) -> Any:
         """Return a matplotlib figure of the loss, the metric, the learning rate and the speed over the updates."""
-        from drivetrain.run import curves
+        from drivetrain.run import records
 
-        return curves.plot(self.run_dir, (self.selection or {}).get("metric", "accuracy"))
+        return records.plot(self.run_dir, (self.selection or {}).get("metric", "accuracy"))
 
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
+from drivetrain.core.typed import JsonMapping
+
+if TYPE_CHECKING:
+    from PIL import ImageDraw
 
 LABEL_WIDTH = 8  # characters of the labels left of a panel
 LINES = 16, 10  # of the first panel and of each further one, with its axes
@@ -91,3 +97,109 @@ def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
         figure.savefig(file, format="png", dpi=150)
     except OSError as error:
         raise UserError(f"--png {file} cannot be written: {error.strerror}") from None
+
+
+SIDE = 900  # pixels that the cells of a large matrix share
+CELL = (4, 44)  # pixels of a cell, at least and at most
+NUMBERED = 20  # pixels of a cell that a number and a name fit beside
+COLOR = (62, 99, 221)
+INK = (28, 32, 36)
+
+
+def draw(table: JsonMapping, path: Path) -> Path:
+    """Draw a confusion matrix: colours are shares of the class (a row), numbers are counts. Returns `path`."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    names, counts = table["rows"], table["values"]
+    cell = min(CELL[1], max(CELL[0], SIDE // len(names)))
+    font = ImageFont.load_default(11)
+    named = cell >= NUMBERED
+    margin = 24 + (min(160, max(int(font.getlength(name)) for name in names)) if named else 0)
+    side = margin + cell * len(names) + 8
+    sheet = Image.new("RGB", (side, side), "white")
+    pen = ImageDraw.Draw(sheet)
+    for row, line in enumerate(counts):
+        for column, count in enumerate(line):
+            left, top = margin + column * cell, margin + row * cell
+            share = count / max(sum(line), 1)
+            shade = tuple(round(255 + (c - 255) * share) for c in COLOR)
+            pen.rectangle((left, top, left + cell - 1, top + cell - 1), fill=shade, outline=(217, 217, 224) if named else None)
+            if named and count:
+                text = f"{count}" if count < 10_000 else f"{count / 1000:.0f}k"
+                pen.text((left + cell / 2, top + cell / 2), text, "white" if share > 0.5 else INK, font, "mm")
+    if named:
+        _names(pen, sheet, names, margin, cell, font)
+    pen.text((margin + cell * len(names) / 2, 10), "predicted", INK, font, "mm")
+    _turned(sheet, "class", (4, margin + cell * len(names) // 2), font)
+    sheet.save(files.place_for(path))
+    return path
+
+
+def _names(pen: ImageDraw.ImageDraw, sheet: Any, names: list[str], margin: int, cell: int, font: Any) -> None:
+    for n, name in enumerate(names):
+        middle = margin + n * cell + cell // 2
+        pen.text((margin - 4, middle), name, INK, font, "rm")
+        _turned(sheet, name, (middle - 7, margin - 4), font)
+
+
+def _turned(sheet: Any, text: str, place: tuple[int, int], font: Any) -> None:
+    """Write a text from the bottom to the top; `place` is the left end of its lines, and where it begins."""
+    from PIL import Image, ImageDraw
+
+    strip = Image.new("RGB", (int(font.getlength(text)) + 1, 14), "white")
+    ImageDraw.Draw(strip).text((0, 0), text, INK, font)
+    turned = strip.rotate(90, expand=True)
+    sheet.paste(turned, (place[0], max(0, place[1] - turned.height)))
+
+
+MOST_ROWS = 12  # a table of more is shown by the rows that say the most
+
+
+class Shown(NamedTuple):
+    """A table as text."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+
+def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:
+    """Return what the tables that are shown are of, and these: of the test set, on the best checkpoint or the last weights."""
+    name = "test" if tables.get("test") else "validation"
+    evaluations = tables.get(name, {})
+    if "best" in evaluations:
+        return f"{name} set, best checkpoint", evaluations["best"]
+    return f"{name} set", evaluations.get("final", {})
+
+
+def is_confusion(table: Mapping[str, object]) -> bool:
+    """Whether a table counts how many of a class (a row) are predicted to be of each class (a column)."""
+    return bool(table["rows"] == table["columns"])
+
+
+def shown(name: str, table: JsonMapping, most: int = MOST_ROWS) -> Shown:
+    """Return a table as text, of at most `most` rows."""
+    title, rows, values = name.replace("_", " "), table["rows"], table["values"]
+    if is_confusion(table):
+        if len(rows) > most:
+            return _confused(title, rows, values, most)
+        return Shown(f"{title} (row: the class, column: predicted)", ["", *rows], _as_text(rows, values))
+    if len(rows) <= most:
+        return Shown(title, ["", *table["columns"]], _as_text(rows, values))
+    key = table["columns"].index("f1") if "f1" in table["columns"] else 0
+    worst = sorted(range(len(rows)), key=lambda n: values[n][key])[:most]
+    title += f": {most} of {len(rows)} classes, the worst by {table['columns'][key]}"
+    return Shown(title, ["", *table["columns"]], _as_text([rows[n] for n in worst], [values[n] for n in worst]))
+
+
+def _confused(title: str, rows: Sequence[str], values: Sequence[Sequence[int]], most: int) -> Shown:
+    """Return the pairs of classes that are confused the most."""
+    pairs = [(count, row, column) for row, line in enumerate(values) for column, count in enumerate(line) if row != column]
+    found = [(count, row, column) for count, row, column in sorted(pairs, key=lambda pair: -pair[0])[:most] if count]
+    text = [[rows[row], rows[column], f"{count:,}", f"{count / sum(values[row]):.1%}"] for count, row, column in found]
+    return Shown(f"{title}: what is confused the most", ["class", "predicted as", "times", "of the class"], text)
+
+
+def _as_text(names: Sequence[str], values: Sequence[Sequence[float]]) -> list[list[str]]:
+    cells = [[f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in line] for line in values]
+    return [[name, *line] for name, line in zip(names, cells, strict=True)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from drivetrain.core.typed import JsonMapping
 from drivetrain.run.result import Result
-from drivetrain.ui import logs, output, table_picture
+from drivetrain.ui import logs, output, plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Table
 
@@ -223,9 +223,9 @@ def show_result(result: Result) -> None:
         page = result.run_dir / "report.html"
         rows.append(("page", str(page) if page.exists() else f"drivetrain report {result.run_dir} writes it"))
     Table(("", "result"), rows).show()
-    of_what, found = table_picture.of_result(result.tables)
+    of_what, found = plots.of_result(result.tables)
     for name, values in found.items():
-        shown = table_picture.shown(name, values)
+        shown = plots.shown(name, values)
         echo(f"\n{shown.title}, {of_what}")
         Table(shown.header, shown.rows).show()
 

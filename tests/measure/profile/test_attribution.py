@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from drivetrain.core.device import Clock
-from drivetrain.core.progress import Progress
+from drivetrain.core.horizon import Progress
 from drivetrain.measure.profile import doctor as diagnosis
 from drivetrain.measure.profile import doctor as doctor
 from drivetrain.measure.profile import step

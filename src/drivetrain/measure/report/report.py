@@ -29,7 +29,7 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
 from drivetrain.run.result import Result
 from drivetrain.sweeps import driver
-from drivetrain.ui import table_picture
+from drivetrain.ui import plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages import run as run_page
@@ -106,8 +106,8 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     show = _shown_as(loaded)
     at_random = under("At random", show(samples[:count]), level=3)  # they came in random order
     shown = under(title, measured, *under("The worst", show(worst), level=3), *at_random)
-    counted = table_picture.of_result(run.result.tables)[1] if run.result is not None else {}
-    if loaded.kind == "class" and not any(map(table_picture.is_confusion, counted.values())):
+    counted = plots.of_result(run.result.tables)[1] if run.result is not None else {}
+    if loaded.kind == "class" and not any(map(plots.is_confusion, counted.values())):
         return [*shown, *charts.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
     return [*shown, *_scatter(samples, looked_at)] if loaded.kind == "values" else shown
 
@@ -367,7 +367,7 @@ def sheet_of(
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:
         assert each.result is not None
-        of_what, tables_found = table_picture.of_result(each.result.tables)
+        of_what, tables_found = plots.of_result(each.result.tables)
         title = f"Classes of {names[id(each)]}"
         body.append(folded(title, charts.sections(tables_found, f"{names[id(each)]}, {of_what}", 3)))
     again = {names[id(each)]: f"drivetrain train {shlex.join(run_page.overrides_of(each))}".strip() for each in drawn}

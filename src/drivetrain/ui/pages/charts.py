@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from drivetrain.core.typed import JsonMapping
-from drivetrain.ui import table_picture
+from drivetrain.ui import plots
 from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, escape, remarks, under
 
 WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
@@ -201,11 +201,11 @@ def sections(found: Mapping[str, JsonMapping], of: str, level: int = 2) -> list[
     body: list[Section] = []
     for name, values in found.items():
         title = f"{name.replace('_', ' ').capitalize()}, {of}"
-        if table_picture.is_confusion(values) and len(values["rows"]) <= MOST_CLASSES:
+        if plots.is_confusion(values) and len(values["rows"]) <= MOST_CLASSES:
             how = remarks("A row is a class, a column what it was predicted as. The darker, the larger the share.")
             body += under(title, how, matrix(values, title), level=level)
         else:
-            shown = table_picture.shown(name, values, MOST_CLASSES if table_picture.is_confusion(values) else ROWS)
+            shown = plots.shown(name, values, MOST_CLASSES if plots.is_confusion(values) else ROWS)
             told = [remarks(shown.title)] if shown.title.replace("_", " ") != name.replace("_", " ") else []
             table = Table(["class", *shown.header[1:]], shown.rows, title, sortable=True, bars=_bars(shown))
             body += under(title, *told, table, level=level)
@@ -223,7 +223,7 @@ def matrix(values: JsonMapping, title: str) -> Part:
     return Part(f'<div class="confusion">{found.html}</div>')
 
 
-def _bars(shown: table_picture.Shown) -> dict[str, list[float | None]]:
+def _bars(shown: plots.Shown) -> dict[str, list[float | None]]:
     """The values of the columns that are shares."""
     columns = {n: name for n, name in enumerate(shown.header) if name in SHARES}
     return {name: [float(row[n]) for row in shown.rows] for n, name in columns.items()}

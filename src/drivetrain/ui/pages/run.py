@@ -17,7 +17,7 @@ from drivetrain.core.typed import is_number
 from drivetrain.run.identity import flatten, reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
-from drivetrain.ui import table_picture
+from drivetrain.ui import plots
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, sentence, setting, under, words
@@ -59,7 +59,7 @@ def sheet_of(run: RunFiles, samples: Sequence[Section] = ()) -> Sheet:
         body += [*_results(result, run), *_speed(result)]
     body += _curves(run)
     if result is not None and result.tables:
-        of_what, found = table_picture.of_result(result.tables)
+        of_what, found = plots.of_result(result.tables)
         body += charts.sections(found, of_what)
     body += samples or under(
         "Samples with predictions",
