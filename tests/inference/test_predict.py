@@ -99,7 +99,7 @@ def test_a_folder_of_images_with_a_broken_one(digits, tmp_path, images, capsys):
     assert found[2]["label"] == found[2]["p_0"] == ""
     expected = drivetrain.load(digits.run_dir).predict(images)
     assert [row["label"] for row in found if not row["error"]] == [expected.labels[n] for n in (0, 1, 3, 4, 5)]
-    assert "2 inputs could not be read" in capsys.readouterr().err
+    assert "2 of the inputs could not be read" in capsys.readouterr().err
 
 
 def test_image_files_as_the_run_reads_its_own(finished, tmp_path, monkeypatch, capsys):

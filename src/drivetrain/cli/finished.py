@@ -221,7 +221,7 @@ def _predict(given: RunArguments) -> int:
         echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
     if counts.unreadable:
         more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
-        echo(f"error: {counts.unreadable} inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
+        echo(f"error: {counts.unreadable} of the inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
     return FAILED if counts.unreadable else DONE
 
 

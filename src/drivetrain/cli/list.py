@@ -94,6 +94,8 @@ def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
     keys, groups = catalog.root_keys(), catalog.option_files(config_dirs)
     if word in keys:
         return f"{word} is a key of the whole config, and no group: {keys[word]}"
+    if of := [name for name, files in groups.items() if word in files]:
+        raise UserError(f"there is no group '{word}': {word} is an option: `drivetrain list {of[0]}={word}` shows it")
     key = word.rpartition(".")[2]
     having = [f"{name}={o}" for name, of_group in catalog.owners(config_dirs).items() for o in of_group.get(key, ())]
     homes = " and ".join(dict.fromkeys(each.partition("=")[0] for each in having))

@@ -144,7 +144,7 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   drivetrain doctor recipe=naive rounds=16
 
   prove=false           only examine the step
-  profile_s=2              seconds of each examination of the step
+  profile_s=2           seconds of each examination of the step
   rounds=8, block_s=0.4  of the comparison that proves the overrides
   --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/doctor
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml

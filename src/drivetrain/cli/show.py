@@ -94,7 +94,8 @@ def _horizon(run: RunSpec) -> Horizon:
         over = horizons.run_horizon(run, samples, batch)
     if over is None:
         raise UserError(
-            f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples: no update is made"
+            f"batch.global_batch={run.batch.global_batch} is more than the {samples} training samples, so no update is made:"
+            f" set batch.global_batch to {samples} or less"
         )
     return over.at_most(run.debug.updates)
 

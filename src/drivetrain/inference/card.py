@@ -162,7 +162,8 @@ def _recipe(run: RunFiles) -> Iterator[str]:
     named = {"drivetrain": run.environment.get("drivetrain"), **versions}
     yield f"Versions: {', '.join(code(f'{name} {value}') for name, value in named.items() if value)}.\n"
     recipe = run.path / "recipe.yaml"
-    yield "`drivetrain train recipe=recipe.yaml` trains it again with this file:\n"
+    yield "`drivetrain train recipe=recipe.yaml` trains it again with this file."
+    yield "A recipe has no paths: add those of the data, such as `data.root=FOLDER`.\n"
     lines = plain(files.read_text(recipe)).splitlines() if recipe.is_file() else []
     # Its comments name what belongs to this machine. Indented, a line is code whatever it holds.
     yield "\n".join(f"    {line}" for line in lines if not line.lstrip().startswith("#"))
