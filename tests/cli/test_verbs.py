@@ -36,7 +36,7 @@ from tests.support.command import (
     with_own_nets,
 )  # fmt: skip
 
-GROUPS = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in sorted((ROOT / "conf").iterdir()) if p.is_dir()}
+GROUPS = {p.name: sorted(f.stem for f in p.glob("[!_]*.yaml")) for p in sorted((ROOT / "conf").iterdir()) if p.is_dir()}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -133,6 +133,7 @@ def test_list_a_key_of_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("list", "nope"), ("'nope'", "optimizer")),
         (("list", "tarket"), ("'tarket'", "'target'")),
+        (("list", "adamw"), ("'adamw'", "adamw is an option", "drivetrain list optimizer=adamw")),
         (("list", "order"), ("'order'", "order is a key of data", "drivetrain list data")),
         (("list", "optimizer=adamx"), ("is no option of optimizer", "'adamw'")),
         (("compare", "--rounds", "4", "--quality"), ("--rounds 4 is rounds=4", "--quality is quality=true")),
