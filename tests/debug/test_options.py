@@ -765,7 +765,7 @@ def test_overfit_leaves_augmentation_out_and_says_so(make, tiny):
     assert make(*words).train_data.steps == ()
     said = launcher.prepare(tiny(*words, "ema=ema")).notices
     assert any("debug=overfit leaves augment=[flip_crop] out" in line for line in said)
-    assert any("not those of ema=ema" in line for line in said)
+    assert any("not at those of ema=ema" in line for line in said)
 
 
 # --- anomaly ---
