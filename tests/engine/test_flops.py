@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -50,6 +51,17 @@ def test_it_is_torchs_count_of_a_text_model(make):
     trainer = make("data=stdlib", "data.length=32", "data.max_files=20", "data.test_samples=8", "loss=next_token", "model=gpt",
                    "model.width=32", "model.depth=2", "model.heads=2")  # fmt: skip
     assert trainer.log.mfu.model.per_sample == by_torch(trainer.model, torch.zeros(2, 32, dtype=torch.int64)) > 0
+
+
+def test_texts_much_shorter_than_the_length_have_no_count(make, tmp_path):
+    """A batch is padded to its longest text, not to data.length, at which a count would be several times too high."""
+    chats = "".join(json.dumps({"prompt": f"{n} plus 1?", "completion": str(n + 1)}) + "\n" for n in range(200))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "chats.jsonl").write_text(chats)
+    words = ("data=instructions", f"data.path={tmp_path}/chats.jsonl", "loss=next_token", "model=gpt", "model.width=32")
+    counted = make(*words).log.mfu.model
+    assert counted.per_sample is None
+    assert "different lengths" in counted.reason
 
 
 def test_counting_changes_nothing():
