@@ -1,11 +1,11 @@
-"""Does `drivetrain bisect` name the right knobs? Planted causes among 15 changes, many times over.
+"""Does `drivetrain bisect` name the right settings? Planted causes among 15 changes, many times over.
 
     python -m bench.bisect                       # 40 repeats of each kind, with simulated rounds: a minute
     python -m bench.bisect --true single,pair    # and these kinds once more with true processes: minutes each; --quality KINDS
 
 The simulated rounds have the noise of compare's as it was measured on two cores: the same against itself was known to 1.9 % on
-each side after 20 rounds of the first arm and three others, about 4 % in a round. Some rounds are outliers.
-A true run bisects a model with 15 knobs (Knobs), of which the guilty ones make each forward sleep.
+each side after 20 rounds of the first variant and three others, about 4 % in a round. Some rounds are outliers.
+A true run bisects a model with 15 settings (Planted), of which the guilty ones make each forward sleep.
 """
 
 from __future__ import annotations
@@ -123,17 +123,17 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Knobs(torch.nn.Module):
-    """A small net with 15 knobs that do nothing, but for `extra_ms` that each forward sleeps when all of the `slow` ones are on.
+class Planted(torch.nn.Module):
+    """A small net with 15 settings that do nothing, but for `extra_ms` that each forward sleeps when all `slow` ones are on.
 
-    With `noisy` the guilty knobs make the result worse instead: that share of the outputs is replaced by noise.
+    With `noisy` the guilty settings make the result worse instead: that share of the outputs is replaced by noise.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], classes: int, slow: list[int], extra_ms: float = 0.0, noisy: float = 0.0, **knobs: int
+        self, shape: tuple[int, ...], classes: int, slow: list[int], extra_ms: float = 0.0, noisy: float = 0.0, **settings: int
     ) -> None:  # fmt: skip
         super().__init__()
-        guilty = all(knobs[f"k{number:02d}"] for number in slow)
+        guilty = all(settings[f"k{number:02d}"] for number in slow)
         self.extra, self.noisy = (extra_ms / 1e3, noisy) if guilty else (0.0, 0.0)
         layers = torch.nn.Flatten(), torch.nn.LazyLinear(64), torch.nn.ReLU(), torch.nn.Linear(64, classes)
         self.body = torch.nn.Sequential(*layers)
@@ -163,7 +163,7 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *sides, f"data={'digits' if quality else 'synthetic'}",
-            "model=own", "model.target=bench.bisect.Knobs", "trust=[bench]", "runtime.device=cpu",
+            "model=own", "model.target=bench.bisect.Planted", "trust=[bench]", "runtime.device=cpu",
             f"model.kwargs.slow=[{','.join(map(str, guilty))}]", planted, "updates=60", "runtime.threads=1", "optimizer=sgd",
             "optimizer.lr=0.1", "scheduler=constant", f"output_dir={folder}", *settings,
         ]  # fmt: skip

@@ -21,14 +21,14 @@ def microseconds(kind: str, size: int, rounds: int) -> tuple[float, float]:
     """Return µs a sample: as the Dataset is, and by key."""
     reader, order = Reader(getattr(drawing_sets, kind)()), torch.arange(size) % 53
     indices = order.tolist()
-    arms: tuple[Callable[[], object], ...] = (
+    variants: tuple[Callable[[], object], ...] = (
         lambda: reader.plain(indices), lambda: reader.read(indices, keys(0, 1, order).tolist()),
     )  # fmt: skip
-    least = [float("inf")] * len(arms)
+    least = [float("inf")] * len(variants)
     for _ in range(rounds):
-        for n, arm in enumerate(arms):
+        for n, variant in enumerate(variants):
             began = time.perf_counter()
-            arm()
+            variant()
             least[n] = min(least[n], time.perf_counter() - began)
     return least[0] / size * 1e6, least[1] / size * 1e6
 

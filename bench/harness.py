@@ -1,6 +1,6 @@
-"""Shared by the benchmarks: interleaved arms in live processes, paired statistics, facts of the machine, a table.
+"""Shared by the benchmarks: interleaved variants in live processes, paired statistics, facts of the machine, a table.
 
-A machine's speed drifts by more than what is measured here, so no arm runs alone: each lives in a process of its own
+A machine's speed drifts by more than what is measured here, so no variant runs alone: each lives in a process of its own
 (so that one library's imports and patches do not affect another), and all run short blocks in the order A B C … C B A.
 Ratios are taken between blocks of the same round.
 """
@@ -39,14 +39,14 @@ class Done(BaseException):
 
 
 class BlockSync:
-    """An arm's side of the interleaving: called at the end of every block, it returns when the next one may run."""
+    """A variant's side of the interleaving: called at the end of every block, it returns when the next one may run."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._began: tuple[float, float] | None = None
 
     def watch(self, loss: Callable[[], float]) -> None:
-        """`loss` is read before the first block and after the last: the marker that the arm trained."""
+        """`loss` is read before the first block and after the last: the marker that the variant trained."""
         self._loss, self._first = loss, loss()
 
     def mark(self, first: float) -> None:
@@ -54,7 +54,7 @@ class BlockSync:
         self._first = first
 
     def __call__(self, updates: int) -> None:
-        """Hand over the block's time; `updates` is the arm's own count of all it made. Raises Done after the last."""
+        """Hand over the block's time; `updates` is the variant's own count of all it made. Raises Done after the last."""
         now = _clocks()
         self._connection.send(None if self._began is None else tuple(b - a for a, b in zip(self._began, now, strict=True)))
         if self._connection.recv() == "stop":
@@ -68,12 +68,12 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def _serve(arm: Callable[..., None], args: tuple[Any, ...], connection: Connection, terminal: str) -> None:
-    screen = os.open(terminal, os.O_RDWR | os.O_APPEND)  # every arm writes to a terminal, as it would before a person
+def _serve(variant: Callable[..., None], args: tuple[Any, ...], connection: Connection, terminal: str) -> None:
+    screen = os.open(terminal, os.O_RDWR | os.O_APPEND)  # every variant writes to a terminal, as it would before a person
     os.dup2(screen, 1)
     os.dup2(screen, 2)
     try:
-        arm(*args, BlockSync(connection))
+        variant(*args, BlockSync(connection))
     except Done:
         pass
     except BaseException:
@@ -81,10 +81,10 @@ def _serve(arm: Callable[..., None], args: tuple[Any, ...], connection: Connecti
         raise
 
 
-class Arm:
+class Variant:
     """One live process. It starts at once; `ready` waits for it.
 
-    `terminal` is a terminal, or a file that gets what the arm writes. `method` is spawn, a fresh interpreter, or fork.
+    `terminal` is a terminal, or a file that gets what the variant writes. `method` is spawn, a fresh interpreter, or fork.
     """
 
     def __init__(
@@ -94,13 +94,13 @@ class Arm:
         context: Any = get_context(method)
         self.name, self._answers_s = name, answers_s
         self._connection, theirs = context.Pipe()
-        # No daemon: a loader's arm has workers of its own.
+        # No daemon: a loader's variant has workers of its own.
         self._process = context.Process(target=_serve, args=(run, args, theirs, terminal), daemon=False)
         self._process.start()
         theirs.close()
 
     def ready(self) -> None:
-        """Wait until the arm has built what it trains."""
+        """Wait until the variant has built what it trains."""
         self._receive()
 
     def block(self) -> tuple[float, float]:
@@ -109,7 +109,7 @@ class Arm:
         return self._receive()
 
     def stop(self) -> dict[str, Any]:
-        """End the arm; its marker."""
+        """End the variant; its marker."""
         self._connection.send("stop")
         marker = self._receive()
         self._process.join(10)
@@ -128,29 +128,29 @@ class Arm:
             self._process.join(1)
             message = f"died with exit code {self._process.exitcode}"
         if isinstance(message, str):
-            raise RuntimeError(f"arm {self.name}: {message}")
+            raise RuntimeError(f"variant {self.name}: {message}")
         return message
 
 
 def run_rounds(
-    arms: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], rounds: int, warmup: int
+    variants: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], rounds: int, warmup: int
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, dict[str, Any]]]:
-    """Seconds (wall, CPU) of each arm's blocks, one a round, and each arm's marker. The order alternates between rounds."""
+    """Seconds (wall, CPU) of each variant's blocks, one a round, and its marker. The order alternates between rounds."""
     with _screen() as terminal:
-        live = [Arm(name, run, args, terminal) for name, (run, args) in arms.items()]
+        live = [Variant(name, run, args, terminal) for name, (run, args) in variants.items()]
         try:
-            for arm in live:
-                arm.ready()
-            seconds: dict[str, list[tuple[float, float]]] = {arm.name: [] for arm in live}
+            for variant in live:
+                variant.ready()
+            seconds: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in live}
             for number in range(warmup + rounds):
-                for arm in live if number % 2 == 0 else reversed(live):
-                    taken = arm.block()
+                for variant in live if number % 2 == 0 else reversed(live):
+                    taken = variant.block()
                     if number >= warmup:
-                        seconds[arm.name].append(taken)
-            return seconds, {arm.name: arm.stop() for arm in live}
+                        seconds[variant.name].append(taken)
+            return seconds, {variant.name: variant.stop() for variant in live}
         finally:
-            for arm in live:
-                arm.kill()
+            for variant in live:
+                variant.kill()
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def interval(paired: Sequence[float], resamples: int = 2000) -> dict[str, float]
 
 
 def against(values: Sequence[float], base: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Difference and ratio to the base arm, each pair from one round."""
+    """Difference and ratio to the base variant, each pair from one round."""
     pairs = list(zip(values, base, strict=True))
     return {"difference": interval([v - b for v, b in pairs]), "ratio": interval([v / b for v, b in pairs])}
 

@@ -1,9 +1,9 @@
 """Are the verdicts of `quality=true` honest? `python -m bench.honest [--repeats N]` trains and judges many times over.
 
 Harmless changes are judged half as often as the same against itself, planted breaks a quarter. Each repeat has seeds of its
-own. The same against itself is trained with other seeds than the first arm, so that nothing but chance tells them apart. What
-is planted in a break is no override, so the arm claims what its overrides claim: where it has none, the same mathematics. Runs
-are trained in this process, one after the other, and judged as `drivetrain compare` does.
+own. The same against itself is trained with other seeds than the first variant, so that nothing but chance tells them apart. What
+is planted in a break is no override, so the variant claims what its overrides claim: where it has none, the same mathematics.
+Runs are trained in this process, one after the other, and judged as `drivetrain compare` does.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ SEEDS_OF_A_REPEAT = 1000
 Plant = Callable[[Trainer], None]
 
 
-class Arm(NamedTuple):
-    """An arm: what its overrides say, from which its claim follows, and what is planted beside them."""
+class Variant(NamedTuple):
+    """A variant: what its overrides say, from which its claim follows, and what is planted beside them."""
 
     overrides: tuple[str, ...] = ()
     plant: Plant | None = None
@@ -131,40 +131,40 @@ def _overwrite_gradients(trainer: Trainer) -> None:
 
 
 BREAKS = {
-    "labels of one row in ten are shifted": Arm((), _each_batch(_shift_labels)),
-    "half of each batch is not seen": Arm((), _each_batch(_drop_half)),
-    "mixup without mixing labels": Arm(("augment=[mixup]", "augment.mixup.alpha=1"), _keep_first_label),
-    "the learning rate stays at its start": Arm((), _stay_at_first_lr),
-    "ema is never updated": Arm(("ema=ema",), _no_average),
-    "the first layer's gradient is lost": Arm((), _lose_first_gradient),
-    "the optimizer forgets its moments": Arm((), _forget_moments),
-    "dropout also in the evaluation": Arm(("model.dropout=0.5",), _dropout_in_evaluation),
-    "no normalisation in the evaluation": Arm((), _no_normalisation_in_evaluation),
-    "accumulation overwrites gradients": Arm(("batch=accumulate", "batch.accumulation_steps=8"), _overwrite_gradients),
-    "a learning rate 30 times as high": Arm(("optimizer.lr=1.0",)),
-    "a weight decay 500 times as high": Arm(("optimizer.weight_decay=5.0",)),
+    "labels of one row in ten are shifted": Variant((), _each_batch(_shift_labels)),
+    "half of each batch is not seen": Variant((), _each_batch(_drop_half)),
+    "mixup without mixing labels": Variant(("augment=[mixup]", "augment.mixup.alpha=1"), _keep_first_label),
+    "the learning rate stays at its start": Variant((), _stay_at_first_lr),
+    "ema is never updated": Variant(("ema=ema",), _no_average),
+    "the first layer's gradient is lost": Variant((), _lose_first_gradient),
+    "the optimizer forgets its moments": Variant((), _forget_moments),
+    "dropout also in the evaluation": Variant(("model.dropout=0.5",), _dropout_in_evaluation),
+    "no normalisation in the evaluation": Variant((), _no_normalisation_in_evaluation),
+    "accumulation overwrites gradients": Variant(("batch=accumulate", "batch.accumulation_steps=8"), _overwrite_gradients),
+    "a learning rate 30 times as high": Variant(("optimizer.lr=1.0",)),
+    "a weight decay 500 times as high": Variant(("optimizer.weight_decay=5.0",)),
 }
 HARMLESS = {
-    "label smoothing 0.1": Arm(("loss.label_smoothing=0.1",)),
-    "dropout 0.3": Arm(("model.dropout=0.3",)),
-    "mixup": Arm(("augment=[mixup]",)),
-    "ema": Arm(("ema=ema",)),
-    "accumulation": Arm(("batch=accumulate",)),
+    "label smoothing 0.1": Variant(("loss.label_smoothing=0.1",)),
+    "dropout 0.3": Variant(("model.dropout=0.3",)),
+    "mixup": Variant(("augment=[mixup]",)),
+    "ema": Variant(("ema=ema",)),
+    "accumulation": Variant(("batch=accumulate",)),
 }
 
 
 # --- the campaign ---
 
 
-def arms_of(kind: str) -> dict[str, Arm]:
-    """Name → arm of one kind."""
-    return {"same": {SAME: Arm()}, "break": BREAKS, "harmless": HARMLESS}[kind]
+def variants_of(kind: str) -> dict[str, Variant]:
+    """Name → variant of one kind."""
+    return {"same": {SAME: Variant()}, "break": BREAKS, "harmless": HARMLESS}[kind]
 
 
-def trained(arm: Arm, seed: int) -> TrainedRun:
-    """One arm trained with one seed, in this process."""
-    job = _job(arm.overrides)
-    job.run, job.attach = job.run.with_parts(runtime=job.run.runtime.with_values(seed=seed)), arm.plant
+def trained(variant: Variant, seed: int) -> TrainedRun:
+    """One variant trained with one seed, in this process."""
+    job = _job(variant.overrides)
+    job.run, job.attach = job.run.with_parts(runtime=job.run.runtime.with_values(seed=seed)), variant.plant
     with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:
         result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
         run = read(Path(folder))
@@ -179,41 +179,41 @@ def _job(overrides: tuple[str, ...]) -> Job:
 
 @cache
 def _base_run(seed: int) -> TrainedRun:
-    return trained(Arm(), seed)
+    return trained(Variant(), seed)
 
 
-def judged(arm: Arm, repeat: int, plan: quality.Plan, shift: int = 0) -> Verdict:
-    """The verdict on one arm in one repeat. `shift` is added to its seeds, of which the first arm's are not."""
+def judged(variant: Variant, repeat: int, plan: quality.Plan, shift: int = 0) -> Verdict:
+    """The verdict on one variant in one repeat. `shift` is added to its seeds, of which the first variant's are not."""
     base = _job(())
-    claim = changes.between(base, _job(arm.overrides))
+    claim = changes.between(base, _job(variant.overrides))
     selection = selected(base.run)
     trial = Trial.of(selection.name, {1: claim}, {1: quality.figures_for(claim[0], selection)})
 
-    def train(number_of_arm: int, number: int) -> TrainedRun:
+    def train(number_of_variant: int, number: int) -> TrainedRun:
         seed = repeat * SEEDS_OF_A_REPEAT + number
-        return trained(arm, seed + shift) if number_of_arm else _base_run(seed)
+        return trained(variant, seed + shift) if number_of_variant else _base_run(seed)
 
     quality.sequentially(trial, plan, train)
     return trial.verdicts[1]
 
 
 def _repeat(task: tuple[int, dict[str, int], quality.Plan]) -> list[tuple[str, Verdict]]:
-    """All arms of one repeat, those that are repeated so often."""
+    """All variants of one repeat, those that are repeated so often."""
     repeat, repeats, plan = task
     torch.set_num_threads(1)
     digits.read_digits = cache(digits.read_digits)
     found = []
     for kind, times in repeats.items():
-        for name, arm in arms_of(kind).items() if repeat < times else ():
+        for name, variant in variants_of(kind).items() if repeat < times else ():
             shift = SEEDS_OF_A_REPEAT // 2 if name == SAME else 0
-            found.append((name, judged(arm, repeat, plan, shift)))
+            found.append((name, judged(variant, repeat, plan, shift)))
     return found
 
 
 def campaign(repeats: dict[str, int], processes: int, out: Path) -> dict[str, Any]:
-    """All verdicts, by kind and arm, as the result file has them; the file is written after each repeat."""
+    """All verdicts, by kind and variant, as the result file has them; the file is written after each repeat."""
     began, plan = time.perf_counter(), quality.Plan()
-    verdicts: dict[str, list[Verdict]] = {name: [] for kind in repeats for name in arms_of(kind)}
+    verdicts: dict[str, list[Verdict]] = {name: [] for kind in repeats for name in variants_of(kind)}
     tasks = [(number, repeats, plan) for number in range(max(repeats.values()))]
     content: dict[str, Any] = {}
     with multiprocessing.get_context("fork").Pool(processes) as pool:
@@ -224,7 +224,7 @@ def campaign(repeats: dict[str, int], processes: int, out: Path) -> dict[str, An
             content = {
                 "overrides": OVERRIDES, "seeds": plan.seeds, "max_seeds": plan.max_seeds,
                 "seconds": time.perf_counter() - began, "repeats": done,
-                **{kind: {name: _summary(verdicts[name]) for name in arms_of(kind)} for kind in repeats},
+                **{kind: {name: _summary(verdicts[name]) for name in variants_of(kind)} for kind in repeats},
             }  # fmt: skip
             write(out, content)
     return content
@@ -249,7 +249,7 @@ def main() -> None:
         for kind in repeats
         for name, row in content[kind].items()
     ]
-    table("verdicts on quality", ("kind", "arm", "claims", PASS, INCONCLUSIVE, FAIL), rows)
+    table("verdicts on quality", ("kind", "variant", "claims", PASS, INCONCLUSIVE, FAIL), rows)
 
 
 if __name__ == "__main__":

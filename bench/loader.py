@@ -2,7 +2,7 @@
 
 `python -m bench.loader [--quick] [--groups jpeg memory] [--rounds N] [--out FILE]`
 
-The JPEG files are crops of the two photographs that scikit-learn ships, about 500×400, quality 90. Every arm gives
+The JPEG files are crops of the two photographs that scikit-learn ships, about 500×400, quality 90. Every variant gives
 random-resized, mirrored 224×224 uint8 in batches of 64 (`memory`: 32×32, cropped and mirrored, 256), is a live process,
 and runs short blocks in turn. `packed` reads shards of the same files. First batch: from the request until
 it is there.
@@ -47,7 +47,7 @@ def write_photographs(folder: Path, number: int) -> None:
 
 
 def take(sync: BlockSync, epoch: Callable[[], Iterator[Any]]) -> None:
-    """A block is an epoch, begun and drained within it, so that nothing reads ahead during the other arms' blocks."""
+    """A block is an epoch, begun and drained within it, so that nothing reads ahead during the other variants' blocks."""
     multiprocessing.set_start_method("fork", force=True)  # this process was spawned; a user's is not
     sync.watch(peak_bytes)
     images = 0
@@ -143,7 +143,7 @@ def in_memory(workers: int, sync: BlockSync) -> None:
     drain(Images(), MEMORY_BATCH, workers, sync)
 
 
-def jpeg_arms(folder: Path, quick: bool) -> dict[str, Any]:
+def jpeg_variants(folder: Path, quick: bool) -> dict[str, Any]:
     """The usual code first."""
     from drivetrain.cli.main import main as drivetrain
 
@@ -164,7 +164,7 @@ def jpeg_arms(folder: Path, quick: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def memory_arms(folder: Path, quick: bool) -> dict[str, Any]:
+def memory_variants(folder: Path, quick: bool) -> dict[str, Any]:
     """32×32 in memory."""
     write_cifar(folder, 1000 if quick else 10_000)
     overrides = ("data=cifar10", f"data.root={folder}", "augment=[flip_crop]", f"batch.global_batch={MEMORY_BATCH}", "model=mlp")
@@ -189,12 +189,12 @@ def write_cifar(folder: Path, number: int) -> None:
         (place / f"{name}.bin").write_bytes(records.tobytes())
 
 
-def measure(arms: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Per arm: images/s, ratio to the best DataLoader arm, seconds to the first batch, peak memory of all its processes."""
-    seconds, markers = harness.run_rounds(arms, rounds, warmup=2)
-    images = {name: markers[name]["updates"] / (2 + rounds) for name in arms}  # of a block
+def measure(variants: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """Per variant: images/s, ratio to the best DataLoader variant, seconds to the first batch, peak memory of its processes."""
+    seconds, markers = harness.run_rounds(variants, rounds, warmup=2)
+    images = {name: markers[name]["updates"] / (2 + rounds) for name in variants}  # of a block
     rates = {name: [images[name] / wall for wall, _ in taken] for name, taken in seconds.items()}
-    usual_ones = [name for name in arms if name.startswith("DataLoader")]
+    usual_ones = [name for name in variants if name.startswith("DataLoader")]
     best = max(usual_ones, key=lambda name: harness.spread(rates[name])["median"])
     return {
         name: {
@@ -203,13 +203,13 @@ def measure(arms: dict[str, Any], rounds: int) -> dict[str, Any]:
             "first_batch_s": markers[name]["loss_first"],
             "peak_bytes": markers[name]["loss_last"],
         }
-        for name in arms
+        for name in variants
     }
 
 
 def main() -> None:
     """Measure, show, write."""
-    groups = {"jpeg": jpeg_arms, "memory": memory_arms}
+    groups = {"jpeg": jpeg_variants, "memory": memory_variants}
     given = harness.parse(__doc__, "loader-cpu.json", quick=False, groups=groups, rounds=int)
     found = {}
     for group in given.groups:

@@ -1,8 +1,8 @@
 """What a loop costs a step: ours against hand-written loops, Lightning Fabric, accelerate and Lightning.
 
-`python -m bench.overhead [--quick] [--arms hand ours …] [--out FILE]`
+`python -m bench.overhead [--quick] [--variants hand ours …] [--out FILE]`
 
-The model is so small that the loop shows: an MLP 32 → 64 → 64 → 10, batch 64, SGD with momentum, one thread. Every arm
+The model is so small that the loop shows: an MLP 32 → 64 → 64 → 10, batch 64, SGD with momentum, one thread. Every variant
 holds the same amount of data in memory and picks each batch by a shuffled index. A block is a few epochs.
 
 - bare: one update a batch, nothing else. `ours`, `lightning` and the others with all their extras off; `…_default` as
@@ -10,7 +10,7 @@ holds the same amount of data in memory and picks each batch by a shuffled index
 - everyday: four micro-batches of 64 to an update, gradients clipped by norm, the loss to a JSONL every 20 updates,
   progress in the terminal.
 
-Ours is driven through `Trainer.fit()` itself, the trainer being built by `build` from a checked config: the arm only adds
+Ours is driven through `Trainer.fit()` itself, the trainer being built by `build` from a checked config: the variant only adds
 a sink, whose `log` is called at each epoch's end and ends the block there. Nothing is added to a step.
 """
 
@@ -35,7 +35,7 @@ LOG_EVERY = 20
 
 @dataclass(frozen=True)
 class Work:
-    """What every arm of a group does."""
+    """What every variant of a group does."""
 
     updates: int  # of an epoch
     epochs: int  # of a block
@@ -326,14 +326,14 @@ def measure(group: str, work: Work, names: Sequence[str], rounds: int, warmup: i
     seconds, markers = harness.run_rounds({n: (loop, (work,)) for n, loop in loops.items()}, rounds, warmup)
     per_block = work.updates * work.epochs
     wall, cpu = ({n: [1e6 * s[i] / per_block for s in taken] for n, taken in seconds.items()} for i in (0, 1))
-    arms = {}
+    variants = {}
     for name in loops:
-        arms[name] = {
+        variants[name] = {
             "us": harness.spread(wall[name]), "to_hand": harness.against(wall[name], wall["hand"]),
             "cpu_us": harness.spread(cpu[name]), "cpu_to_hand": harness.against(cpu[name], cpu["hand"]),
             **markers[name], "trained": _trained(markers[name], per_block * (rounds + warmup)),
         }  # fmt: skip
-    return {"work": asdict(work), "rounds": rounds, "arms": arms, "blocks_us": {"wall": wall, "cpu": cpu}}
+    return {"work": asdict(work), "rounds": rounds, "variants": variants, "blocks_us": {"wall": wall, "cpu": cpu}}
 
 
 def _trained(marker: dict[str, Any], expected: int) -> bool:
@@ -341,14 +341,14 @@ def _trained(marker: dict[str, Any], expected: int) -> bool:
 
 
 def main() -> int:
-    """Measure both groups; exit code 1 if an arm did not train."""
+    """Measure both groups; exit code 1 if a variant did not train."""
     everyone = list(dict.fromkeys(name for loops in GROUPS.values() for name in loops))
-    given = harness.parse(__doc__, "overhead-cpu.json", quick=False, arms=everyone, groups=GROUPS, rounds=int)
+    given = harness.parse(__doc__, "overhead-cpu.json", quick=False, variants=everyone, groups=GROUPS, rounds=int)
     if given.quick:
         works, rounds, warmup = {"bare": Work(20, 1), "everyday": Work(20, 1, steps=4)}, given.rounds or 4, 1
     else:  # an everyday block spans several refreshes of a live progress line
         works, rounds, warmup = {"bare": Work(500, 1), "everyday": Work(240, 2, steps=4)}, given.rounds or 30, 3
-    requested = ["hand", *given.arms]
+    requested = ["hand", *given.variants]
     skipped = {name: f"{NEEDS[name]} is not installed" for name in requested if name in NEEDS and find_spec(NEEDS[name]) is None}
     for name, why in skipped.items():
         print(f"skipped {name}: {why}")
@@ -361,12 +361,12 @@ def main() -> int:
              "{median:.3f} [{low:.3f}, {high:.3f}]".format(**a["to_hand"]["ratio"]),
              f"{a['cpu_to_hand']['ratio']['median']:.3f}", f"{a['updates']:,}",
              f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else " FAILED")]
-            for name, a in found[group]["arms"].items()
+            for name, a in found[group]["variants"].items()
         ]  # fmt: skip
-        header = ("arm", "µs/update", "p10 – p90", "to hand, µs", "ratio [95 %]", "CPU ratio", "updates", "loss")
+        header = ("variant", "µs/update", "p10 – p90", "to hand, µs", "ratio [95 %]", "CPU ratio", "updates", "loss")
         harness.table(f"{group} ({rounds} rounds)", header, rows)
     harness.write(given.out, {"unit": "µs per update", "skipped": skipped, "groups": found})
-    failed = [f"{g}/{n}" for g, f in found.items() for n, a in f["arms"].items() if not a["trained"]]
+    failed = [f"{g}/{n}" for g, f in found.items() for n, a in f["variants"].items() if not a["trained"]]
     print("\n".join(f"{name} did not train: its figures mean nothing" for name in failed))
     return bool(failed)
 

@@ -77,14 +77,14 @@ def further_job(jobs: int) -> Figures:
 
 def measure(pairs: int, jobs: int) -> dict[str, Any]:
     """All figures, in seconds, and the difference to importing torch: of a run until its first update has ended."""
-    arms: dict[str, Callable[[], Figures]] = {
+    variants: dict[str, Callable[[], Figures]] = {
         TORCH: lambda: python("-c", "import torch")[0], RUN: first_update,
         **{name: partial(refusal, words) for name, words in BAD.items()}, JOB: partial(further_job, jobs),
     }  # fmt: skip
-    runs: dict[str, list[Figures]] = {name: [] for name in arms}
+    runs: dict[str, list[Figures]] = {name: [] for name in variants}
     for pair in range(pairs):
-        for name in arms if pair % 2 == 0 else reversed(arms):
-            runs[name].append(arms[name]())
+        for name in variants if pair % 2 == 0 else reversed(variants):
+            runs[name].append(variants[name]())
     base = [run["wall"] for run in runs[TORCH]]
     return {
         name: {

@@ -1,10 +1,10 @@
 """What a step of a model of transformers takes: ours against Hugging Face's Trainer and a hand-written loop.
 
-`python -m bench.transformers [--quick] [--bf16] [--arms ours trainer] [--out FILE]`
+`python -m bench.transformers [--quick] [--bf16] [--variants ours trainer] [--out FILE]`
 
 A small BERT that classifies texts, and a small Llama that continues them, both made from configs; AdamW at a constant rate, no
-clipping, no dropout, samples of one length in memory. The arms live in processes of their own and take turns, a block of updates
-each. It runs on the accelerator where there is one, else on one thread of the CPU. Nothing but each block's last loss is logged.
+clipping, no dropout, samples of one length in memory. The variants live in processes of their own and take turns, a block of
+updates each. It runs on the accelerator where there is one, else on one thread of the CPU. Only each block's last loss is logged.
 
 `hand` is the loop that one would write: batches cut from tensors, the model's own loss. `trainer` is `transformers.Trainer` on a
 Dataset with its default collator. `ours` is `Trainer.fit()` of a checked config on the same Dataset.
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What every arm of a model does."""
+    """What every variant of a model does."""
 
     kind: str
     updates: int  # of a block
@@ -77,7 +77,7 @@ def device() -> Any:
 
 
 def watch(sync: BlockSync, model: Any, data: Sentences, where: Any) -> None:
-    """The marker that an arm trained: its loss on the first samples."""
+    """The marker that a variant trained: its loss on the first samples."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -203,7 +203,7 @@ def measure(work: Work, names: list[str], rounds: int, warmup: int) -> dict[str,
     """One model's figures, in milliseconds an update; ratios to the hand-written loop, each pair from one round."""
     seconds, markers = harness.run_rounds({name: (ARMS[name], (work,)) for name in names}, rounds, warmup)
     wall, cpu = ({n: [1e3 * s[i] / work.updates for s in taken] for n, taken in seconds.items()} for i in (0, 1))
-    arms = {
+    variants = {
         name: {
             "ms": harness.spread(wall[name]), "to_hand": harness.against(wall[name], wall["hand"]),
             "cpu_ms": harness.spread(cpu[name]), "cpu_to_hand": harness.against(cpu[name], cpu["hand"]), **markers[name],
@@ -211,15 +211,15 @@ def measure(work: Work, names: list[str], rounds: int, warmup: int) -> dict[str,
         }
         for name in names
     }  # fmt: skip
-    return {"work": asdict(work), "rounds": rounds, "arms": arms}
+    return {"work": asdict(work), "rounds": rounds, "variants": variants}
 
 
 def main() -> int:
-    """Measure both models; exit code 1 if an arm did not train."""
+    """Measure both models; exit code 1 if a variant did not train."""
     given = harness.parse(
-        __doc__, "transformers-cpu.json", quick=False, bf16=False, arms=ARMS, models=CONFIGS, rounds=int, updates=int
+        __doc__, "transformers-cpu.json", quick=False, bf16=False, variants=ARMS, models=CONFIGS, rounds=int, updates=int
     )
-    names = list(dict.fromkeys(["hand", *given.arms]))
+    names = list(dict.fromkeys(["hand", *given.variants]))
     rounds, warmup, updates = (2, 1, 4) if given.quick else (20, 2, 32)
     found = {}
     for kind in given.models:
@@ -229,12 +229,14 @@ def main() -> int:
             [name, f"{a['ms']['median']:.2f}", harness.ratio(a["to_hand"]["ratio"]), f"{a['cpu_ms']['median']:.2f}",
              harness.ratio(a["cpu_to_hand"]["ratio"]),
              f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else " FAILED")]
-            for name, a in found[kind]["arms"].items()
+            for name, a in found[kind]["variants"].items()
         ]  # fmt: skip
-        harness.table(kind, ("arm", "ms/update", "ratio [95 %]", "CPU ms", "CPU ratio [95 %]", "loss"), rows)
+        harness.table(kind, ("variant", "ms/update", "ratio [95 %]", "CPU ms", "CPU ratio [95 %]", "loss"), rows)
     versions = {name: harness.version(name) for name in ("transformers", "tokenizers", "peft")}
     harness.write(given.out, {"unit": "ms per update", "device": str(device()), "versions": versions, "models": found})
-    failed = [f"{kind}/{name}" for kind, of in found.items() for name, arm in of["arms"].items() if not arm["trained"]]
+    failed = [
+        f"{kind}/{name}" for kind, of in found.items() for name, variant in of["variants"].items() if not variant["trained"]
+    ]
     print("\n".join(f"{name} did not train: its figures mean nothing" for name in failed))
     return bool(failed)
 

@@ -182,7 +182,7 @@ def test_no_config_library_below_the_config_side(module):
         assert "OmegaConf" not in path.read_text()
 
 
-def test_knobs_are_plain_values_when_they_reach_an_option(make):
+def test_settings_are_plain_values_when_they_reach_an_option(make):
     trainer = make("model.hidden=[8,8]", "batch=accumulate", "clip=norm", "precision=amp", "ema=ema")
     parts = [
         trainer.batch,

@@ -17,7 +17,7 @@ from bench import cards, harness, overhead, startup
 
 from drivetrain.cli.list import show
 from drivetrain.config import catalog
-from drivetrain.measure.benchmark import arms
+from drivetrain.measure.benchmark import variants
 from drivetrain.measure.benchmark.comparison import Row
 from drivetrain.measure.intervals import Interval
 from tests.support import pairwise
@@ -51,18 +51,20 @@ def test_every_benchmark_finds_what_it_imports(name: str) -> None:
 @pytest.mark.slow
 def test_overhead_measures_what_is_there_and_names_what_is_not(tmp_path: Path) -> None:
     out = tmp_path / "o.json"
-    done = run("-c", WITHOUT_PEERS, "--quick", "--rounds", "2", "--arms", "ours", "accelerate", "lightning", "--out", str(out))
+    done = run(
+        "-c", WITHOUT_PEERS, "--quick", "--rounds", "2", "--variants", "ours", "accelerate", "lightning", "--out", str(out)
+    )
     content = read(out, done)
     assert set(content["skipped"]) == {"accelerate", "lightning"}
     assert "skipped lightning: lightning is not installed" in done.stdout
     assert list(content["groups"]) == ["bare", "everyday"]
     for figures in content["groups"].values():
-        assert set(figures["arms"]) == {"hand", "ours"}
-        for arm in figures["arms"].values():
-            assert arm["trained"]
-            assert arm["updates"] == 20 * 3  # one warm-up block, two measured
-            assert arm["loss_last"] < arm["loss_first"]
-        assert figures["arms"]["hand"]["to_hand"]["ratio"]["median"] == 1
+        assert set(figures["variants"]) == {"hand", "ours"}
+        for variant in figures["variants"].values():
+            assert variant["trained"]
+            assert variant["updates"] == 20 * 3  # one warm-up block, two measured
+            assert variant["loss_last"] < variant["loss_first"]
+        assert figures["variants"]["hand"]["to_hand"]["ratio"]["median"] == 1
         assert len(figures["blocks_us"]["wall"]["ours"]) == 2
         assert min(figures["blocks_us"]["wall"]["ours"]) > 0
 
@@ -78,7 +80,7 @@ def test_startup_measures(tmp_path: Path) -> None:
     assert found[startup.JOB]["beyond"]["median"] < found[startup.RUN]["wall"]["median"]
 
 
-def test_an_arm_that_did_not_train_is_found_out() -> None:
+def test_a_variant_that_did_not_train_is_found_out() -> None:
     good = {"updates": 60, "loss_first": 2.3, "loss_last": 2.2}
     assert overhead._trained(good, 60)
     assert not overhead._trained(good, 80)
@@ -123,7 +125,7 @@ def test_every_technique_has_a_case_that_composes(tmp_path: Path, monkeypatch: p
         if word not in cards.NONE:
             base = [*cards.ALL, *(each.format(photos=tmp_path / "images") for each in case.base)]
             for label, words in ((case.off, [*base, case.off]), (word, [*base, word, *case.beside])):
-                spec = arms.compose(label, words)
+                spec = variants.compose(label, words)
                 lacking = [problem for problem in spec.problems if "which is not installed" in problem]
                 assert spec.problems == lacking, word
 

@@ -90,19 +90,19 @@ def test_clock(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_speed(tmp_path: Path) -> None:
     content = stage(tmp_path, "speed", "vit_b,gpt more")
-    arms = {"vit_b": {"hand", "timm fast", "ours none"}, "gpt more": {"hand", "naive", "timm", "ours none"}}
+    variants = {"vit_b": {"hand", "timm fast", "ours none"}, "gpt more": {"hand", "naive", "timm", "ours none"}}
     for name, row in content["rows"].items():
-        assert row["failed_arms"] == {}
-        assert set(row["arms"]) == arms[name]
-        assert row["live_together"] == [list(row["arms"])]
-        assert min(arm["model_tflops"] for arm in row["arms"].values()) > 0
+        assert row["failed_variants"] == {}
+        assert set(row["variants"]) == variants[name]
+        assert row["live_together"] == [list(row["variants"])]
+        assert min(variant["model_tflops"] for variant in row["variants"].values()) > 0
 
 
 @pytest.mark.slow
 def test_the_whole_form_of_a_cpu(tmp_path: Path) -> None:
     for name, module in (("smoke", smoke), ("right", right), ("clock", clock), ("speed", speed)):
         found = stage(tmp_path / name, name, ",".join(module.CPU_ROWS))
-        assert not any(row.get("failed_arms") for row in found["rows"].values())
+        assert not any(row.get("failed_variants") for row in found["rows"].values())
 
 
 @pytest.mark.slow
@@ -261,21 +261,21 @@ def test_rows_are_chosen_by_name_in_which_only_a_star_is_special() -> None:
     assert [row.name for row in campaign.chosen(rows, ["*compile=step"])] == ["loader=sync compile=step"]
 
 
-# Arms: as many at once as the memory holds, and what fails says why.
+# Variants: as many at once as the memory holds, and what fails says why.
 
 
-def arm(updates: float, sync: Any) -> None:
+def variant(updates: float, sync: Any) -> None:
     sync.watch(lambda: updates)
     for block in range(100):
         sync(block)
 
 
 def broken(sync: Any) -> None:
-    os.write(1, b"from the arm")
+    os.write(1, b"from the variant")
     raise RuntimeError("CUDA error: device-side assert triggered")
 
 
-ARMS: dict[str, Loop] = {name: (arm, (n,)) for n, name in enumerate(("base", "a", "b", "c"))}
+ARMS: dict[str, Loop] = {name: (variant, (n,)) for n, name in enumerate(("base", "a", "b", "c"))}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ ARMS: dict[str, Loop] = {name: (arm, (n,)) for n, name in enumerate(("base", "a"
         ([40, 5, 40, 5, 40, 5], [["base", "a"], ["base", "b"], ["base", "c"]]),  # the base and one at least
     ],
 )
-def test_live_arms_are_capped_by_memory(free: list[float], groups: list[list[str]], tmp_path: Path) -> None:
+def test_live_variants_are_capped_by_memory(free: list[float], groups: list[list[str]], tmp_path: Path) -> None:
     told = iter(free)
     found = speed.run(ARMS, 2, 60.0, tmp_path, lambda: next(told))
     assert found.groups == groups
@@ -295,7 +295,7 @@ def test_live_arms_are_capped_by_memory(free: list[float], groups: list[list[str
     assert found.peak_bytes["c"] == 3
 
 
-def test_no_arm_begins_when_that_has_taken_its_share_and_each_round_is_reported(
+def test_no_variant_begins_when_that_has_taken_its_share_and_each_round_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "FILL", 0.0)
@@ -310,12 +310,12 @@ def test_no_arm_begins_when_that_has_taken_its_share_and_each_round_is_reported(
     assert late.failed == dict.fromkeys(("b", "c"), speed.NO_TIME)
 
 
-def test_an_arm_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_variant_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> None:
     found = speed.run({**ARMS, "broken": (broken, ())}, 2, 60.0, tmp_path, lambda: 1e9)
     assert set(found.blocks) == set(ARMS)
     assert "Traceback" in found.failed["broken"]
     assert "device-side assert" in found.failed["broken"]
-    assert "from the arm" in found.failed["broken"]
+    assert "from the variant" in found.failed["broken"]
     with pytest.raises(RuntimeError, match="device-side assert"):
         speed.run({"broken": (broken, ()), **ARMS}, 2, 60.0, tmp_path, lambda: 1e9)
 
@@ -366,16 +366,16 @@ def test_a_devices_peak_is_found_by_its_name() -> None:
     assert loops.data_sheet_tflops("CPU") is None
 
 
-def test_marks_take_the_best_of_our_arms() -> None:
+def test_marks_take_the_best_of_our_variants() -> None:
     def row(**rates: float) -> dict[str, Any]:
         figures = {name.replace("_", " "): {"over_base": {"median": 1 / r}, "model_tflops": r / 10} for name, r in rates.items()}
-        return {"arms": figures}
+        return {"variants": figures}
 
     found = speed.summary(
         {"ceilings": {"bf16_matmul_tflops": 800.0}, "resnet50": row(ours_step=3.0), "resnet50 more": row(ours_none=2.0, timm=2.0)}
     )
     (mark,) = found["marks"]
-    assert (mark["arm"], mark["asked"]) == ("ours step", 1.25)
+    assert (mark["variant"], mark["asked"]) == ("ours step", 1.25)
     assert mark["reached"] == pytest.approx(1.5)
     assert found["of_measured_bf16_matmul"]["resnet50 more"]["timm"] == round(0.2 / 800, 4)
 
@@ -390,7 +390,7 @@ def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
     assert [row.name for row in campaign.ordered(found)][-1] == "tests marked cuda"
     words = [training.distinct(row.args[0]) for row in (*found["clock"], *found["right"])]
     for row in found["speed"]:
-        arms = row.args[1] if len(row.args) == 2 and isinstance(row.args[1], dict) else {}
-        words += [loops.overrides(*arguments) for run, arguments in arms.values() if run is loops.ours]
+        variants = row.args[1] if len(row.args) == 2 and isinstance(row.args[1], dict) else {}
+        words += [loops.overrides(*arguments) for run, arguments in variants.values() if run is loops.ours]
     for given in words:
         assert launcher.prepare(given).run.values["epochs"]

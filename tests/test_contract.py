@@ -267,8 +267,8 @@ def write_teacher(folder: Path) -> None:
     folder.mkdir()
     model = Mlp()
     safetensors.torch.save_file(model.create((3, 8, 8), 4).state_dict(), folder / "model.safetensors")
-    knobs = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in vars(model).items())
-    (folder / "config.yaml").write_text(f"model:\n  _target_: drivetrain.model.shipped.Mlp\n{knobs}")
+    settings = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in vars(model).items())
+    (folder / "config.yaml").write_text(f"model:\n  _target_: drivetrain.model.shipped.Mlp\n{settings}")
 
 
 def words_of(option: Option) -> list[str]:
@@ -459,15 +459,15 @@ IMPLEMENTATIONS = {
 @pytest.mark.parametrize(("group", "module"), [(g, m) for g, modules in IMPLEMENTATIONS.items() for m in modules])
 def test_what_an_option_builds_has_no_second_default(group, module):
     """The option gives every hyperparameter, so that its default is the only one."""
-    knobs = {"betas"} | {key for g, name in OPTIONS if g == group for key in compose([word(g, name)]).plain[group]}
+    settings = {"betas"} | {key for g, name in OPTIONS if g == group for key in compose([word(g, name)]).plain[group]}
     classes = [c for _, c in inspect.getmembers(importlib.import_module(module), inspect.isclass) if c.__module__ == module]
     assert classes
     for cls in classes:
         parameters = inspect.signature(cls).parameters.values()
-        assert [p.name for p in parameters if p.name in knobs and p.default is not p.empty] == []
+        assert [p.name for p in parameters if p.name in settings and p.default is not p.empty] == []
 
 
-def test_the_checks_of_knobs_do_find_what_is_wrong():
+def test_the_checks_of_settings_do_find_what_is_wrong():
     """The contract above trusts them."""
     from drivetrain.clip.base import Norm
 
@@ -482,7 +482,7 @@ OBVIOUS = {
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=ids(OPTIONS))
-def test_its_yaml_says_what_it_buys_and_what_each_knob_does(group, option):
+def test_its_yaml_says_what_it_buys_and_what_each_setting_does(group, option):
     lines = FILES[group, option].read_text().splitlines()
     comments = [line for line in lines if line.startswith("#") and not line.startswith("# @package")]
     assert lines[0].startswith("#")
@@ -490,11 +490,11 @@ def test_its_yaml_says_what_it_buys_and_what_each_knob_does(group, option):
     assert len(comments[0]) > 12
     siblings = [line for (g, _), path in FILES.items() if g == group for line in key_lines(path)]
     for line in key_lines(FILES[group, option]):
-        knob, colon, rest = line.partition(":")
-        if not colon or line.startswith(" ") or knob in OBVIOUS:
+        setting, colon, rest = line.partition(":")
+        if not colon or line.startswith(" ") or setting in OBVIOUS:
             continue
-        elsewhere = [s for s in siblings if s.startswith(f"{knob}:") and "#" in s]
-        assert "#" in rest or elsewhere, f"{group}={option}: {knob} has no comment"
+        elsewhere = [s for s in siblings if s.startswith(f"{setting}:") and "#" in s]
+        assert "#" in rest or elsewhere, f"{group}={option}: {setting} has no comment"
 
 
 def test_a_key_that_all_options_with_it_have_alike_is_said_once():

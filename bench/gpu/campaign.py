@@ -276,7 +276,7 @@ class Campaign:
         if done is None:
             return True
         more = done.get("limit_s", row.limit_s) + 1 < min(row.limit_s, self.left_s() if time_s is None else time_s)
-        return more or (retry and (done["status"] in ("failed", "killed") or bool(done.get("failed_arms"))))
+        return more or (retry and (done["status"] in ("failed", "killed") or bool(done.get("failed_variants"))))
 
     def _keep(self, row: Row, outcome: dict[str, Any]) -> None:
         if outcome["status"] == "ok" and not row.keep_output:

@@ -1,6 +1,6 @@
-"""The arms of a speed row: a naive loop, a hand-tuned one, timm's, and ours. All train the same network on the same data.
+"""The variants of a speed row: a naive loop, a hand-tuned one, timm's, and ours. All train the same network on the same data.
 
-An arm calls `sync` at the end of each block, when the device has done all its work.
+A variant calls `sync` at the end of each block, when the device has done all its work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench import harness
 from bench.gpu import training
 from bench.harness import BlockSync
 
-ENDLESS = 1_000_000  # epochs; an arm ends after its last block
+ENDLESS = 1_000_000  # epochs; a variant ends after its last block
 LR, MOMENTUM, DECAY = 0.01, 0.9, 5e-4
 
 
@@ -42,7 +42,7 @@ class Work:
 
 
 def base_overrides(work: Work) -> list[str]:
-    """What all of our arms have in common."""
+    """What all of our variants have in common."""
     shape = ",".join(map(str, work.shape))
     text = ["data.tokens=true", "loss=next_token"] if work.tokens else []
     return [
@@ -55,13 +55,13 @@ def base_overrides(work: Work) -> list[str]:
 
 
 def fast_overrides(work: Work) -> list[str]:
-    """bfloat16 or TensorFloat-32, as all arms, and channels_last for convolutions. The update is fused where there is one."""
+    """bfloat16 or TensorFloat-32, as all variants, and channels_last for convolutions. The update is fused where there is one."""
     layout = ["surgery=[channels_last]"] if work.conv else []
     return [f"precision={'bf16' if work.half else 'tf32'}", *layout]
 
 
 def overrides(work: Work, more: Sequence[str]) -> list[str]:
-    """The overrides of an arm of ours, each key once."""
+    """The overrides of a variant of ours, each key once."""
     words = training.distinct([*base_overrides(work), *more])
     made = "data=synthetic" in words
     return [w for w in words if made or not w.startswith(("data.shape", "data.classes", "data.samples", "data.test_samples"))]
@@ -136,7 +136,7 @@ def hand(work: Work, inside: bool, bytes_normalised: str, sync: BlockSync) -> No
 def timm(work: Work, fast: bool, sync: BlockSync) -> None:
     """timm's loop, as its train.py puts it together with --amp --amp-dtype bfloat16: its optimizer, its prefetching loader.
 
-    The loader gets uint8 batches that are on the device already, so that no arm reads data. `fast` adds what train.py has
+    The loader gets uint8 batches that are on the device already, so that no variant reads data. `fast` adds what train.py has
     for speed: --channels-last --torchcompile --opt-kwargs fused=True.
     """
     from functools import partial
@@ -193,7 +193,7 @@ class Batches:
 
 
 def start(work: Work, channels_last: bool = False) -> tuple[Any, Any, Any]:
-    """The data, on the device, and the network, both those of our arms."""
+    """The data, on the device, and the network, both those of our variants."""
     import torch
 
     device, run = torch.device(work.device), _run(work)
@@ -235,7 +235,7 @@ def loss_of(output: Any, target: Any) -> Any:
 
 
 def peak_memory(work: Work) -> float:
-    """Bytes at this arm's peak: the marker that arms here hand over at their end."""
+    """Bytes at this variant's peak: the marker that variants here hand over at their end."""
     import torch
 
     from drivetrain.core.device import peak_memory as peak
@@ -313,14 +313,14 @@ def adamw_ms(device: str, rounds: int) -> dict[str, float]:
 
     shapes = [p.shape for p in timm.create_model("vit_base_patch16_224" if device == "cuda" else "test_vit").parameters()]
     taken: dict[str, list[float]] = {}
-    arms = {}
+    variants = {}
     for kind, options in (("loop", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})):
         parameters = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
         for p in parameters:
             p.grad = torch.randn_like(p)
-        arms[kind] = torch.optim.AdamW(parameters, **options)
+        variants[kind] = torch.optim.AdamW(parameters, **options)
     for _ in range(rounds):
-        for kind, optimizer in arms.items():
+        for kind, optimizer in variants.items():
             taken.setdefault(kind, []).append(1e3 * _best_s(optimizer.step, times=3))
     return {kind: harness.spread(times)["median"] for kind, times in taken.items()}
 

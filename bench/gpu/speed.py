@@ -1,6 +1,6 @@
 """Is it fast? Our loop beside a hand-written one and timm's, on the same network and data, and technique by technique.
 
-All arms of a row run short blocks in turn. Each rate stands beside the model's own operations a second (MFU) and beside
+All variants of a row run short blocks in turn. Each rate stands beside the model's own operations a second (MFU) and beside
 what this device was measured to do.
 """
 
@@ -17,13 +17,13 @@ from bench import harness
 from bench.gpu import campaign, loops
 from bench.gpu.campaign import Row
 from bench.gpu.loops import Work
-from bench.harness import Arm
+from bench.harness import Variant
 
 Loop = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its arguments; `sync` is added
 WARMUP = 2  # blocks
-SPARE = 1.3  # times the memory of the largest arm so far that must be free for one more
+SPARE = 1.3  # times the memory of the largest variant so far that must be free for one more
 MIN_ROUNDS = 2
-FILL = 0.4  # of a group's time: when it is over, no further arm begins
+FILL = 0.4  # of a group's time: when it is over, no further variant begins
 NO_TIME = "no time was left to begin it"
 
 
@@ -32,9 +32,9 @@ class Interleaved:
     """What a row came to."""
 
     blocks: dict[str, list[float]] = field(default_factory=dict)  # seconds
-    base: dict[str, list[float]] = field(default_factory=dict)  # of an arm's group: the base's blocks in the same rounds
+    base: dict[str, list[float]] = field(default_factory=dict)  # of a variant's group: the base's blocks in the same rounds
     peak_bytes: dict[str, float] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)  # the traceback and all that the arm wrote
+    failed: dict[str, str] = field(default_factory=dict)  # the traceback and all that the variant wrote
     groups: list[list[str]] = field(default_factory=list)
 
 
@@ -42,36 +42,36 @@ def run(
     loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free: Callable[[], float],
     on_round: Callable[[Interleaved], None] = lambda _: None,
 ) -> Interleaved:  # fmt: skip
-    """Measure the arms, the first of them the base. `free` tells the bytes of device memory that are free.
+    """Measure the variants, the first of them the base. `free` tells the bytes of device memory that are free.
 
     Where `seconds` get short, each group runs fewer rounds, and no other group begins. `on_round` gets what is measured after
     each round. Raises RuntimeError where the base fails.
     """
     found, (base, *waiting), until = Interleaved(), loops, time.monotonic() + seconds
     while waiting and (not found.groups or time.monotonic() < until):
-        live: list[Arm] = []
+        live: list[Variant] = []
         began = time.monotonic()
         try:
             _begin(base, loops[base], live, found, folder)
             if base in found.failed:
                 raise RuntimeError(found.failed[base])
             _fill(live, waiting, loops, found, folder, free, began + FILL * (until - began))
-            found.groups.append([arm.name for arm in live])
+            found.groups.append([variant.name for variant in live])
             share = len(live) / (len(live) + len(waiting))
             _rounds(live, rounds, time.monotonic() + share * (until - time.monotonic()), found, folder, on_round)
         finally:
-            for arm in live:
-                arm.kill()
+            for variant in live:
+                variant.kill()
     found.failed |= dict.fromkeys(waiting, NO_TIME)
     on_round(found)
     return found
 
 
 def _fill(
-    live: list[Arm], waiting: list[str], loops: dict[str, Loop], found: Interleaved, folder: Path, free: Callable[[], float],
+    live: list[Variant], waiting: list[str], loops: dict[str, Loop], found: Interleaved, folder: Path, free: Callable[[], float],
     until: float,
 ) -> None:  # fmt: skip
-    """Begin further arms, the first in any case, the others while there is memory and time."""
+    """Begin further variants, the first in any case, the others while there is memory and time."""
     largest, before = 0.0, free()
     while waiting and (len(live) == 1 or (before > SPARE * largest and time.monotonic() < until)):
         name = waiting.pop(0)
@@ -84,49 +84,49 @@ def _fill(
         largest, before = max(largest, before - after), after
 
 
-def _begin(name: str, loop: Loop, live: list[Arm], found: Interleaved, folder: Path) -> None:
-    """Start an arm and warm it up; one that fails is not among the live ones."""
+def _begin(name: str, loop: Loop, live: list[Variant], found: Interleaved, folder: Path) -> None:
+    """Start a variant and warm it up; one that fails is not among the live ones."""
     output = folder / f"{name}.txt"
     output.write_bytes(b"")
-    arm = Arm(name, *loop, str(output), method="fork", answers_s=240.0)
+    variant = Variant(name, *loop, str(output), method="fork", answers_s=240.0)
     try:
-        arm.ready()
+        variant.ready()
         for _ in range(WARMUP):
-            arm.block()
-        live.append(arm)
+            variant.block()
+        live.append(variant)
     except RuntimeError as error:
-        _fail(arm, error, found, folder)
+        _fail(variant, error, found, folder)
 
 
 def _rounds(
-    live: list[Arm], rounds: int, until: float, found: Interleaved, folder: Path, on_round: Callable[[Interleaved], None]
+    live: list[Variant], rounds: int, until: float, found: Interleaved, folder: Path, on_round: Callable[[Interleaved], None]
 ) -> None:
     base, of_base = live[0], list[float]()
-    for arm in live:
-        found.base[arm.name] = of_base
+    for variant in live:
+        found.base[variant.name] = of_base
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.monotonic() > until:
             break
-        for arm in list(live) if number % 2 == 0 else list(reversed(live)):
+        for variant in list(live) if number % 2 == 0 else list(reversed(live)):
             try:
-                seconds = arm.block()[0]
-                found.blocks.setdefault(arm.name, []).append(seconds)
-                if arm is base:
+                seconds = variant.block()[0]
+                found.blocks.setdefault(variant.name, []).append(seconds)
+                if variant is base:
                     of_base.append(seconds)
             except RuntimeError as error:
-                live.remove(arm)
-                _fail(arm, error, found, folder)
+                live.remove(variant)
+                _fail(variant, error, found, folder)
         if base not in live:
             raise RuntimeError(found.failed[base.name])
         on_round(found)
-    for arm in live:
-        found.peak_bytes[arm.name] = arm.stop()["loss_last"]
+    for variant in live:
+        found.peak_bytes[variant.name] = variant.stop()["loss_last"]
 
 
-def _fail(arm: Arm, error: RuntimeError, found: Interleaved, folder: Path) -> None:
-    arm.kill()
-    found.blocks.pop(arm.name, None)
-    found.failed[arm.name] = f"{error}\n{(folder / f'{arm.name}.txt').read_text(errors='replace')}"
+def _fail(variant: Variant, error: RuntimeError, found: Interleaved, folder: Path) -> None:
+    variant.kill()
+    found.blocks.pop(variant.name, None)
+    found.failed[variant.name] = f"{error}\n{(folder / f'{variant.name}.txt').read_text(errors='replace')}"
 
 
 def free_memory(device: str) -> Callable[[], float]:
@@ -182,7 +182,7 @@ LADDER = (  # each rung adds its overrides to those before it
     ("compiled", ("compile=inductor",)),
     ("whole step", ("compile=step", "optimizer.fused=null", "optimizer.foreach=null")),
 )
-# (row, our arms by their first letters, the other arm, the ratio of their samples a second that is asked for)
+# (row, our variants by their first letters, the other variant, the ratio of their samples a second that is asked for)
 MARKS = (
     ("resnet50", "ours", "timm", 1.25),
     ("resnet50", "ours", "timm fast", 1.0),
@@ -195,7 +195,7 @@ CPU_ROWS = ("ceilings", "adamw", "mlp", "resnet50", "resnet50 more", "vit_b", "g
 
 
 def rows(device: str, folder: Path) -> list[Row]:
-    """The device's ceilings, the networks, each by its first arms and by more of them, the ladder, and data from a disk."""
+    """The device's ceilings, the networks, each by its first variants and by more of them, the ladder, and data from a disk."""
     cuda = device == "cuda"
     works, small = (
         (WORKS, SMALL_IMAGES) if cuda else (SMALL, replace(SMALL["resnet50"], network=("model=resnet9", "model.width=4")))
@@ -208,16 +208,16 @@ def rows(device: str, folder: Path) -> list[Row]:
         found[name] = Row(name, run, args, LIMIT_S, 60.0 if cuda else 5.0, alone=True)
 
     for name, work in works.items():
-        add(name, measure, work, arms(work))
-        add(f"{name} more", measure, work, more_arms(work))
+        add(name, measure, work, variants(work))
+        add(f"{name} more", measure, work, more_variants(work))
     add("small images", small_images, small, folder / "small")
     add("ladder", measure, images, ladder(images))
     add("fed", fed, images, folder / "packed")
     return list(found.values())
 
 
-def arms(work: Work) -> dict[str, Loop]:
-    """The first arms of a network: the hand-tuned loop as the base, timm's at its best flags, and ours."""
+def variants(work: Work) -> dict[str, Loop]:
+    """The first variants of a network: the hand-tuned loop as the base, timm's at its best flags, and ours."""
     kinds = ["inductor", "step"] if work.compile else []
     if not work.half or not kinds:  # launches bound it: what a graph saves is asked too
         kinds.append("none")
@@ -227,8 +227,8 @@ def arms(work: Work) -> dict[str, Loop]:
     }  # fmt: skip
 
 
-def more_arms(work: Work) -> dict[str, Loop]:
-    """Further arms beside the base: loops without what makes them fast, and what might be faster but is no default yet."""
+def more_variants(work: Work) -> dict[str, Loop]:
+    """Further variants beside the base: loops without what makes them fast, and what might be faster but is no default yet."""
     found = {
         "hand": (loops.hand, (work, False, "")), "naive": (loops.naive, (work,)), "timm": (loops.timm, (work, False)),
         "ours none": ours(work),
@@ -296,24 +296,24 @@ def pack(work: Work, folder: Path) -> None:
     packing.pack(splits, folder, packing.Raw(), work.shape, "", 8, lambda *_: None)
 
 
-def measure(work: Work, arms: dict[str, Loop]) -> None:
-    """In a child: report the row's figures after each round of the arms. An arm that fails says why, and the others go on."""
+def measure(work: Work, variants: dict[str, Loop]) -> None:
+    """In a child: report the row's figures after each round of the variants. One that fails says why, the others go on."""
     flops = campaign.call(loops.count_flops, work)["flops"]
     name = campaign.call(campaign.device_facts)["device_name"]
     peak = loops.data_sheet_tflops(name)
     campaign.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
 
     def keep(found: Interleaved) -> None:
-        arms = figures(found, work, flops, peak)
-        campaign.report({"live_together": found.groups, "failed_arms": found.failed, "arms": arms})
+        variants = figures(found, work, flops, peak)
+        campaign.report({"live_together": found.groups, "failed_variants": found.failed, "variants": variants})
 
     rounds, free = 2 if work.device == "cpu" else ROUNDS, free_memory(work.device)
     with tempfile.TemporaryDirectory() as folder:
-        run(arms, rounds, 0.8 * campaign.left_s(), Path(folder), free, keep)
+        run(variants, rounds, 0.8 * campaign.left_s(), Path(folder), free, keep)
 
 
 def figures(found: Interleaved, work: Work, flops: float, peak: float | None) -> dict[str, Any]:
-    """Of each arm: samples a second, its step, MFU, memory, and its ratio to the base."""
+    """Of each variant: samples a second, its step, MFU, memory, and its ratio to the base."""
     table = {}
     for name, blocks in found.blocks.items():
         rate = work.samples / harness.spread(blocks)["median"]
@@ -332,9 +332,11 @@ def figures(found: Interleaved, work: Work, flops: float, peak: float | None) ->
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Shares of the measured ceiling, and the marks: the ratio that was asked for, and the one that was reached."""
     ceiling = rows.get("ceilings", {}).get("bf16_matmul_tflops")
-    measured = {name: row["arms"] for name, row in rows.items() if "arms" in row}
+    measured = {name: row["variants"] for name, row in rows.items() if "variants" in row}
     shares = {
-        row: {arm: round(f["model_tflops"] / ceiling, 4) for arm, f in of.items()} for row, of in measured.items() if ceiling
+        row: {variant: round(f["model_tflops"] / ceiling, 4) for variant, f in of.items()}
+        for row, of in measured.items()
+        if ceiling
     }
     marks = []
     for row, our, other, asked in MARKS:
@@ -343,6 +345,6 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
         ours = {name: time for name, time in times.items() if name.startswith(our) and name != other}
         if ours and other in times:
             best = min(ours, key=ours.__getitem__)
-            marks.append({"row": row, "arm": best, "against": other, "asked": asked, "reached": times[other] / ours[best]})
-    failed = {f"{name}: {arm}": why for name, row in rows.items() for arm, why in row.get("failed_arms", {}).items()}
-    return {"of_measured_bf16_matmul": shares, "marks": marks, "failed_arms": sorted(failed)}
+            marks.append({"row": row, "variant": best, "against": other, "asked": asked, "reached": times[other] / ours[best]})
+    failed = {f"{name}: {variant}": why for name, row in rows.items() for variant, why in row.get("failed_variants", {}).items()}
+    return {"of_measured_bf16_matmul": shares, "marks": marks, "failed_variants": sorted(failed)}

@@ -64,7 +64,7 @@ def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **ke
 
     Keywords are overrides too: compare(precision="fp32,bf16", quality=True).
 
-    A notebook shows its answer and its table; `rows` has the figures of each arm. Raises `drivetrain.core.errors.UserError`
+    A notebook shows its answer and its table; `rows` has the figures of each variant. Raises `drivetrain.core.errors.UserError`
     where there is nothing to compare.
     """
     from drivetrain.core.overrides import words_of

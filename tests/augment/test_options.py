@@ -277,8 +277,8 @@ def test_boxes_lie_inside_and_are_distributed_as_torchvisions():
     torch.manual_seed(0)
     theirs = v2.RandomResizedCrop(8)
     boxes = [theirs.make_params([torch.empty(3, 40, 60)]) for _ in range(n)]
-    for ours, knob in ((top, "top"), (left, "left"), (height, "height"), (width, "width")):
-        their = torch.tensor([float(b[knob]) for b in boxes])
+    for ours, setting in ((top, "top"), (left, "left"), (height, "height"), (width, "width")):
+        their = torch.tensor([float(b[setting]) for b in boxes])
         assert ours.float().mean().item() == pytest.approx(their.mean().item(), rel=0.06)
         assert ours.float().std().item() == pytest.approx(their.std().item(), rel=0.06)
 

@@ -230,7 +230,7 @@ def test_the_rules_speak():
         launcher.prepare(["batch.grow_until=130", "batch.grow_every=1"])
 
 
-def test_the_knobs_of_what_a_trial_goes_without_go_too():
+def test_the_settings_of_what_a_trial_goes_without_go_too():
     words = ["parallel=fsdp", "parallel.nproc=4", "parallel.replicate=2", "compile=inductor", "compile.mode=default"]
     job = launcher.prepare([*TINY, "batch.global_batch=32", "model=mlp", "saving.every_updates=3", *words])
     run = trials.trial_run(job)

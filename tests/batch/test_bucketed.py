@@ -30,8 +30,8 @@ class Lengths(Source):
         return len(self.lengths)
 
 
-def bucketed(source: Lengths, size: int = 1, budget: str = "samples", **knobs) -> Bucketed:
-    batch = Bucketed(**{"global_batch": 12, **BUDGETS[budget], **knobs}).over(shuffled(len(source)))
+def bucketed(source: Lengths, size: int = 1, budget: str = "samples", **settings) -> Bucketed:
+    batch = Bucketed(**{"global_batch": 12, **BUDGETS[budget], **settings}).over(shuffled(len(source)))
     batch.measure(source, 0, World(0, size))
     return batch
 

@@ -20,8 +20,8 @@ from tests.support.command import checkpoints, losses
 TOKENS = 1000
 
 
-def of_tokens(source: Lengths, size: int = 1, **knobs) -> Batch:
-    batch = Accumulate(**{"tokens": TOKENS, "accumulation_steps": 1, **knobs}).over(shuffled(len(source)))
+def of_tokens(source: Lengths, size: int = 1, **settings) -> Batch:
+    batch = Accumulate(**{"tokens": TOKENS, "accumulation_steps": 1, **settings}).over(shuffled(len(source)))
     batch.measure(source, 0, World(0, size))
     return batch
 

@@ -237,7 +237,7 @@ def test_a_smaller_budget_keeps_less(make, monkeypatch):
     """By the partitioner that inductor uses, on a graph that runs op by op."""
     original = torch.compile
 
-    def partitioned(model, **knobs):
+    def partitioned(model, **settings):
         return original(model, backend="aot_eager_decomp_partition")
 
     monkeypatch.setattr("drivetrain.core.lazy.torch.compile", partitioned)

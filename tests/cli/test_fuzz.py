@@ -17,7 +17,7 @@ from drivetrain.core.errors import FAILED, UserError
 from drivetrain.launch.job import prepare
 from tests.support import odd
 from tests.support.effects import Begins
-from tests.support.recipe_mutants import FILES, FRAGMENTS, KNOBS, NUMBERS, ODD, SHAPES, TEXTS, TOP, alike, scalar
+from tests.support.recipe_mutants import FILES, FRAGMENTS, NUMBERS, ODD, SETTINGS, SHAPES, TEXTS, TOP, alike, scalar
 
 SECONDS = 10.0  # a command may stand for hundreds of configs, as `drivetrain ablate` and sweeps do
 SWEPT = [
@@ -56,20 +56,20 @@ FOUND = [
     ["train", "~"],
 ]
 
-any_key = st.sampled_from([*KNOBS, *TOP, *FILES])
+any_key = st.sampled_from([*SETTINGS, *TOP, *FILES])
 options = st.sampled_from([(group, option) for group, of_group in FILES.items() for option in of_group])
 
 
 @st.composite
-def knobs(draw: st.DrawFn) -> str:
-    """A knob of an option, with its value or an extreme one of its kind."""
+def settings(draw: st.DrawFn) -> str:
+    """A setting of an option, with its value or an extreme one of its kind."""
     group, option = draw(options)
     values = {k: v for k, v in FILES[group][option].items() if k not in ("_target_", "preset")}
     if not values:
         return f"{group}={option}"
-    knob = draw(st.sampled_from(sorted(values)))
-    chosen: Any = draw(st.sampled_from([values[knob], values[knob], *alike(values[knob])]))
-    return f"{group}.{f'{option}.' if group in LISTS else ''}{knob}={scalar(chosen)}"
+    setting = draw(st.sampled_from(sorted(values)))
+    chosen: Any = draw(st.sampled_from([values[setting], values[setting], *alike(values[setting])]))
+    return f"{group}.{f'{option}.' if group in LISTS else ''}{setting}={scalar(chosen)}"
 
 
 def settings_of(keys: st.SearchStrategy[str], values: list[Any]) -> st.SearchStrategy[str]:
@@ -79,8 +79,8 @@ def settings_of(keys: st.SearchStrategy[str], values: list[Any]) -> st.SearchStr
 
 
 plain = st.one_of(
-    knobs(), knobs(), knobs(), options.map(lambda o: f"{o[0]}={f'[{o[1]}]' if o[0] in LISTS else o[1]}"), st.sampled_from(WORDS),
-    settings_of(any_key, SWEPT), settings_of(any_key | st.sampled_from(ODD), [*NUMBERS, *TEXTS, *SHAPES]),
+    settings(), settings(), settings(), options.map(lambda o: f"{o[0]}={f'[{o[1]}]' if o[0] in LISTS else o[1]}"), 
+    st.sampled_from(WORDS), settings_of(any_key, SWEPT), settings_of(any_key | st.sampled_from(ODD), [*NUMBERS, *TEXTS, *SHAPES]),
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def spoilt(draw: st.DrawFn) -> str:
 
 
 words = st.lists(st.one_of(plain, plain, plain, plain, spoilt()), max_size=4)
-swept = st.builds(lambda some, axis: ["train", "-m", *some, axis], words, settings_of(st.sampled_from(KNOBS), SWEPT))
+swept = st.builds(lambda some, axis: ["train", "-m", *some, axis], words, settings_of(st.sampled_from(SETTINGS), SWEPT))
 shown = st.builds(lambda some, what: ["train", *some, "--cfg", what], words, st.sampled_from(["job", "all", "hydra"]))
 of_recipe = st.builds(lambda verb, some: ["recipe", verb, *some], st.sampled_from(OF_RECIPE), words)
 others = st.builds(lambda verb, some: [verb, *some], st.sampled_from(VERBS), words)

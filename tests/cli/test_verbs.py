@@ -387,10 +387,10 @@ def test_completion_in_bash(line: str, offered: set[str], tmp_path: Path) -> Non
     assert set(completed(line, tmp_path)) == offered
 
 
-def test_completion_of_knobs_and_in_the_middle_of_a_line(tmp_path: Path) -> None:
-    knobs = completed("drivetrain train optimizer.l", tmp_path)
-    assert "optimizer.lr=" in knobs
-    assert all(knob.startswith("optimizer.l") for knob in knobs)
+def test_completion_of_settings_and_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    settings = completed("drivetrain train optimizer.l", tmp_path)
+    assert "optimizer.lr=" in settings
+    assert all(setting.startswith("optimizer.l") for setting in settings)
     assert completed("drivetrain train pre optimizer=sgd", tmp_path, point=20) == ["precision=", "precision."]
 
 

@@ -43,9 +43,9 @@ def compilations(monkeypatch):
     """torch.compile traces as inductor does, and runs what it traced as it is; what it was asked to compile, and how."""
     calls, original = [], torch.compile
 
-    def compile_(what, **knobs):
-        calls.append((what, knobs))
-        return original(what, backend="aot_eager", dynamic=knobs.get("dynamic"), fullgraph=knobs.get("fullgraph", False))
+    def compile_(what, **settings):
+        calls.append((what, settings))
+        return original(what, backend="aot_eager", dynamic=settings.get("dynamic"), fullgraph=settings.get("fullgraph", False))
 
     monkeypatch.setattr("drivetrain.core.lazy.torch.compile", compile_)  # the module that drivetrain's groups see
     yield calls
@@ -359,7 +359,7 @@ def test_a_step_that_cuda_cannot_capture_goes_on_without(monkeypatch, caplog):
 def test_cudagraph_is_torchs_mode_that_keeps_the_parameters_in_place(monkeypatch):
     """torch's backend "cudagraphs" takes parameters for inputs that change, and copies them before each replay."""
     asked = []
-    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **knobs: asked.append(knobs))
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **settings: asked.append(settings))
     CudaGraph(fullgraph=True).apply(nn.Linear(2, 2), torch.zeros(2, 2), 1.0)
     assert asked == [{"mode": "reduce-overhead", "dynamic": False, "fullgraph": True}]
 
@@ -501,9 +501,9 @@ def test_kernels_are_kept_where_asked(make, monkeypatch, tmp_path, compilations)
 # --- compiling: what is handed to torch, that names stay plain, and that results stay what they were ---
 
 
-def test_the_knobs_reach_torch(make, compilations):
+def test_the_settings_reach_torch(make, compilations):
     make("compile=inductor", "compile.mode=max-autotune", "compile.dynamic=false", "compile.fullgraph=true")
-    assert [knobs for _, knobs in compilations] == [{"mode": "max-autotune", "dynamic": False, "fullgraph": True}]
+    assert [settings for _, settings in compilations] == [{"mode": "max-autotune", "dynamic": False, "fullgraph": True}]
 
 
 @pytest.mark.slow

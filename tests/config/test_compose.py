@@ -72,19 +72,19 @@ def test_a_message_names_all_that_a_value_may_be(hint, value, must):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_number_is_finite(value):
-    assert ["finite" in told for told in Schema("part", {"knob": float}).problems("part", {"knob": value})] == [True]
+    assert ["finite" in told for told in Schema("part", {"setting": float}).problems("part", {"setting": value})] == [True]
 
 
 @pytest.mark.parametrize("hint", [int, float, list[int]])
 def test_a_whole_number_is_one_that_a_library_takes(hint):
     def problems(number: int) -> list[str]:
-        return list(Schema("part", {"knob": hint}).problems("part", {"knob": [number] if hint == list[int] else number}))
+        return list(Schema("part", {"setting": hint}).problems("part", {"setting": [number] if hint == list[int] else number}))
 
     assert not problems(MAX_WHOLE)
     assert len(problems(MAX_WHOLE + 1)) == len(problems(-MAX_WHOLE - 1)) == 1
 
 
-def test_a_knob_that_the_class_does_not_take():
+def test_a_setting_that_the_class_does_not_take():
     """The second guard: Hydra's own refuses such a key first, wherever it knows the option's keys."""
     assert list(schema.of(AdamW).problems("optimizer", {"lr": 0.1, "lrr": 0.1})) == [
         "optimizer.lrr: AdamW takes no such argument"

@@ -20,17 +20,17 @@ from tests.support.command import ROOT
 def exists(setting: str) -> bool:
     """Whether drivetrain has this key, group or option."""
     key, _, option = setting.partition("=")
-    group, _, knob = key.partition(".")
+    group, _, name = key.partition(".")
     options = catalog.options().get(group, [])
     if group == "hydra":
-        return knob in HONOURED
-    if option and not knob:
+        return name in HONOURED
+    if option and not name:
         return set(option.strip("[]").split(",")) <= set(options)
-    if group in catalog.LISTS and "." in knob:  # a knob of one of several options
-        return knob.partition(".")[2] in catalog.option_keys(group, knob.partition(".")[0])
-    if not options or not knob:
+    if group in catalog.LISTS and "." in name:  # a setting of one of several options
+        return name.partition(".")[2] in catalog.option_keys(group, name.partition(".")[0])
+    if not options or not name:
         return key in (catalog.options() if options else catalog.root_config())
-    return any(knob in catalog.option_keys(group, option) for option in options)
+    return any(name in catalog.option_keys(group, option) for option in options)
 
 
 def test_words_of_other_frameworks_lead_to_settings_that_exist():
@@ -53,7 +53,7 @@ def rows_of_settings():
 
 
 def test_the_page_of_words_says_what_the_command_answers():
-    """A word's answer names a setting that its row names: by the table, or because a knob of drivetrain has the same name."""
+    """A word's answer names a setting that its row names: by the table, or because a setting of drivetrain has the same name."""
     rows = list(rows_of_settings())
     assert sum(len(words) for words, _ in rows) > 30
     for words, here in rows:

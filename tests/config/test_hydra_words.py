@@ -255,7 +255,7 @@ def test_names_of_other_frameworks_lead_to_drivetrains(name: str) -> None:
     ("word", "part"),
     [("lr=1", "'optimizer.lr'"), ("seed=1", "'runtime.seed'"), ("momentum=0.9", "'scheduler.momentum' or 'optimizer.momentum'")],
 )
-def test_a_knob_without_its_group(word: str, part: str) -> None:
+def test_a_setting_without_its_group(word: str, part: str) -> None:
     assert part in problems(lambda: prepare([word]))[0]
 
 

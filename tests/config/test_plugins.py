@@ -24,7 +24,7 @@ from tests.support import pairwise, slow
 
 GROUPS = list(catalog.default_options())
 SOME = slow.but({"optimizer", "augment", "loader", "loss", "task"}.__contains__, GROUPS)
-# The shipped option that each made-up one derives from: one that takes knobs and runs with the defaults of everything else.
+# The shipped option that each made-up one derives from: one that takes settings and runs with the defaults of everything else.
 BASE = {
     "augment": "flip_crop", "surgery": "channels_last", "checkpointing": "every_k", "compile": "none", "clip": "norm",
     "ema": "ema", "debug": "fast", "logger": "files", "metrics": "accuracy",
@@ -62,9 +62,9 @@ def write_package(site: Path) -> Path:
         module, _, name = yaml.safe_load(text)["_target_"].rpartition(".")
         rule = RULE if group == "optimizer" else "    effect = 'exact'\n"
         classes.append(f"import {module}\n\nclass {group.title()}({module}.{name}):\n{rule}\n")
-        knobs = [line for line in text.splitlines() if not line.startswith(("#", "_target_"))]
+        settings = [line for line in text.splitlines() if not line.startswith(("#", "_target_"))]
         place = [f"# @package {group}.mine"] if group in catalog.LISTS else []
-        lines = [*place, f"# {group} of a made-up package", f"_target_: made_up.options.{group.title()}", *knobs]
+        lines = [*place, f"# {group} of a made-up package", f"_target_: made_up.options.{group.title()}", *settings]
         (package / "conf" / group).mkdir()
         (package / "conf" / group / "mine.yaml").write_text("\n".join(lines) + "\n")
     (package / "options.py").write_text("\n".join(classes))
@@ -148,9 +148,9 @@ def test_it_is_completed(outside: Outside) -> None:
     line = " ".join(["drivetrain train", *outside.arguments])
     assert completion.candidates([f"{line} optimizer=mi"]) == ["optimizer=mine"]
     assert "surgery=mine" in completion.candidates([f"{line} surgery="])
-    knobs = completion.candidates([f"{line} augment.flip_crop."])
-    assert knobs
-    assert completion.candidates([f"{line} augment.mine."]) == [knob.replace("flip_crop", "mine") for knob in knobs]
+    settings = completion.candidates([f"{line} augment.flip_crop."])
+    assert settings
+    assert completion.candidates([f"{line} augment.mine."]) == [setting.replace("flip_crop", "mine") for setting in settings]
 
 
 @pytest.mark.parametrize("group", SOME)
@@ -166,10 +166,10 @@ def test_it_keeps_the_contract(group: str, outside: Outside) -> None:
 
 
 @pytest.mark.parametrize("group", SOME)
-def test_it_is_an_arm_of_a_comparison(group: str, outside: Outside) -> None:
+def test_it_is_a_variant_of_a_comparison(group: str, outside: Outside) -> None:
     first = BASE.get(group, catalog.default_options()[group])
-    arms = f"{word(group, first)},{word(group).partition('=')[2]}"
-    jobs = prepare_sweep([arms, *outside.trust], outside.config_dirs)
+    variants = f"{word(group, first)},{word(group).partition('=')[2]}"
+    jobs = prepare_sweep([variants, *outside.trust], outside.config_dirs)
     assert [job.problems for job in jobs] == [[], []]
     made = jobs[1].job.run.parts[group]
     assert type(made[0] if group in catalog.LISTS else made).__module__ == "made_up.options"
@@ -188,7 +188,7 @@ def test_it_is_among_the_pairs(outside: Outside, tmp_path: Path) -> None:
     assert pairwise.refused(["optimizer=mine", "clip=mine", *outside.trust], tmp_path, outside.config_dirs) is None
 
 
-def test_its_knobs_are_overrides_like_any_other(outside: Outside) -> None:
+def test_its_settings_are_overrides_like_any_other(outside: Outside) -> None:
     job = prepare(["optimizer=mine", "optimizer.lr=0.5", *outside.trust], outside.config_dirs)
     assert job.run.optimizer.lr == 0.5
     wrong = outside.problems("optimizer=mine", "optimizer.lrr=1", "clip=mine", "clip.max_norm=-1", "ema=mien")

@@ -174,7 +174,7 @@ def test_other_devices_are_asked_for_by_torch_in_a_child(monkeypatch, module, fo
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
-        (RuntimeError("out of memory"), False),  # a measured arm that ends itself, so as not to go on with half a batch
+        (RuntimeError("out of memory"), False),  # a measured variant that ends itself, so as not to go on with half a batch
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
     ],
 )

@@ -117,7 +117,7 @@ def test_synthetic_inputs_are_what_was_asked_for_and_the_same_every_time():
 
 
 @pytest.mark.parametrize("word", ["data.shape=3", "data.shape=[3,0]", "data.classes=0", "data.samples=0", "data.test_samples=-1"])
-def test_synthetic_knobs_are_checked(problems, word):
+def test_synthetic_settings_are_checked(problems, word):
     assert any("data." in p for p in problems(word))
 
 

@@ -123,7 +123,7 @@ def test_broken_images_are_named_or_skipped(saved):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "says"),
+    ("settings", "says"),
     [
         ({"image": "picture"}, r"data\.image=picture: .* has no such column"),
         ({"label": "lable"}, r"data\.label=lable: .*did you mean 'label'"),
@@ -133,9 +133,9 @@ def test_broken_images_are_named_or_skipped(saved):
         ({"test": "held"}, r"data\.test=held"),
     ],
 )
-def test_what_is_not_there_is_refused(saved, knobs, says):
+def test_what_is_not_there_is_refused(saved, settings, says):
     with pytest.raises(UserError, match=says):
-        HuggingFace(root=str(saved(test=range(3))), size=8, **knobs).load(CPU)
+        HuggingFace(root=str(saved(test=range(3))), size=8, **settings).load(CPU)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path, problems):

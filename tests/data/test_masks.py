@@ -69,12 +69,12 @@ def pair(folder: Path, name: str, image: Image.Image, mask: Image.Image, exif: i
     mask.save(folder / "masks" / f"{name}.png", **how)
 
 
-def masked(folder: Path, *masks: Image.Image, **knobs: Any) -> Splits:
+def masked(folder: Path, *masks: Image.Image, **settings: Any) -> Splits:
     """A set of masks, each of eight images of noise."""
     noise = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)
     for n in range(max(8, len(masks))):
         pair(folder, f"{n}", Image.fromarray(noise), masks[n % len(masks)])
-    return Masks(root=str(folder), size=8, holdout=0.3, validation=None, **knobs).load(CPU)
+    return Masks(root=str(folder), size=8, holdout=0.3, validation=None, **settings).load(CPU)
 
 
 def mask_of(*values: Any, dtype: Any = np.uint8, mode: str | None = None) -> Image.Image:

@@ -52,8 +52,8 @@ def folder(root: Path, *images: np.ndarray, ending: str = "tif") -> Path:
     return root
 
 
-def loaded(root: Path, **knobs: Any) -> Any:
-    return ImageFolder(root=str(root), size=8, holdout=0.4, validation=None, **knobs).load(CPU)
+def loaded(root: Path, **settings: Any) -> Any:
+    return ImageFolder(root=str(root), size=8, holdout=0.4, validation=None, **settings).load(CPU)
 
 
 FULL = [0, 36, 73, 109, 146, 182, 219, 255]  # eight steps from black to white

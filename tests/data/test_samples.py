@@ -132,8 +132,8 @@ def test_what_makes_no_batch_is_named(samples, says):
 # --- samples of several lengths ---
 
 
-def ragged(name: str, **knobs):
-    return Own(target=f"tree_sets.{name}", **knobs).load(CPU)
+def ragged(name: str, **settings):
+    return Own(target=f"tree_sets.{name}", **settings).load(CPU)
 
 
 def test_sequences_are_padded_and_a_mask_says_where_they_are_real():

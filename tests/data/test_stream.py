@@ -24,8 +24,8 @@ def importable(monkeypatch):
     monkeypatch.syspath_prepend(Path(streams.__file__).parent)
 
 
-def source(kind: str = "numbers", rank: int = 0, ranks: int = 1, **knobs):
-    option = Stream(target=f"streams.{kind}", **{**KINDS.get(kind, {}), **knobs})
+def source(kind: str = "numbers", rank: int = 0, ranks: int = 1, **settings):
+    option = Stream(target=f"streams.{kind}", **{**KINDS.get(kind, {}), **settings})
     option._samples = 10_000
     return option.load(CPU).train.taken(World(rank, ranks), 5, ExitStack())
 

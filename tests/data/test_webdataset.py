@@ -72,7 +72,7 @@ def four(tmp_path) -> Path:
     return tmp_path / "set"
 
 
-def data(root: object, **knobs) -> WebDataset:
+def data(root: object, **settings) -> WebDataset:
     return WebDataset(
         **{
             "train": f"{root}/train-{{000..003}}.tar",
@@ -80,7 +80,7 @@ def data(root: object, **knobs) -> WebDataset:
             "size": 8,
             "buffer": 7,
             "cache": "cache",
-            **knobs,
+            **settings,
         }
     )
 

@@ -138,11 +138,11 @@ def test_the_raw_weights_come_back_when_the_evaluation_of_the_average_fails(make
     trainer = make(*RESNET, "updates=3")
     evaluate, calls = trainer.evaluator.metrics, []
 
-    def fails_second(*given: Any, **knobs: Any) -> dict[str, float]:
+    def fails_second(*given: Any, **settings: Any) -> dict[str, float]:
         calls.append({n: t.clone() for n, t in trainer.model.state_dict().items()})
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return evaluate(*given, **knobs)
+        return evaluate(*given, **settings)
 
     trainer.evaluator.metrics = fails_second
     with pytest.raises(KeyboardInterrupt):

@@ -14,7 +14,7 @@ from drivetrain.config.plugins import CALLBACKS
 from drivetrain.core.callback import Event
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
-from drivetrain.engine.callbacks import ToldStep
+from drivetrain.engine.callbacks import CallbackStep
 from drivetrain.saving import checkpoint_io
 from tests.support.command import run
 
@@ -298,7 +298,7 @@ def test_a_plugin_registers_a_callback_by_name(train, hooks, monkeypatch):
 def test_a_skipped_update_is_not_told():
     made, told = [True, False, True], []
     inner = SimpleNamespace(update=lambda: made.pop(0), zero_grad=lambda: None)
-    step = ToldStep(inner, lambda: told.append(len(made)))
+    step = CallbackStep(inner, lambda: told.append(len(made)))
     for _ in range(3):
         step.update()
         step.zero_grad()

@@ -11,7 +11,7 @@ from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
 from drivetrain.engine import facts
 from drivetrain.launch import launcher
-from drivetrain.measure.benchmark import arms
+from drivetrain.measure.benchmark import variants
 
 
 def small(samples: int, size: int, epochs: int = 10, drop_last: bool = True, ranks: int = 1) -> SimpleNamespace:
@@ -89,15 +89,15 @@ def test_the_rows_of_a_resumed_run():
 
 def test_seeds_after_the_first_do_not_repeat_the_advice(tiny, monkeypatch, caplog):
     """Runs of several seeds, as of `recipe verify`: what the user should know of them is said once."""
-    spec = arms.compose("it", tiny("data.samples=64", "batch.global_batch=48", "epochs=3", "updates=3"), ())
+    spec = variants.compose("it", tiny("data.samples=64", "batch.global_batch=48", "epochs=3", "updates=3"), ())
 
     def run_here(job, folder, signals, quiet):
         folder.mkdir(parents=True, exist_ok=True)
         job.job.notices.append("a notice of composing")
         return 0, launcher.launch(job.job, folder, quiet).result
 
-    monkeypatch.setattr(arms, "run_one", run_here)
-    with arms.trainings("compare", spec.job) as train:
+    monkeypatch.setattr(variants, "run_one", run_here)
+    with variants.trainings("compare", spec.job) as train:
         for number in range(2):
             caplog.clear()
             train(spec, number)

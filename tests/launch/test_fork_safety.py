@@ -1,4 +1,4 @@
-"""A process that forks ranks, jobs, arms or probes: what is forked can use the devices, and is not left behind.
+"""A process that forks ranks, jobs, variants or probes: what is forked can use the devices, and is not left behind.
 
 A process that has started CUDA could fork none that uses it.
 """
@@ -33,13 +33,20 @@ def assert_safe(found: dict[str, dict], ways: dict[str, int]) -> None:
         assert set(found[name]["forks"]) == {"usable"}, name
 
 
-def test_ranks_jobs_arms_and_probes_can_use_the_devices(tmp_path):
-    ways = {"train": 2, "sweep": 2, "compare": 1, "doctor": 1, "certify": 1, "bisect": 1}  # a first arm that ends ends the others
+def test_ranks_jobs_variants_and_probes_can_use_the_devices(tmp_path):
+    ways = {
+        "train": 2,
+        "sweep": 2,
+        "compare": 1,
+        "doctor": 1,
+        "certify": 1,
+        "bisect": 1,
+    }  # a first variant that ends ends the others
     assert_safe(take(tmp_path, *ways), ways)
 
 
 @pytest.mark.slow
-def test_so_can_the_arms_of_a_search_and_of_an_ablation(tmp_path):
+def test_so_can_the_variants_of_a_search_and_of_an_ablation(tmp_path):
     ways = {"tune": 1, "ablate": 1}
     assert_safe(take(tmp_path, *ways), ways)
 

@@ -48,13 +48,13 @@ class Samples(torch.utils.data.Dataset):
 """
 
 
-def theirs(model: Any, kind: str, samples: Any, arm: str, updates: int, folder: Path) -> list[float]:
+def theirs(model: Any, kind: str, samples: Any, variant: str, updates: int, folder: Path) -> list[float]:
     """The losses that the Trainer of transformers logs at each update."""
-    split = 4 if arm == "accumulated" and kind in LANGUAGE else 1  # of classification it logs 4 times the loss
+    split = 4 if variant == "accumulated" and kind in LANGUAGE else 1  # of classification it logs 4 times the loss
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH // split, gradient_accumulation_steps=split,
         max_steps=updates, learning_rate=0.003, weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch",
-        logging_steps=1, max_grad_norm=0.3 if arm == "clipped" else 0.0, train_sampling_strategy="sequential", report_to=[],
+        logging_steps=1, max_grad_norm=0.3 if variant == "clipped" else 0.0, train_sampling_strategy="sequential", report_to=[],
         save_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
 
@@ -104,15 +104,15 @@ IN_SHORT = {
 
 
 def in_short(case: tuple[str, str, int]) -> bool:
-    kind, arm, updates = case
-    return updates == SHORT and arm in IN_SHORT[kind]
+    kind, variant, updates = case
+    return updates == SHORT and variant in IN_SHORT[kind]
 
 
-CASES = [(kind, arm, updates) for kind in MODELS for arm in ARMS for updates in (SHORT, UPDATES)]
+CASES = [(kind, variant, updates) for kind in MODELS for variant in ARMS for updates in (SHORT, UPDATES)]
 
 
-@pytest.mark.parametrize(("kind", "arm", "updates"), slow.but(in_short, CASES, lambda case: " ".join(map(str, case))))
-def test_each_update_has_the_loss_of_their_trainer(kind, arm, updates, make, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("kind", "variant", "updates"), slow.but(in_short, CASES, lambda case: " ".join(map(str, case))))
+def test_each_update_has_the_loss_of_their_trainer(kind, variant, updates, make, monkeypatch, tmp_path):
     name, sizes = MODELS[kind]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
@@ -128,20 +128,20 @@ def test_each_update_has_the_loss_of_their_trainer(kind, arm, updates, make, mon
         "data.target=samples.Samples", "data.order=sequential", "data.validation=null", f"updates={updates}", "epochs=1",
         f"batch.global_batch={BATCH}", "optimizer=adamw", "optimizer.lr=0.003", "optimizer.weight_decay=0.01",
         *(["loss=next_token", "data.targets=tokens"] if kind in LANGUAGE else ["data.targets=class"]),
-        *(["batch=accumulate", "batch.accumulation_steps=4"] if arm == "accumulated" else []),
-        *(["clip=norm", "clip.max_norm=0.3"] if arm == "clipped" else []),
-        *(["adapter=lora", "adapter.rank=4", "adapter.alpha=8"] if arm == "lora" else []),
-        *(["adapter.train_also=[]"] if arm == "lora" and kind in LANGUAGE else []),
+        *(["batch=accumulate", "batch.accumulation_steps=4"] if variant == "accumulated" else []),
+        *(["clip=norm", "clip.max_norm=0.3"] if variant == "clipped" else []),
+        *(["adapter=lora", "adapter.rank=4", "adapter.alpha=8"] if variant == "lora" else []),
+        *(["adapter.train_also=[]"] if variant == "lora" and kind in LANGUAGE else []),
     )  # fmt: skip
     import samples
 
     theirs_model = cls.from_pretrained(tmp_path / "model")
-    if arm == "lora":
+    if variant == "lora":
         theirs_model = with_peft(theirs_model, trainer.model, kind)
     start = copy.deepcopy(trainer.model.state_dict())
     trainer.fit()
     own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
-    expected = theirs(theirs_model, kind, samples.Samples("train"), arm, updates, tmp_path / "theirs")
+    expected = theirs(theirs_model, kind, samples.Samples("train"), variant, updates, tmp_path / "theirs")
     assert len(own) == len(expected) == updates
     assert own == pytest.approx(expected, rel=0, abs=1e-5)
     assert own[0] != own[-1]
@@ -149,14 +149,18 @@ def test_each_update_has_the_loss_of_their_trainer(kind, arm, updates, make, mon
 
 
 @pytest.mark.parametrize(
-    ("arm", "updates"),
+    ("variant", "updates"),
     slow.but(
         lambda case: case[1] == SHORT,
-        [(arm, updates) for arm in ("plain", "accumulated", "packed", "packed, accumulated") for updates in (SHORT, UPDATES)],
+        [
+            (variant, updates)
+            for variant in ("plain", "accumulated", "packed", "packed, accumulated")
+            for updates in (SHORT, UPDATES)
+        ],
         lambda case: " ".join(map(str, case)),
     ),
 )
-def test_answers_alone_are_learnt_as_their_trainer_learns_them(arm, updates, make, monkeypatch, tmp_path):
+def test_answers_alone_are_learnt_as_their_trainer_learns_them(variant, updates, make, monkeypatch, tmp_path):
     """The mean over the answers' tokens of an update, also where micro-batches have unlike many, and where rows are shared."""
     from tests.data.test_instructions import MARKS, folder_of
 
@@ -173,8 +177,8 @@ def test_answers_alone_are_learnt_as_their_trainer_learns_them(arm, updates, mak
         "task=instruction", "model=transformers", f"model.name={folder}", "model.pretrained=true", "data=instructions",
         "data.path=talks.jsonl", "data.test=talks.jsonl", "data.length=100", "data.order=sequential", "data.validation=null",
         "optimizer=adamw", "optimizer.lr=0.003", "optimizer.weight_decay=0.01", "clip=none", "epochs=1", f"updates={updates}",
-        f"batch.global_batch={BATCH}", *(["data.packing=true"] if "packed" in arm else []),
-        *(["batch=accumulate", "batch.accumulation_steps=4"] if "accumulated" in arm else []),
+        f"batch.global_batch={BATCH}", *(["data.packing=true"] if "packed" in variant else []),
+        *(["batch=accumulate", "batch.accumulation_steps=4"] if "accumulated" in variant else []),
     )  # fmt: skip
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = []
@@ -189,7 +193,7 @@ def test_answers_alone_are_learnt_as_their_trainer_learns_them(arm, updates, mak
         padded = (pad(list(part), batch_first=True, padding_value=fillers[k]) for k, part in zip(fillers, parts, strict=True))
         return dict(zip(fillers, padded, strict=True))
 
-    split = 4 if "accumulated" in arm else 1
+    split = 4 if "accumulated" in variant else 1
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=BATCH // split, gradient_accumulation_steps=split,
         max_steps=updates, learning_rate=0.003, weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch",

@@ -1,4 +1,4 @@
-"""The networks: shapes, knobs, and clear words for those that cannot be built."""
+"""The networks: shapes, settings, and clear words for those that cannot be built."""
 
 import sys
 
@@ -135,7 +135,7 @@ def test_fewer_outputs_than_classes_are_refused_before_training(make, own, besid
 
 
 @pytest.mark.parametrize("word", ["model.hidden=[0]", "model.hidden=3", "model.dropout=1.0", "model.dropout=-0.1"])
-def test_mlps_knobs_are_checked(problems, word):
+def test_mlps_settings_are_checked(problems, word):
     assert any(p.startswith(word.partition("=")[0]) for p in problems(word))
 
 

@@ -60,9 +60,9 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ours_equals_torchs_own_step_for_step(name, how):
     build, reference = OPTIMIZERS[name]
-    knobs, torchs = IMPLEMENTATIONS[how]
+    settings, torchs = IMPLEMENTATIONS[how]
     a, b = net(), net()
-    mine = build(knobs).create(a)
+    mine = build(settings).create(a)
     matrices, vectors = ([p for p in b.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
     theirs = reference([{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], torchs)
     start = [p.clone() for p in a.parameters()]
@@ -83,8 +83,8 @@ def test_ours_equals_torchs_own_step_for_step(name, how):
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_the_implementation_is_the_one_that_was_asked_for(how):
-    knobs, torchs = IMPLEMENTATIONS[how]
-    built = torch_optim.AdamW(**knobs).create(net())
+    settings, torchs = IMPLEMENTATIONS[how]
+    built = torch_optim.AdamW(**settings).create(net())
     assert {k: bool(built.defaults[k]) for k in ("fused", "foreach")} == {"fused": False, "foreach": False, **torchs}
 
 
@@ -182,9 +182,9 @@ def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatc
     seen: dict[str, Any] = {}
     metrics, fit = Evaluator.metrics, Trainer.fit
 
-    def watched(evaluator: Evaluator, **knobs: Any) -> dict[str, float]:
+    def watched(evaluator: Evaluator, **settings: Any) -> dict[str, float]:
         seen["evaluated"] = [p.detach().clone() for p in evaluator.model.parameters()]
-        return metrics(evaluator, **knobs)
+        return metrics(evaluator, **settings)
 
     def ended(trainer: Trainer, stop: Any) -> None:
         fit(trainer, stop)
@@ -248,10 +248,10 @@ def test_lars(zero):
 # --- who decays, at which multiple of the learning rate ---
 
 
-def by_name(model: torch.nn.Module, knobs: Any) -> dict[str, tuple[float, float]]:
+def by_name(model: torch.nn.Module, settings: Any) -> dict[str, tuple[float, float]]:
     """Parameter's name → (lr, weight_decay)."""
     names = {p: n for n, p in model.named_parameters()}
-    groups = knobs.create(model).param_groups
+    groups = settings.create(model).param_groups
     found = {names[p]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert len(found) == sum(len(g["params"]) for g in groups)  # each once
     return found

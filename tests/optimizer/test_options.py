@@ -1,4 +1,4 @@
-"""The options' settings: the same common knobs everywhere, and every setting that cannot be is refused with what to set."""
+"""The options' settings: the same common settings everywhere, and every setting that cannot be is refused with what to set."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def problems(*words: str, needs_torch: bool = False) -> list[str]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
 def test_yaml_and_constructor_say_the_same(file: Path) -> None:
-    knobs = dict(content(file))
-    cls = import_name(knobs.pop("_target_"))
-    assert set(knobs) == set(inspect.signature(cls).parameters)
+    settings = dict(content(file))
+    cls = import_name(settings.pop("_target_"))
+    assert set(settings) == set(inspect.signature(cls).parameters)
 
 
 def test_every_option_is_there() -> None:
@@ -112,10 +112,10 @@ def test_timm_says_what_it_has(words: list[str], said: str) -> None:
 
 def test_timm_takes_its_arguments_and_our_groups() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
-    knobs = by_timm.Timm(
+    settings = by_timm.Timm(
         name="lamb", lr=0.1, weight_decay=0.3, lr_multipliers={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True}
     )
-    optimizer = knobs.create(model)
+    optimizer = settings.create(model)
     assert type(optimizer).__module__ == "timm.optim.lamb"
     assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.1, 0.3), (0.1, 0.0), (0.2, 0.3), (0.2, 0.0)}
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)

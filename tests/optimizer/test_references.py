@@ -170,21 +170,21 @@ FORMS = {
 }
 
 
-def follow(knobs: Any, rule: Callable[..., Any], lr: float) -> tuple[dict[str, Any], dict[str, State]]:
+def follow(settings: Any, rule: Callable[..., Any], lr: float) -> tuple[dict[str, Any], dict[str, State]]:
     """(weights, states) after all steps by the paper, the learning rate as `schedule` sets it."""
     weights = {n: p.detach().numpy().copy() for n, p in net().named_parameters()}
     states: dict[str, State] = {n: {"t": 0} for n in weights}
     for step in range(1, STEPS + 1):
         grads = {n: gradient(n, w.shape, step) for n, w in weights.items()}
         there = {n: g for n, g in grads.items() if g is not None}
-        if hasattr(knobs, "max_grad_norm"):
+        if hasattr(settings, "max_grad_norm"):
             norm = math.sqrt(sum((g**2).sum() for g in there.values()))
-            there = {n: g / max(1, norm / knobs.max_grad_norm) for n, g in there.items()}
+            there = {n: g / max(1, norm / settings.max_grad_norm) for n, g in there.items()}
         for n, g in there.items():
             states[n]["t"] += 1
-            decay = knobs.weight_decay if weights[n].ndim > 1 else 0.0
+            decay = settings.weight_decay if weights[n].ndim > 1 else 0.0
             rate = lr * (3 if n.startswith("head.") else 1) * schedule(step)
-            weights[n] = rule(states[n], weights[n], g, states[n]["t"], rate, decay, knobs)
+            weights[n] = rule(states[n], weights[n], g, states[n]["t"], rate, decay, settings)
     return weights, states
 
 
@@ -218,17 +218,17 @@ def forms(option: type) -> list[str]:
 def test_equals_the_paper(case: str, form: str, dtype: torch.dtype) -> None:
     option, given, rule = CASES[case]
     lr = 1.0 if "lars" in case else 0.01
-    knobs = option(lr=lr, lr_multipliers={"head": 3}, **given, **FORMS[form])
+    settings = option(lr=lr, lr_multipliers={"head": 3}, **given, **FORMS[form])
     model = net(dtype)
-    optimizer = knobs.create(model)
+    optimizer = settings.create(model)
     steps(model, optimizer)
-    weights, states = follow(knobs, rule, lr)
+    weights, states = follow(settings, rule, lr)
     tolerance = 1e-12 if dtype == torch.float64 else 2e-5
     assert largest_difference(net(dtype), weights) > 1e-3  # it moved
     assert largest_difference(model, weights) < tolerance
     if case == "schedulefree":
         trained = {n: p.detach().clone() for n, p in model.named_parameters()}
-        with knobs.eval_weights(optimizer):
+        with settings.eval_weights(optimizer):
             assert largest_difference(model, {n: s["x"] for n, s in states.items()}) < tolerance * 10
             assert largest_difference(model, weights) > 1e-4
         assert all(torch.equal(p, trained[n]) for n, p in model.named_parameters())
@@ -248,8 +248,8 @@ def test_soap_equals_the_paper(frequency: int, tolerance: float) -> None:
     """A matrix by algorithm 3 of Vyas et al. 2024, with its power iteration; a vector by Adam. The library's QR is in float32."""
     torch.manual_seed(3)
     model = torch.nn.Linear(5, 4).double()
-    knobs = shampoo.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
-    optimizer = knobs.create(model)
+    settings = shampoo.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
+    optimizer = settings.create(model)
     w, bias = (p.detach().numpy().copy() for p in model.parameters())
     beta, products, bases = 0.95, [np.zeros((4, 4)), np.zeros((5, 5))], []
     m, v, vector = 0 * w, 0 * w, {"m": 0 * bias, "v": 0 * bias}
@@ -306,7 +306,7 @@ def test_shampoo_equals_the_paper(monkeypatch: pytest.MonkeyPatch, exact: bool, 
 
 
 def test_the_forms_are_taken() -> None:
-    """A knob that is not in effect would make all forms equal."""
+    """A setting that is not in effect would make all forms equal."""
     sgd = {f: torch_optim.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}
     assert [(g["fused"], g["foreach"]) for g in sgd.values()] == [(True, False), (False, True), (False, False)]
     lamb = {f: layerwise.Lamb(**FORMS[f]).create(net()) for f in FORMS}
@@ -352,10 +352,10 @@ def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
     model = torch.nn.Sequential(conv(2, 4, 3), conv(4, 8, 3), torch.nn.BatchNorm2d(8), linear(8, 24), linear(24, 3)).double()
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
-    knobs = muon.Muon(lr=0.1, adamw_lr=0.01, weight_decay=0.1, nesterov=True)
+    settings = muon.Muon(lr=0.1, adamw_lr=0.01, weight_decay=0.1, nesterov=True)
     weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
     states: dict[str, State] = {n: {} for n in weights}
-    optimizer = knobs.create(model)
+    optimizer = settings.create(model)
     for step in range(1, 11):
         for n, p in model.named_parameters():
             g = gradient(n, p.shape, step)
@@ -367,7 +367,7 @@ def test_muon_on_kernels_and_adamw_for_the_rest(channels_last: bool) -> None:
                 u = orthogonal(0.05 * matrix + 0.95 * s["m"]) * math.sqrt(max(1, len(g) / matrix.shape[1]))
                 weights[n] = weights[n] * (1 - 0.1 * decay) - 0.1 * u.reshape(g.shape)
             else:
-                weights[n] = adamw(states[n], weights[n], g, step, 0.01, decay, knobs)
+                weights[n] = adamw(states[n], weights[n], g, step, 0.01, decay, settings)
         optimizer.step()
     start = dict(model.named_parameters())
     for n, p in start.items():
@@ -389,9 +389,9 @@ class Reader(torch.nn.Module):
         self.head = torch.nn.Linear(8, 9)
 
 
-def built(knobs: muon.Muon, model: torch.nn.Module) -> Any:
+def built(settings: muon.Muon, model: torch.nn.Module) -> Any:
     batch = type("Batch", (), {"lr_factor": lambda self: 2.0, "decay_factor": lambda self: 1.0})()
-    return knobs.build(context(run=RunSpec({}, {}, {"model": Mlp()}), model=model, batch=batch))
+    return settings.build(context(run=RunSpec({}, {}, {"model": Mlp()}), model=model, batch=batch))
 
 
 def test_muons_adamw_has_a_rate_for_each_kind() -> None:
@@ -399,20 +399,20 @@ def test_muons_adamw_has_a_rate_for_each_kind() -> None:
     torch.manual_seed(0)
     model = Reader().double()
     rates = {"embedding_lr": 0.2, "head_lr": 0.004, "scalar_lr": 0.5}
-    knobs = muon.Muon(adamw_lr=0.01, weight_decay=0.1, **rates)
+    settings = muon.Muon(adamw_lr=0.01, weight_decay=0.1, **rates)
     of = {"table.weight": 0.2, "head.weight": 0.004, "head.bias": 0.004, "places": 0.01, "body.0.weight": 0.01}
     of |= {n: 0.5 for n, p in model.named_parameters() if p.ndim == 1 and n != "head.bias"}
     hidden = {"body.1.weight", "body.2.weight"}
     assert of.keys() | hidden == dict(model.named_parameters()).keys()
     weights = {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
     states: dict[str, State] = {n: {} for n in weights}
-    optimizer = built(knobs, model)
+    optimizer = built(settings, model)
     for step in range(1, 6):
         for n, p in model.named_parameters():
             g = gradient(n, p.shape, step)
             p.grad = torch.as_tensor(g)
             if n in of:
-                weights[n] = adamw(states[n], weights[n], g, step, 2 * of[n], 0.1 if p.ndim > 1 else 0.0, knobs)
+                weights[n] = adamw(states[n], weights[n], g, step, 2 * of[n], 0.1 if p.ndim > 1 else 0.0, settings)
         optimizer.step()
     for n in of:
         np.testing.assert_allclose(dict(model.named_parameters())[n].detach().numpy(), weights[n], rtol=1e-10, atol=1e-10)

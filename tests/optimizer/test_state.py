@@ -70,8 +70,8 @@ def through_a_file(*state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize(("option", "knobs", "layout"), ALL)
-def test_resume_is_exact(option: type, knobs: dict[str, Any], layout: str) -> None:
+@pytest.mark.parametrize(("option", "settings", "layout"), ALL)
+def test_resume_is_exact(option: type, settings: dict[str, Any], layout: str) -> None:
     def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = net()
         model = model.to(memory_format=torch.channels_last) if layout == "channels_last" else model
@@ -79,7 +79,7 @@ def test_resume_is_exact(option: type, knobs: dict[str, Any], layout: str) -> No
         if layout == "bf16":
             model.register_forward_pre_hook(lambda _, x: (x[0].bfloat16(),))
             model.register_forward_hook(lambda _, x, y: y.float())
-        return model, option(**knobs).create(model)
+        return model, option(**settings).create(model)
 
     straight, optimizer = fresh()
     torch.manual_seed(1)
@@ -206,8 +206,8 @@ def test_new_storage_is_found() -> None:
 
 def test_schedulefree_comes_back_on_an_exception() -> None:
     model = net()
-    knobs = schedulefree.ScheduleFree()
-    optimizer = knobs.create(model)
+    settings = schedulefree.ScheduleFree()
+    optimizer = settings.create(model)
     train(model, optimizer, 0, 4)
     trained = [p.detach().clone() for p in model.parameters()]
 
@@ -218,7 +218,7 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
         assert all(torch.equal(saved[p], q) for p, q in zip(model.parameters(), trained, strict=True))
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), knobs.eval_weights(optimizer):
+    with pytest.raises(ZeroDivisionError), settings.eval_weights(optimizer):
         look()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), trained, strict=True))
 
@@ -244,7 +244,7 @@ def test_steps_do_not_import_the_compiler() -> None:
 
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
-KNOBS = {"lr": 0.01, "weight_decay": 0.1}
+SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
 
 
 def net_of_large_layers() -> torch.nn.Module:
@@ -276,7 +276,7 @@ def test_small_tensors_keep_float32_moments_and_are_adamw() -> None:
     models = [torch.nn.Linear(20, 20) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     for model, option in zip(models, (adamw8bit_options.AdamW8bit, torch_optim.AdamW), strict=True):
-        optimizer = option(**KNOBS).create(model)
+        optimizer = option(**SETTINGS).create(model)
         for step in range(5):
             for p in model.parameters():
                 p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step))
@@ -290,7 +290,7 @@ def test_it_trains_as_adamw_with_a_quarter_of_the_state() -> None:
     losses, sizes, weights = {}, {}, {}
     for option in (adamw8bit_options.AdamW8bit, torch_optim.AdamW):
         model = net_of_large_layers()
-        optimizer = option(**KNOBS).create(model)
+        optimizer = option(**SETTINGS).create(model)
         losses[option], sizes[option] = train_eight_bits(model, optimizer, 0, 100), state_bytes(optimizer)
         weights[option] = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert losses[torch_optim.AdamW][-1] < 0.5 * losses[torch_optim.AdamW][0]

@@ -151,7 +151,7 @@ def test_gradients_meet_once_an_update_not_once_a_micro_batch(make, one_rank, st
     trainer.parallel.shutdown()
 
 
-def test_ddp_is_told_its_knobs(make, one_rank):
+def test_ddp_is_told_its_settings(make, one_rank):
     trainer = make("parallel=ddp", "parallel.bucket_mb=0.5", "parallel.find_unused_parameters=true")
     assert trainer.step.inner.forward.bucket_bytes_cap == 0.5 * 2**20
     assert trainer.step.inner.forward.find_unused_parameters

@@ -303,7 +303,7 @@ def test_an_entry_is_held_to_its_mappings_rule() -> None:
 
 
 def test_the_contract_asks_for_a_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A knob whose annotation leaves its text open fails the contract test, which every option is held to."""
+    """A setting whose annotation leaves its text open fails the contract test, which every option is held to."""
     cls = import_name("drivetrain.stop.base.Early")
     annotations = {**inspect.get_annotations(cls.__init__), "metric": "str | None"}
     monkeypatch.setattr(cls.__init__, "__annotations__", annotations)

@@ -1,4 +1,4 @@
-"""The written form of a recipe: every knob is in it, it is read back as it was, and what has changed since is told."""
+"""The written form of a recipe: every setting is in it, it is read back as it was, and what has changed since is told."""
 
 import itertools
 import logging
@@ -63,7 +63,7 @@ def said(*words: str) -> str:
 # --- what is written ---
 
 
-def test_what_was_chosen_comes_first_and_every_other_knob_after_it():
+def test_what_was_chosen_comes_first_and_every_other_setting_after_it():
     file = exported("precision=bf16", "optimizer.lr=0.02", "epochs=3")
     tree = yaml.safe_load(file.read_text())
     assert list(tree) == ["schema", "drivetrain", "hash", "defaults", "optimizer", "epochs", "unchanged"]
@@ -221,7 +221,7 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 def test_a_receiver_with_other_defaults_trains_the_same_weights(tiny, conf, tmp_path: Path):
-    """The sender's run, and a clone in which options, values, a knob and a whole preset are other ones."""
+    """The sender's run, and a clone in which options, values, a setting and a whole preset are other ones."""
     import drivetrain
     from tests.support.command import weights
 
@@ -240,7 +240,7 @@ def test_a_receiver_with_other_defaults_trains_the_same_weights(tiny, conf, tmp_
     assert prepare(tiny("epochs=1")).config_hash != sent.config_hash, "the same words have become another run"
 
 
-def test_a_knob_that_a_recipe_does_not_spell_out_is_told_if_its_default_changed(conf):
+def test_a_setting_that_a_recipe_does_not_spell_out_is_told_if_its_default_changed(conf):
     file = edited(exported("optimizer=sgd"), ("    momentum: 0.9\n", ""))
     assert not said(f"recipe={file}"), "the default is what it was"
     conf("optimizer/sgd.yaml", "momentum: 0.9", "momentum: 0.5")
@@ -264,7 +264,7 @@ def test_a_line_that_was_deleted_or_changed_is_told(capsys):
     assert not said(f"recipe={file}")
 
 
-def test_a_knob_that_appeared_or_is_gone_is_told(conf):
+def test_a_setting_that_appeared_or_is_gone_is_told(conf):
     file = exported("optimizer=sgd", "optimizer.nesterov=false")
     conf("optimizer/sgd.yaml", "weight_decay: 0.0005", "decay: 0.0005")
     notices = compose([f"recipe={file}"]).notices

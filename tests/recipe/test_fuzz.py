@@ -40,12 +40,12 @@ def test_mutants_of_recipes(place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [group for group in FILES if group != "logger"])
-def test_each_knob_of_each_option_with_extreme_values(group: str, place: Path) -> None:
+def test_each_setting_of_each_option_with_extreme_values(group: str, place: Path) -> None:
     for option, content in FILES[group].items():
         chosen = [option] if group in LISTS else option
-        for knob in sorted({*content} - {"_target_", "preset"}):
-            key = f"{group}.{f'{option}.' if group in LISTS else ''}{knob}"
-            for value in alike(content[knob]):
+        for setting in sorted({*content} - {"_target_", "preset"}):
+            key = f"{group}.{f'{option}.' if group in LISTS else ''}{setting}"
+            for value in alike(content[setting]):
                 recipe = {"defaults": [{f"override /{group}": chosen}], key: value}
                 outcome(place / "recipe.yaml", "\n".join(written(recipe, 0)) + "\n")
 

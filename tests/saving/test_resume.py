@@ -59,7 +59,7 @@ def stop_at(monkeypatch):
 
     after = Trainer._after_update
 
-    def arm(step: int | None) -> None:
+    def variant(step: int | None) -> None:
         def stopped(self: Trainer, epoch_end: bool) -> bool:
             if self.progress.steps == step:
                 self._stop.raised = signal.SIGURG  # which ends no program
@@ -67,7 +67,7 @@ def stop_at(monkeypatch):
 
         monkeypatch.setattr(Trainer, "_after_update", stopped)
 
-    return arm
+    return variant
 
 
 def newest(run_dir: Path) -> Path:

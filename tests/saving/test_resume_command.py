@@ -56,10 +56,10 @@ ARMS: dict[str, tuple[tuple[str, ...], int, int]] = {
 }  # fmt: skip
 NORMAL = [("amp, ema, accumulation", TERM), ("ddp", KILL)]
 MATRIX = [
-    *(pytest.param(arm, by, id=f"{arm} {by.name}") for arm, by in NORMAL),
+    *(pytest.param(variant, by, id=f"{variant} {by.name}") for variant, by in NORMAL),
     *(
-        pytest.param(arm, by, id=f"{arm} {by.name}", marks=pytest.mark.slow)
-        for arm in ARMS for by in (TERM, KILL) if (arm, by) not in NORMAL
+        pytest.param(variant, by, id=f"{variant} {by.name}", marks=pytest.mark.slow)
+        for variant in ARMS for by in (TERM, KILL) if (variant, by) not in NORMAL
     ),
 ]  # fmt: skip
 
@@ -79,12 +79,12 @@ def stop(place: Path, by: signal.Signals, at: str, *words: str, ranks: int = 1) 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The run of an arm that nothing stopped."""
+    """The run of a variant that nothing stopped."""
 
     @cache
-    def run_of(arm: str) -> Path:
+    def run_of(variant: str) -> Path:
         place = with_own_nets(tmp_path_factory.mktemp("whole") / "here")
-        ended = train(*BASE, *ARMS[arm][0], cwd=place)
+        ended = train(*BASE, *ARMS[variant][0], cwd=place)
         assert ended.code == 0, ended
         return only_run(place / "outputs")
 
@@ -100,9 +100,9 @@ def assert_same_end(resumed: Path, unbroken: Path) -> None:
     assert differences(resumed, unbroken) == []
 
 
-@pytest.mark.parametrize(("arm", "by"), MATRIX)
-def test_stopped_in_mid_epoch_and_resumed(arm: str, by: signal.Signals, whole: Callable[[str], Path], tmp_path: Path) -> None:
-    words, micro_batches, ranks = ARMS[arm]
+@pytest.mark.parametrize(("variant", "by"), MATRIX)
+def test_stopped_in_mid_epoch_and_resumed(variant: str, by: signal.Signals, whole: Callable[[str], Path], tmp_path: Path) -> None:
+    words, micro_batches, ranks = ARMS[variant]
     place = with_own_nets(tmp_path / "here")
     ended = stop(place, by, str((STOP_AT - 1) * micro_batches + 1), *BASE, *words, ranks=ranks)
     run_dir = only_run(place / "outputs")
@@ -120,7 +120,7 @@ def test_stopped_in_mid_epoch_and_resumed(arm: str, by: signal.Signals, whole: C
     ended = train(f"resume={run_dir}", cwd=place)
     assert ended.code == 0, ended
     assert f"resuming from {newest}" in ended.err
-    assert_same_end(run_dir, whole(arm))
+    assert_same_end(run_dir, whole(variant))
 
 
 @pytest.mark.parametrize(("by", "ranks"), [(USR1, 1), (USR1, 2), (INT, 1)])

@@ -24,7 +24,7 @@ from drivetrain.launch.worker import AVERAGED
 from drivetrain.logger.files import Files
 from drivetrain.parallel.base import Parallel
 from drivetrain.run import records
-from drivetrain.run.directory import Held
+from drivetrain.run.directory import RunDirHandle
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io, manifest, options, space
 from drivetrain.saving.content import whole
@@ -318,7 +318,7 @@ def test_torchs_and_safetensors_errors_in_writing_are_known(disk):
 
 def test_a_directory_is_found_where_it_went(tmp_path):
     (tmp_path / "run").mkdir()
-    held = Held(tmp_path / "run")
+    held = RunDirHandle(tmp_path / "run")
     assert held.folder() == held.place() == tmp_path / "run"
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     assert held.folder() == held.place() == tmp_path / "elsewhere"

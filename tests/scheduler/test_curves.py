@@ -273,7 +273,7 @@ class TestPlateau:
     @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
     @pytest.mark.parametrize("cooldown", [0, 2])
     def test_equals_torch(self, mode: Any, threshold_mode: Any, cooldown: int) -> None:
-        knobs = {
+        settings = {
             "mode": mode,
             "factor": 0.5,
             "patience": 1,
@@ -282,9 +282,9 @@ class TestPlateau:
             "cooldown": cooldown,
         }
         optimizer, reference = adam(), adam()
-        mine = plateau_options.Plateau(**knobs, final=0.1)
+        mine = plateau_options.Plateau(**settings, final=0.1)
         mine.bind(optimizer, *OVER)
-        other = theirs.ReduceLROnPlateau(reference, **knobs, min_lr=0.1 * LR)
+        other = theirs.ReduceLROnPlateau(reference, **settings, min_lr=0.1 * LR)
         rates = []
         for epoch, loss in enumerate(self.LOSSES):
             mine.step(12 * epoch)
@@ -381,8 +381,8 @@ def test_what_is_no_length(length: Any) -> None:
     ]
 
 
-def test_every_length_knob_is_looked_at() -> None:
-    """A knob annotated as a length stands in `lengths`, else a bad one would pass the check."""
+def test_every_length_setting_is_looked_at() -> None:
+    """A setting annotated as a length stands in `lengths`, else a bad one would pass the check."""
     for name in ours.__all__:
         cls = getattr(ours, name)
         annotated = {k for k, v in cls.__init__.__annotations__.items() if "Length" in v}

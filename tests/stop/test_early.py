@@ -19,9 +19,9 @@ from drivetrain.stop.base import Early
 EPOCHS = ["updates=null", "epochs=9"]  # 4 updates each
 
 
-def after(values, better=max, **knobs):
+def after(values, better=max, **settings):
     """The number of evaluations after which it ends a run that evaluates to these values; None: it does not."""
-    stop = Early(**knobs)
+    stop = Early(**settings)
     stop._name, stop._better = Selection("accuracy", better)
     stop._selected = stop._name
     for n, value in enumerate(values, 1):

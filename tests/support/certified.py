@@ -35,7 +35,7 @@ def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> An
         trainer = build.build(context, [])
         if broken is not None:
             broken(trainer)
-        return record.Recorder(trainer, record.Look.at(job.run, UPDATES, **look)).run()
+        return record.Recorder(trainer, record.RecordingOptions.at(job.run, UPDATES, **look)).run()
     finally:
         context.on_exit.close()
 

@@ -53,21 +53,21 @@ def sweep() -> None:
 
 
 def compare() -> None:
-    """The arms of a comparison."""
+    """The variants of a comparison."""
     from drivetrain.measure.benchmark import compare
 
     compare.command([*TINY, "precision=fp32,bf16", "rounds=1"])
 
 
 def ablate() -> None:
-    """The arms of an ablation."""
+    """The variants of an ablation."""
     from drivetrain.measure.benchmark import ablate
 
     ablate.command([*TINY, "rounds=1"])
 
 
 def tune() -> None:
-    """The arms of a search."""
+    """The variants of a search."""
     from drivetrain.measure.tune import tune
 
     tune.command([*TINY, "rounds=1"])
@@ -88,7 +88,7 @@ def certify() -> None:
 
 
 def bisect() -> None:
-    """The arms of the comparisons that look for the setting that makes a run slower."""
+    """The variants of the comparisons that look for the setting that makes a run slower."""
     from drivetrain.cli import measuring
 
     measuring.bisect(["precision=fp32", "precision=bf16", *TINY])

@@ -48,7 +48,7 @@ def check(found: Any, **keys: str) -> None:
 
 
 def check_compare(found: Any, settings: str = "") -> None:
-    """The content of compare.json, or of one comparison in another file; with trained arms also what they ended with."""
+    """The content of compare.json, or of one comparison in another file; with trained variants also what they ended with."""
     check(found, top=COMPARE, settings=COMPARE_SETTINGS + settings, rows=ROW)
     if found["settings"]["quality"]:
         check(found, verdict=VERDICT, runs=RUN, facts=FACTS)

@@ -21,7 +21,6 @@ from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.leave import origin
 from drivetrain.measure.profile.doctor import Diagnosis, Gain, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.profile.sampler import Line
@@ -29,6 +28,7 @@ from drivetrain.measure.report import report
 from drivetrain.measure.report import report as report_page
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.range_test import RangeTest
+from drivetrain.measure.verbs import origin
 from drivetrain.run import reader
 from drivetrain.ui.pages import run as run_page
 
@@ -78,7 +78,7 @@ def run_folder(folder: Path, lr: float, status: str = "completed") -> Path:
 
 
 def comparison(quality: bool = True) -> Comparison:
-    """Four arms: the first, a faster one, one without an interval, and one that failed."""
+    """Four variants: the first, a faster one, one without an interval, and one that failed."""
 
     def verdict(outcome: str, worse: float) -> Verdict | None:
         found = Verdict(outcome, "accuracy 0.9 ± 0.01, loss 2", "accuracy", degradation={"accuracy": Interval(worse, -0.1, 0.1)})

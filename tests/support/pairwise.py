@@ -215,7 +215,7 @@ def complete(words: Iterable[str], folder: Path) -> list[str]:
     while waiting:
         done.append(waiting.pop(0))
         needed = needs(folder).get(done[-1], [])
-        # An option that gives way to another one takes its knobs along.
+        # An option that gives way to another one takes its settings along.
         gone = {_key(word) for word in needed if chosen.get(_key(word), word) != word}
         brought = [word for word in needed if _key(word) not in chosen and word.partition(".")[0] not in gone]
         chosen |= {_key(word): word for word in brought}  # options may bring each other
@@ -302,6 +302,6 @@ def refused(words: Iterable[str], folder: Path, config_dirs: Sequence[str] = ())
 
 
 def names_both(pair: Pair, reason: str) -> bool:
-    """Whether a refusal names both settings, by group and option or by a knob of the group, or by what the setting brings."""
+    """Whether a refusal names both settings, by group and option or by a setting of the group, or by what the setting brings."""
     brings = {word: [word, *(w for w in needs(Path()).get(word, []) if "." not in w.partition("=")[0])] for word in pair}
     return all(any(word.split("=")[0] in reason for word in words) for words in brings.values())

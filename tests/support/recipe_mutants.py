@@ -20,11 +20,11 @@ class Raw(str):
 
 SHIPPED = [yaml.safe_load(file.read_text()) for file in sorted(recipes_dir().glob("*.yaml"))]
 FILES = {g: {name: yaml.safe_load(file.read_text()) for name, file in files.items()} for g, files in option_files().items()}
-KNOBS = sorted(
-    f"{group}.{f'{name}.' if group in LISTS else ''}{knob}"
+SETTINGS = sorted(
+    f"{group}.{f'{name}.' if group in LISTS else ''}{setting}"
     for group, of_group in FILES.items()
     for name, content in of_group.items()
-    for knob in content
+    for setting in content
 )
 OPERATORS = ["hydra", "trust", "resume", "recipe", "output_dir", "logger", "callbacks", "hydra.run.dir", "model._target_", "<<"]
 TOP = [
@@ -67,7 +67,7 @@ FRAGMENTS = [
 odd_values = st.one_of(
     st.sampled_from([*NUMBERS, *TEXTS, *SHAPES, *map(Raw, FRAGMENTS)]), st.integers(), st.floats(), st.text(max_size=20)
 )
-keys = st.sampled_from([*KNOBS, *[*TOP, *FILES, *OPERATORS, *ODD] * 3]) | st.text(max_size=5)
+keys = st.sampled_from([*SETTINGS, *[*TOP, *FILES, *OPERATORS, *ODD] * 3]) | st.text(max_size=5)
 
 
 @st.composite
@@ -82,16 +82,16 @@ def entries(draw: st.DrawFn) -> Any:
 
 @st.composite
 def made(draw: st.DrawFn) -> dict[str, Any]:
-    """A recipe of some options, with values of knobs that they have."""
+    """A recipe of some options, with values of settings that they have."""
     recipe: dict[str, Any] = {"description": "made", "defaults": draw(st.lists(entries(), max_size=4))}
     for entry in recipe["defaults"]:
         ((key, option),) = entry.items()
         group = key.removeprefix("override /")
         for name in option if isinstance(option, list) and group in LISTS else [option]:
             content = FILES[group].get(name, {}) if isinstance(name, str) else {}
-            for knob in draw(st.lists(st.sampled_from(sorted(content)), max_size=3, unique=True)) if content else []:
-                key = f"{group}.{f'{name}.' if group in LISTS else ''}{knob}"
-                recipe[key] = draw(st.sampled_from([content[knob], content[knob], *alike(content[knob])]))
+            for setting in draw(st.lists(st.sampled_from(sorted(content)), max_size=3, unique=True)) if content else []:
+                key = f"{group}.{f'{name}.' if group in LISTS else ''}{setting}"
+                recipe[key] = draw(st.sampled_from([content[setting], content[setting], *alike(content[setting])]))
     return recipe
 
 

@@ -140,7 +140,7 @@ def test_completion_knows_them() -> None:
     assert "hydra.launcher.partition=" in candidates(["drivetrain train -m hydra.launcher.p"])
 
 
-def test_the_knobs_reach_submitit_under_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_reach_submitit_under_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
     import submitit
 
     monkeypatch.setattr("shutil.which", lambda name: name)

@@ -84,10 +84,10 @@ def test_a_run_under_way_and_a_killed_one(tmp_path):
 
 def test_the_end_of_a_run_draws_short_records_only(tmp_path, monkeypatch):
     folder = made_pages.run_folder(tmp_path / "run", 0.1)
-    assert run.leave(folder) == folder / "report.html"
+    assert run.write(folder) == folder / "report.html"
     (folder / "report.html").unlink()
     monkeypatch.setattr(run, "MOST_AT_END", 10)
-    assert run.leave(folder) is None
+    assert run.write(folder) is None
     assert not (folder / "report.html").exists()
 
 
@@ -97,7 +97,7 @@ def test_a_full_disk_loses_the_page_and_not_the_run(tmp_path, monkeypatch):
 
     folder = made_pages.run_folder(tmp_path / "run", 0.1)
     monkeypatch.setattr(files, "write_bytes", full)
-    assert run.leave(folder) is None
+    assert run.write(folder) is None
 
 
 def test_the_page_says_what_differs_from_the_default(tmp_path):

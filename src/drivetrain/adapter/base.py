@@ -23,7 +23,7 @@ BITS = {"int8": 8, "nf4": 4}  # of a frozen weight
 class Adapter(Option):
     """adapter=none: the model's own weights train."""
 
-    stays: ClassVar[str] = "its parameters go on into the next stage"
+    why_fixed: ClassVar[str] = "its parameters go on into the next stage"
     effect: ClassVar[Effect] = "exact"
     active = False
     true_gradient = True  # whether its backward is the derivative of its forward

@@ -158,9 +158,9 @@ class RandomResizedCrop(Augment):
 
 def check_intervals(option: str, scale: Sequence[float], ratio: Sequence[float]) -> Iterator[str]:
     """Yield a problem for a scale or ratio whose lower end is above its upper end."""
-    for knob, (low, high) in (("scale", scale), ("ratio", ratio)):
+    for setting, (low, high) in (("scale", scale), ("ratio", ratio)):
         if low > high:
-            yield f"augment.{option}.{knob}={[low, high]} begins above its end: give the smaller number first"
+            yield f"augment.{option}.{setting}={[low, high]} begins above its end: give the smaller number first"
 
 
 @dataclass(slots=True)

@@ -92,13 +92,13 @@ def overrides(words: Sequence[str], last: str) -> list[str]:
         return [f"{key}={head}{name}" for name in names]
     group = key.split(".")[0]
     if "." in key and group in groups:
-        return sorted(f"{group}.{knob}=" for knob in _knobs(group, groups[group], config_dirs))
+        return sorted(f"{group}.{setting}=" for setting in _settings(group, groups[group], config_dirs))
     values = [name for name in catalog.root_config() if name != "defaults"]
     return [f"{name}=" for name in [*groups, *values]] + [f"{group}." for group in groups]
 
 
-def _knobs(group: str, options: Sequence[str], config_dirs: Sequence[str]) -> set[str]:
-    """The knobs of all options of a group; where several are chosen at once, each below its option's name."""
+def _settings(group: str, options: Sequence[str], config_dirs: Sequence[str]) -> set[str]:
+    """The settings of all options of a group; where several are chosen at once, each below its option's name."""
     keys = {option: catalog.option_keys(group, option, config_dirs) - {"_target_"} for option in options}
     return {f"{option}.{key}" if group in catalog.LISTS else key for option, names in keys.items() for key in names}
 

@@ -115,15 +115,15 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
 def _job(source: str, overrides: list[str], given: argparse.Namespace) -> Job:
     """The job whose data is packed: SOURCE is set as the option's data.root or data.train."""
     chosen = overrides if any(w.startswith("data=") for w in overrides) else ["data=imagefolder", *overrides]
-    knobs = compose(chosen, given.config_dir).plain["data"]
-    knob = "train" if "root" not in knobs else "root"
-    if knob not in knobs:
+    settings = compose(chosen, given.config_dir).plain["data"]
+    setting = "train" if "root" not in settings else "root"
+    if setting not in settings:
         raise UserError(
             f"drivetrain pack packs images, and cannot give SOURCE to {chosen[0]}, which has neither data.root nor data.train "
             "(large texts are tokenized once by themselves)"
         )
-    more = [f"data.{knob}={json.dumps(os.path.expanduser(source))}"]
-    if "size" in knobs and not any(w.startswith("data.size=") for w in overrides):
+    more = [f"data.{setting}={json.dumps(os.path.expanduser(source))}"]
+    if "size" in settings and not any(w.startswith("data.size=") for w in overrides):
         more.append(f"data.size={given.size or SIZE}")
     elif given.size is not None and not given.jpeg:
         raise UserError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def eager_only_settings(run: RunSpec) -> dict[str, tuple[str, str]]:
     """Return the run's settings that affect only eager updates: key → (its value, the neutral value)."""
-    fused, foreach = (getattr(run.optimizer, knob, None) for knob in ("fused", "foreach"))
+    fused, foreach = (getattr(run.optimizer, setting, None) for setting in ("fused", "foreach"))
     settings = {
         "optimizer.fused": (fused is True, "true", "null"), "optimizer.foreach": (foreach is False, "false", "null"),
         "runtime.zero_grad": (run.runtime.zero_grad == "memset", "memset", "none"),

@@ -99,12 +99,12 @@ def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set
 
 def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str] = ()) -> bool:
     """Whether a dotted key is one of the options that are `chosen` (group → option), or of a group that is not among them."""
-    group, _, knob = key.partition(".")
-    if not knob or group not in chosen:
+    group, _, setting = key.partition(".")
+    if not setting or group not in chosen:
         return True
     option = one_or_several(group, chosen[group])
     names = {*map(str, option)} if group in LISTS else option_keys(group, option, config_dirs)
-    return knob.split(".")[0] in names
+    return setting.split(".")[0] in names
 
 
 def _is_shared(file: Path) -> bool:

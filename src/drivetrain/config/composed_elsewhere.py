@@ -66,11 +66,11 @@ def _group(group: str, value: Any, config_dirs: Sequence[str]) -> Iterator[str]:
         sections = {name: section for name, section in value.items() if name != "_target_"}
         yield f"{group}={format_value([*sections])}"
         for name, section in sections.items():
-            yield from _knobs(group, f"{group}.{name}", name, section or {}, config_dirs)
+            yield from _settings(group, f"{group}.{name}", name, section or {}, config_dirs)
     elif "_target_" in value:
         option = _option_of(group, value, config_dirs)
         yield f"{group}={option}"
-        yield from _knobs(group, group, option, value, config_dirs)
+        yield from _settings(group, group, option, value, config_dirs)
     else:
         yield from _values(group, value)
 
@@ -85,7 +85,7 @@ def _option_of(group: str, section: Mapping[str, Any], config_dirs: Sequence[str
             f"{group}._target_={section['_target_']} is the class of no option of {group}: name one as {group}: NAME ({hint}), "
             "or add your own by config_dirs"
         )
-    return max(same, key=lambda name: sum(section.get(knob) == value for knob, value in sections[name].items()))
+    return max(same, key=lambda name: sum(section.get(setting) == value for setting, value in sections[name].items()))
 
 
 def _section(group: str, option: str, config_dirs: Sequence[str]) -> dict[str, Any]:
@@ -94,12 +94,12 @@ def _section(group: str, option: str, config_dirs: Sequence[str]) -> dict[str, A
     return dict(content(file)) if file is not None else {}
 
 
-def _knobs(group: str, place: str, option: str, section: Mapping[str, Any], config_dirs: Sequence[str]) -> Iterator[str]:
-    """The knobs that differ from those of the option's file."""
+def _settings(group: str, place: str, option: str, section: Mapping[str, Any], config_dirs: Sequence[str]) -> Iterator[str]:
+    """The settings that differ from those of the option's file."""
     known = _section(group, option, config_dirs)
-    for knob, value in section.items():
-        if knob != "_target_" and (knob not in known or known[knob] != value):
-            yield from _values(f"{place}.{knob}", value)
+    for setting, value in section.items():
+        if setting != "_target_" and (setting not in known or known[setting] != value):
+            yield from _values(f"{place}.{setting}", value)
 
 
 def _values(key: str, value: Any) -> Iterator[str]:

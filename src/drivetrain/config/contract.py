@@ -20,7 +20,7 @@ from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 
 
 def contract_problems(group: str, option: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """How an option's file and class disagree: its knobs are the constructor's arguments, typed, with the same defaults."""
+    """How an option's file and class disagree: its settings are the constructor's arguments, typed, with the same defaults."""
     return list(_problems(group, option, config_dirs))
 
 
@@ -37,8 +37,8 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
         yield f"{file}: its first comment must say what {option} does for a run"
     try:
         section = compose([f"{group}=[{option}]" if group in LISTS else f"{group}={option}"], config_dirs).plain[group]
-        knobs = dict(section[option] if group in LISTS else section)
-        cls = import_name(target := str(knobs.pop("_target_")))
+        settings = dict(section[option] if group in LISTS else section)
+        cls = import_name(target := str(settings.pop("_target_")))
     except UserError as error:
         yield from error.problems
         return
@@ -48,39 +48,39 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
     if not isinstance(cls, type) or not issubclass(cls, Option):
         yield f"{file}: {target} does not derive from Option"
         return
-    yield from (f"{file}: {problem}" for problem in schema.of(cls).problems(group, knobs))
-    missing = [name for name in schema.of(cls).hints if name not in knobs]
+    yield from (f"{file}: {problem}" for problem in schema.of(cls).problems(group, settings))
+    missing = [name for name in schema.of(cls).hints if name not in settings]
     yield from (f"{file}: {name} is missing, which is an argument of {cls.__name__}" for name in missing)
     yield from (f"{file}: {problem}" for problem in _open_texts(group, cls))
-    annotated = inspect.get_annotations(cls.__init__) if knobs else {}
-    yield from (f"{file}: {cls.__name__} has no annotation for {name}" for name in knobs if name not in annotated)
+    annotated = inspect.get_annotations(cls.__init__) if settings else {}
+    yield from (f"{file}: {cls.__name__} has no annotation for {name}" for name in settings if name not in annotated)
     try:
-        from_python, from_yaml = vars(cls()), vars(cls(**knobs))
+        from_python, from_yaml = vars(cls()), vars(cls(**settings))
     except Exception as error:
         yield f"{file}: {cls.__name__} must be possible without arguments, and with the file's: {type(error).__name__}: {error}"
         return
-    yield from (f"{file}: {problem}" for problem in _claim_problems(cls, knobs))
-    for name in knobs:
+    yield from (f"{file}: {problem}" for problem in _claim_problems(cls, settings))
+    for name in settings:
         if name in from_python and not _equal(from_python[name], from_yaml[name]):
             yield f"{file}: {name} is {from_yaml[name]!r}, but the default of {cls.__name__} is {from_python[name]!r}"
 
 
-def _claim_problems(cls: type[Option], knobs: Collection[str]) -> Iterator[str]:
+def _claim_problems(cls: type[Option], settings: Collection[str]) -> Iterator[str]:
     """What is missing of what an option claims of training."""
     if cls().effect_as_set() != "exact" and not 10 < len(cls.changes) < 100:
         yield (
             f'{cls.__name__} does not say what it does to training: give it effect = "exact" (the same numbers), or "close" '
             'or "changes" with one line in changes, of 11 to 99 letters'
         )
-    yield from (f"{key} of {cls.__name__}.key_effects is no argument of it" for key in cls.key_effects if key not in knobs)
+    yield from (f"{key} of {cls.__name__}.key_effects is no argument of it" for key in cls.key_effects if key not in settings)
 
 
 def _open_texts(group: str, cls: type[Option]) -> Iterator[str]:
-    """Each knob whose text could be anything and reach a library from a recipe."""
+    """Each setting whose text could be anything and reach a library from a recipe."""
     if group in OPERATOR_KEYS:
         return
     for name, hint in schema.of(cls).hints.items():
-        if name not in recipe_checks.local_knobs(cls) and allowed.OPEN in allowed.rules(hint):
+        if name not in recipe_checks.local_settings(cls) and allowed.OPEN in allowed.rules(hint):
             yield (
                 f"{name} of {cls.__name__} may be any text or mapping, and a recipe could hold it: say in its annotation what it "
                 "may be (Literal, Name, ColumnName, …: drivetrain.core.allowed), or name it in machine_local_keys"

@@ -38,8 +38,8 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     present = f"{homes[0]}.{name}" if len(homes) == 1 else ELSEWHERE.get(name, name)
     if present == name and name not in {*default, *root_config()}:
         return None
-    group, _, knob = present.rpartition(".")
-    with_it = having.get(group, {}).get(knob, ())
+    group, _, setting = present.rpartition(".")
+    with_it = having.get(group, {}).get(setting, ())
     needed = f"{group}={with_it[0]} " if with_it and group not in LISTS and default[group] not in with_it else ""
     return present if "=" in present else f"{needed}{present}={value}"
 
@@ -91,7 +91,7 @@ class KeySetter:
         """The problem of a key whose part at `depth` is not among the `names` there."""
         key, part, inside = ".".join(parts), parts[depth], ".".join(parts[:depth])
         known = options(self.config_dirs)
-        if parts[0] in LISTS and depth < 2 < len(parts):  # a knob of an option that was not chosen
+        if parts[0] in LISTS and depth < 2 < len(parts):  # a setting of an option that was not chosen
             group, option = parts[:2]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
@@ -108,8 +108,8 @@ class KeySetter:
         homes = [f"{group}.{part}" for group in self._groups_with(part)] if not depth and present == given else []
         hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else ""
         hint = hint or suggestion(given, part, {*names, *known} if not depth else names)
-        group, _, knob = (homes[0] if len(homes) == 1 else present).rpartition(".")
-        having = owners(self.config_dirs).get(group, {}).get(knob, ())
+        group, _, setting = (homes[0] if len(homes) == 1 else present).rpartition(".")
+        having = owners(self.config_dirs).get(group, {}).get(setting, ())
         if having and (group in LISTS or self.choices[group] not in having):
             has_it = " or ".join(f"{group}={name}" for name in having) + " has it"
             hint = has_it if present == given and not homes else f"{hint} (with {group}={', '.join(having)})"
@@ -120,18 +120,20 @@ class KeySetter:
             return f"{key}={value}: {place} has no settings"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
-    def _of_another_option(self, group: str, knob: str) -> str:
-        """A hint at a similar knob, which the group's chosen option does not have and another one has; "" without one."""
+    def _of_another_option(self, group: str, setting: str) -> str:
+        """A hint at a similar setting, which the group's chosen option does not have and another one has; "" without one."""
         having = owners(self.config_dirs)[group]
-        near = get_close_matches(knob, having, n=1)
+        near = get_close_matches(setting, having, n=1)
         if not near:
             return ""
         has_it = " or ".join(f"{group}={name}" for name in having[near[0]])
         return f"did you mean '{group}.{near[0]}'? {has_it} has it"
 
-    def _groups_with(self, knob: str) -> list[str]:
-        """The groups of which an option has this knob; those whose chosen option has it come first."""
-        having = {group: keys[knob] for group, keys in owners(self.config_dirs).items() if knob in keys and group not in LISTS}
+    def _groups_with(self, setting: str) -> list[str]:
+        """The groups of which an option has this setting; those whose chosen option has it come first."""
+        having = {
+            group: keys[setting] for group, keys in owners(self.config_dirs).items() if setting in keys and group not in LISTS
+        }
         return sorted(having, key=lambda group: self.choices[group] not in having[group])
 
     def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
@@ -143,9 +145,9 @@ class KeySetter:
         return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
 
     def unknown_in_group(self, key: str, value: Any) -> str | None:
-        """The problem of a knob that no option of its group has: which option was meant is not known, its name is wrong."""
-        group, knob, *_ = key.split(".")
+        """The problem of a setting that no option of its group has: which option was meant is not known, its name is wrong."""
+        group, setting, *_ = key.split(".")
         names = set(options(self.config_dirs)[group] if group in LISTS else owners(self.config_dirs)[group])
-        if knob in names:
+        if setting in names:
             return None
-        return f"no option of {group} has '{knob}' ({key}={value}): {suggestion(f'{group}.{knob}', knob, names)}"
+        return f"no option of {group} has '{setting}' ({key}={value}): {suggestion(f'{group}.{setting}', setting, names)}"

@@ -57,7 +57,7 @@ def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]
         for part in prefix.split("."):
             section = section[part]
         for name, hint in schema.of(cls).hints.items():
-            if name in section and name not in local_knobs(cls):
+            if name in section and name not in local_settings(cls):
                 value = section[name]
                 entries = flatten(value) if isinstance(value, dict) else {}
                 yield from (f"{prefix}.{name}.{entry}" for entry, v in entries.items() if allowed.problem(hint, v, entry))
@@ -68,12 +68,15 @@ def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]
 def _is_machine_local(key: str, classes: Classes) -> bool:
     return any(
         key == local or key.startswith(f"{local}.")
-        for local in (*OF_OPERATOR, *(f"{prefix}.{knob}" for prefix, cls in classes.items() for knob in local_knobs(cls)))
+        for local in (
+            *OF_OPERATOR,
+            *(f"{prefix}.{setting}" for prefix, cls in classes.items() for setting in local_settings(cls)),
+        )
     )
 
 
-def local_knobs(cls: type[Option]) -> tuple[str, ...]:
-    """The class's machine-local knobs; a sum's are those of its parts, which are classes of their own here."""
+def local_settings(cls: type[Option]) -> tuple[str, ...]:
+    """The class's machine-local settings; a sum's are those of its parts, which are classes of their own here."""
     return cls.machine_local_keys if isinstance(cls.machine_local_keys, tuple) else ()
 
 
@@ -83,7 +86,7 @@ def _value_problem(key: str, value: Any, classes: Classes) -> str:
     if group in OF_NO_GROUP:
         return allowed.problem(OF_NO_GROUP[group], value, of_group)
     for prefix, cls in classes.items():
-        knob, _, entry = key.removeprefix(f"{prefix}.").partition(".")
-        if key.startswith(f"{prefix}.") and knob in schema.of(cls).hints:
-            return allowed.problem(schema.of(cls).hints[knob], value, entry)
+        setting, _, entry = key.removeprefix(f"{prefix}.").partition(".")
+        if key.startswith(f"{prefix}.") and setting in schema.of(cls).hints:
+            return allowed.problem(schema.of(cls).hints[setting], value, entry)
     return ""

@@ -35,15 +35,19 @@ _COMMENT = re.compile(r"^(?P<key>[A-Za-z_]\w*):.*?\s#\s(?P<text>.*)$")
 def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
     """The schema of a recipe, with the options of plugins and of the user's own folders."""
     files = {group: of_group for group, of_group in catalog.option_files(config_dirs).items() if group not in OPERATOR_KEYS}
-    knobs = {group: {name: _knobs(file) for name, file in of_group.items()} for group, of_group in files.items()}
-    defs: Schema = {f"{group}.{name}": _object(found) for group, names in knobs.items() for name, found in names.items()}
-    defs |= {group: _section(group, names) for group, names in knobs.items()}
+    of_options = {group: {name: _settings(file) for name, file in of_group.items()} for group, of_group in files.items()}
+    defs: Schema = {f"{group}.{name}": _object(found) for group, names in of_options.items() for name, found in names.items()}
+    defs |= {group: _section(group, names) for group, names in of_options.items()}
     defs |= {f"choice.{group}": _choice(group, of_group) for group, of_group in files.items()}
     defs["reference"] = REFERENCE
-    defs["fitting"] = {"allOf": list(_fitting(knobs)), "description": "the keys of a group are those of its option"}
+    defs["fitting"] = {"allOf": list(_fitting(of_options)), "description": "the keys of a group are those of its option"}
     defs["defaults"] = _defaults(files)
-    settings = {"defaults": {"$ref": "#/$defs/defaults"}, **{group: {"$ref": f"#/$defs/{group}"} for group in knobs}, **_values()}
-    body = {"patternProperties": _dotted(knobs), "additionalProperties": False, "allOf": [{"$ref": "#/$defs/fitting"}]}
+    settings = {
+        "defaults": {"$ref": "#/$defs/defaults"},
+        **{group: {"$ref": f"#/$defs/{group}"} for group in of_options},
+        **_values(),
+    }
+    body = {"patternProperties": _dotted(of_options), "additionalProperties": False, "allOf": [{"$ref": "#/$defs/fitting"}]}
     return {
         "$schema": DIALECT,
         "title": f"A recipe of drivetrain {process.__version__}",
@@ -52,7 +56,7 @@ def recipe_schema(config_dirs: Sequence[str] = ()) -> Schema:
             **_header(),
             "description": {"type": "string", "description": "what the recipe is for"},
             **settings,
-            "sweep": _sweep(knobs),
+            "sweep": _sweep(of_options),
             "claim": {**_dataclass(Claim), "description": "what was measured of it; it changes nothing of the run"},
             "unchanged": {
                 "type": "object", "properties": settings, **body,
@@ -103,8 +107,8 @@ def _about(hint: Any) -> Schema:
     return {"description": texts[0]} if texts else {}
 
 
-def _knobs(file: Path) -> dict[str, Schema]:
-    """The knobs of an option that a recipe may set; without types where its code is not trusted."""
+def _settings(file: Path) -> dict[str, Schema]:
+    """The settings of an option that a recipe may set; without types where its code is not trusted."""
     values = dict(catalog.content(file))
     target = str(values.pop("_target_"))
     values.pop("preset", None)  # of a task
@@ -139,8 +143,8 @@ def _kind(hint: Any) -> Schema:
     return {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]} if schema else {}
 
 
-def _object(knobs: Mapping[str, Schema]) -> Schema:
-    return {"type": "object", "properties": dict(knobs), "additionalProperties": False}
+def _object(settings: Mapping[str, Schema]) -> Schema:
+    return {"type": "object", "properties": dict(settings), "additionalProperties": False}
 
 
 def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
@@ -148,18 +152,18 @@ def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
     below = {name: {"$ref": f"#/$defs/{group}.{name}"} for name in options if name not in ("none", NAMES_CODE)}
     if group in LISTS:
         return _object(below)
-    found: dict[str, dict[str, Schema]] = {}  # knob → its schema as text → a reference to it
+    found: dict[str, dict[str, Schema]] = {}  # setting → its schema as text → a reference to it
     for name, of_option in options.items():
-        for knob, about in of_option.items():
-            place = {"$ref": f"#/$defs/{group}.{name}/properties/{knob}"}
-            found.setdefault(knob, {}).setdefault(json.dumps(about), place)
-    knobs = {knob: {"anyOf": [*places.values()]} for knob, places in found.items()}
-    return _object({**knobs, **below, "weights": _kind(list[float] | None)} if group in SUMS else knobs)
+        for setting, about in of_option.items():
+            place = {"$ref": f"#/$defs/{group}.{name}/properties/{setting}"}
+            found.setdefault(setting, {}).setdefault(json.dumps(about), place)
+    settings = {setting: {"anyOf": [*places.values()]} for setting, places in found.items()}
+    return _object({**settings, **below, "weights": _kind(list[float] | None)} if group in SUMS else settings)
 
 
-def _fitting(knobs: Mapping[str, Mapping[str, Any]]) -> Iterator[Schema]:
-    """For each option: where it is chosen, the group's knobs are its own."""
-    for group, names in knobs.items():
+def _fitting(of_options: Mapping[str, Mapping[str, Any]]) -> Iterator[Schema]:
+    """For each option: where it is chosen, the group's settings are its own."""
+    for group, names in of_options.items():
         for name in names if group not in LISTS else ():
             entry = {"properties": {f"override /{group}": {"const": name}}, "required": [f"override /{group}"]}
             chosen = {"properties": {"defaults": {"contains": entry}}, "required": ["defaults"]}
@@ -193,24 +197,24 @@ def _defaults(groups: Collection[str]) -> Schema:
     return {"type": "array", "items": {"anyOf": [entry, {"const": "_self_"}]}, "description": "the options of the groups"}
 
 
-def _dotted(knobs: Mapping[str, Mapping[str, Any]]) -> dict[str, Schema]:
-    """The knobs written as `group.knob: value`, whose values the editor does not check."""
+def _dotted(of_options: Mapping[str, Mapping[str, Any]]) -> dict[str, Schema]:
+    """The settings written as `group.setting: value`, whose values the editor does not check."""
     found: dict[str, Schema] = {}
-    for group, names in knobs.items():
-        own = {knob for of_option in names.values() for knob in of_option} if group not in LISTS else set()
-        below = {f"{name}\\.{knob}" for name, of_option in names.items() for knob in of_option if group in (*LISTS, *SUMS)}
+    for group, names in of_options.items():
+        own = {setting for of_option in names.values() for setting in of_option} if group not in LISTS else set()
+        below = {f"{name}\\.{setting}" for name, of_option in names.items() for setting in of_option if group in (*LISTS, *SUMS)}
         if own | below:
             found[f"^{group}\\.({'|'.join(sorted(own | below))})(\\..+)?$"] = {}
     return found
 
 
-def _sweep(knobs: Mapping[str, Mapping[str, Any]]) -> Schema:
+def _sweep(of_options: Mapping[str, Mapping[str, Any]]) -> Schema:
     """The grid: for each key or group the values to go through."""
-    groups = {g: {"anyOf": [{"type": "array", "minItems": 1, "items": _chosen(g)}, _chosen(g)]} for g in knobs}
+    groups = {g: {"anyOf": [{"type": "array", "minItems": 1, "items": _chosen(g)}, _chosen(g)]} for g in of_options}
     return {
         "type": "object",
         "properties": {**groups, **{key: {} for key in _values()}},
-        "patternProperties": _dotted(knobs),
+        "patternProperties": _dotted(of_options),
         "additionalProperties": False,
         "minProperties": 1,
         "description": "a grid: for each key or group a list of values",

@@ -73,7 +73,7 @@ def _until_problems(label: str, until: Any, needed: bool) -> Iterator[str]:
 
 def _refusal(key: str, value: Any, base_of: Mapping[str, type[Option]]) -> str:
     """Why no stage may change a key; "" where it may, or where composing tells that there is no such key."""
-    group, _, knob = key.partition(".")
+    group, _, setting = key.partition(".")
     if group == "stages":
         return "a stage has no stages of its own"
     if group not in base_of:
@@ -81,13 +81,13 @@ def _refusal(key: str, value: Any, base_of: Mapping[str, type[Option]]) -> str:
             return f"{key}={value}: it is for the whole run: set it beside stages"
         return f"there is no '{key}': did you mean '{UNTIL}'?" if get_close_matches(group, [UNTIL]) else ""
     base = base_of[group]
-    if base.stage_option if not knob else any(fnmatchcase(knob, pattern) for pattern in base.stage_keys):
+    if base.stage_option if not setting else any(fnmatchcase(setting, pattern) for pattern in base.stage_keys):
         return ""
     may = [f"{group}.{pattern}" for pattern in base.stage_keys if pattern != "*"]
     of_group = f" (of {group} a stage may change {', '.join(may)})" if may else ""
     if base.stage_keys == ("*",):
         of_group = f" (a stage may change the keys of {group}, not the option)"
-    return f"{key}={value} cannot change in the middle of a run: {base.stays}{of_group}: set it beside stages"
+    return f"{key}={value} cannot change in the middle of a run: {base.why_fixed}{of_group}: set it beside stages"
 
 
 def _composed(whole: Composed, changes: Mapping[str, Any], label: str, problems: list[str]) -> Composed | None:

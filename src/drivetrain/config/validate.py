@@ -194,7 +194,7 @@ def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
 
 
 def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The key of each of the group's options in the config, and its knobs."""
+    """The key of each of the group's options in the config, and its settings."""
     if group in LISTS:
         for name in composed.choices[group]:
             if name != "none":
@@ -232,16 +232,16 @@ def _make(
     prefix: str, section: dict[str, Any], classes: recipe_checks.Classes, composed: Composed, problems: list[str]
 ) -> Option | None:
     """One option as an object, or None with its `problems`. A sum gets the options that it adds up, from their sections."""
-    knobs = {k: v for k, v in section.items() if k != "_target_"}
+    settings = {k: v for k, v in section.items() if k != "_target_"}
     if section.get("_target_") in SUMS.values():
-        parts = [k for k, v in knobs.items() if isinstance(v, dict) and "_target_" in v]
-        knobs["parts"] = {name: _make(f"{prefix}.{name}", knobs.pop(name), classes, composed, problems) for name in parts}
+        parts = [k for k, v in settings.items() if isinstance(v, dict) and "_target_" in v]
+        settings["parts"] = {name: _make(f"{prefix}.{name}", settings.pop(name), classes, composed, problems) for name in parts}
     if (cls := classes.get(prefix)) is None:
         return None
-    _decode(composed, prefix, schema.of(cls), knobs)
-    wrong = list(schema.of(cls).problems(prefix, knobs, composed.where))
+    _decode(composed, prefix, schema.of(cls), settings)
+    wrong = list(schema.of(cls).problems(prefix, settings, composed.where))
     problems += wrong
-    return None if wrong or None in knobs.get("parts", {}).values() else cls(**knobs)
+    return None if wrong or None in settings.get("parts", {}).values() else cls(**settings)
 
 
 def _near(target: str, group: str) -> str:
@@ -316,7 +316,7 @@ def machine_local_keys(run: RunSpec) -> set[str]:
 
 def identifying_keys(run: RunSpec) -> set[str]:
     """The machine-local keys that make another run all the same: the config's hash has them, and a resumed run keeps them."""
-    return run.not_for_recipes | {f"{group}.{knob}" for group, option in _by_group(run) for knob in option.identifying_keys}
+    return run.not_for_recipes | {f"{group}.{setting}" for group, option in _by_group(run) for setting in option.identifying_keys}
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What a recipe may give a knob. Anybody may have written a recipe, so a text from it reaches a library only if a list has it.
+"""What a recipe may give a setting. Anybody may have written a recipe, so a text from it reaches a library only if a list has it.
 
-A knob's annotation says what its text may be: a Literal, or `Annotated[str, Text(…)]`; for a mapping `Annotated[dict[str, Any],
-Entries(…)]`. What an annotation leaves open (a bare `str`, `dict` or `Any`), no recipe can set. The command line may set it all.
+A setting's annotation says what its text may be: a Literal, or `Annotated[str, Text(…)]`; for a mapping
+`Annotated[dict[str, Any], Entries(…)]`. What an annotation leaves open (a bare `str`, `dict` or `Any`), no recipe can
+set. The command line may set it all.
 """
 
 from __future__ import annotations
@@ -126,9 +127,9 @@ def rules(hint: object) -> Iterator[Text | Entries | _Open]:
 
 
 def problem(hint: Any, value: Any, entry: str = "") -> str:
-    """Why a recipe may not give this value to a knob of this annotation; "" where it may, or where the type is wrong anyway.
+    """Why a recipe may not give this value to a setting of this annotation; "" where it may, or where the type is wrong anyway.
 
-    `entry` is the dotted name within the knob, where the value is that of one entry of a mapping.
+    `entry` is the dotted name within the setting, where the value is that of one entry of a mapping.
     """
     known = list(rules(hint))
     texts = [rule for rule in known if isinstance(rule, Text)]
@@ -154,7 +155,7 @@ def _parts(value: object) -> Iterator[Any]:
         yield value
 
 
-# What the texts of the options' knobs are.
+# What the texts of the options' settings are.
 PLAIN_NAME = Text(r"[A-Za-z_]\w{0,99}", "a plain name")
 NAME_PATTERN = Text(r"[\w.*?\[\]!-]{1,200}", "a parameter's or module's name, with * and ? for any letters")
 EPOCHS = Text(r"\d{1,9}(\.\d{1,9})?ep", "a number of epochs such as 5ep")

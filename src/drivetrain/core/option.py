@@ -101,13 +101,13 @@ class Option:
     # or the contract test asks for it: what it does not say, it does not claim.
     effect: ClassVar[Effect] = "changes"
     changes: ClassVar[str] = ""  # what it changes in training, in one line, where it is not exact
-    key_effects: ClassVar[Mapping[str, Effect]] = {}  # of knobs whose values have another effect than the option
+    key_effects: ClassVar[Mapping[str, Effect]] = {}  # of settings whose values have another effect than the option
 
-    # What a stage of a run may change of a group: whether it may choose another option, and patterns of the knobs that it may
-    # set. `stays` is why the rest is one for the whole run. A group's base class says it.
+    # What a stage of a run may change of a group: whether it may choose another option, and patterns of the settings that it may
+    # set. `why_fixed` is why the rest is one for the whole run. A group's base class says it.
     stage_option: ClassVar[bool] = False
     stage_keys: ClassVar[tuple[str, ...]] = ()
-    stays: ClassVar[str] = "it is for the whole run"
+    why_fixed: ClassVar[str] = "it is for the whole run"
 
     # Of an option that finds something by trials before the ranks start (`choose`): what to set where there can be none. And
     # whether a run cannot do without, so that it is refused where another launcher has started its ranks.
@@ -148,7 +148,7 @@ class Option:
         return self
 
     def effect_as_set(self) -> Effect:
-        """Return the effect with these settings, for an option whose knobs change its claim. It is called after `resolve`."""
+        """Return the effect with these settings, for an option whose settings change its claim. It is called after `resolve`."""
         return self.effect
 
     def roundoff(self) -> float:

@@ -178,7 +178,7 @@ class Data(Option):
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
     validation: Validation | Mapping[str, Any] = None
     stage_keys: ClassVar[tuple[str, ...]] = ("size",)
-    stays: ClassVar[str] = "the samples and their order are one for the whole run"
+    why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
     test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
     max_value: ClassVar[float | None] = 255.0  # the largest value of an input; None where there is no bound
     on_device = False  # samples are made on the model's device
@@ -521,9 +521,9 @@ class FromFile(HeldOut[P, K]):
         given = [("path", self.path), *((split, file) for split in SPLITS for file in self.places(split).values())]
         if not self.path and not self.ships:
             yield OperatorGives(f"{run.named('data')} needs data.path, {self.reads_what}")
-        for knob, file in given:
+        for setting, file in given:
             if file and not self.exists(Path(file)):
-                yield f"data.{knob}={file} is no file: set it to {self.reads_what}"
+                yield f"data.{setting}={file} is no file: set it to {self.reads_what}"
 
 
 def measure_normalization(x: torch.Tensor) -> Normalize:

@@ -137,12 +137,12 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
             ) from None
         return found if isinstance(found, dict) else {self.train: found}
 
-    def _checked(self, knob: str, name: str, splits: Mapping[str, Any]) -> Any:
+    def _checked(self, setting: str, name: str, splits: Mapping[str, Any]) -> Any:
         """Return the rows of a split. Raises UserError where it is empty, or a column is missing or of the wrong kind."""
         import datasets
 
         if name not in splits:
-            raise UserError(f"data.{knob}={name}: {self.root} has no such split: {did_you_mean(name, splits)}")
+            raise UserError(f"data.{setting}={name}: {self.root} has no such split: {did_you_mean(name, splits)}")
         rows, column = splits[name], str(self.image or self.text)
         for setting, wanted in (("image" if self.image else "text", column), ("label", self.label)):
             if wanted not in rows.column_names:
@@ -150,7 +150,7 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
                     f"data.{setting}={wanted}: {self.root} has no such column: {did_you_mean(wanted, rows.column_names)}"
                 )
         if not len(rows):
-            raise UserError(f"data.root={self.root}: the split {name} has no samples: give it some, or set data.{knob}")
+            raise UserError(f"data.root={self.root}: the split {name} has no samples: give it some, or set data.{setting}")
         kind = getattr(rows.features[self.label], "dtype", "")
         if not str(kind).startswith(("int", "uint")):
             raise UserError(f"data.label={self.label} is a column of {kind or 'nested values'}, not of whole numbers")

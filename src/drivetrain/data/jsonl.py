@@ -264,9 +264,9 @@ class Jsonl(FromFile[Any, Known], TextData):
             ) from None
         if not isinstance(entry, dict):
             raise DataError(f"{where}: {type(entry).__name__}, but each line must be an object with the key {self.text}")
-        for knob, key in keys:
+        for setting, key in keys:
             if key is not None and key not in entry:
-                raise DataError(f"{where} has no '{key}' (data.{knob}): {did_you_mean(key, entry)}")
+                raise DataError(f"{where} has no '{key}' (data.{setting}): {did_you_mean(key, entry)}")
         return entry
 
 

@@ -74,9 +74,9 @@ class Masks(ImageData, HeldOut["MaskedImages", Known]):
         if not self.root:
             yield OperatorGives(f"data=masks needs data.root, the folder that holds {self.images}/ and {self.masks}/")
             return
-        for knob, name in (("images", self.images), ("masks", self.masks)):
+        for setting, name in (("images", self.images), ("masks", self.masks)):
             if not (Path(self.root) / name).is_dir():
-                yield f"data.root={self.root} has no folder {name} (data.{knob}): it must hold images and masks of the same names"
+                yield f"data.root={self.root} has no folder {name} (data.{setting}): it must hold images and masks of equal names"
         if self.values is not None:
             given = [list(v) if isinstance(v, Sequence) else v for v in self.values]
             if any(isinstance(v, list) and (len(v) != 3 or max(v) > 255) for v in given):

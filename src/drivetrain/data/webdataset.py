@@ -56,15 +56,15 @@ class WebDataset(PictureData, HeldOut["ShardImages", None]):
         if not self.train:
             yield OperatorGives("data=webdataset needs data.train, its shards, such as 'data.train=\"train-{000..009}.tar\"'")
         given = [("train", self.train), *((split, each) for split in SPLITS for each in self.places(split).values())]
-        for knob, pattern in given:
+        for setting, pattern in given:
             try:
                 names = shards.expand(pattern) if pattern else []
             except UserError as error:
-                yield f"data.{knob}: {error}"
+                yield f"data.{setting}: {error}"
                 continue
             missing = [name for name in names if not shards.is_remote(name) and not os.path.isfile(name)]
             if missing:
-                yield f"data.{knob}={pattern}: {missing[0]} is no file ({len(missing)} of {len(names)} shards are not there)"
+                yield f"data.{setting}={pattern}: {missing[0]} is no file ({len(missing)} of {len(names)} shards are not there)"
 
     def places(self, split: str, known: Any = None) -> dict[str, str]:
         """Return the shards of a split's sets; those of the validation stand beside those of training."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Debug(Option):
     """debug=none: no debugging."""
 
-    stays: ClassVar[str] = "it watches the whole run"
+    why_fixed: ClassVar[str] = "it watches the whole run"
     effect: ClassVar[Effect] = "exact"
     updates: int | None = None  # stop after this many updates
     eval_batches: int | None = None  # evaluate at most this many batches

@@ -45,7 +45,7 @@ class Callbacks:
     def wrap_step(self, step: Step) -> Step:
         """Return a step that tells those callbacks that want every update, if there are any."""
         if any(callback.every_update for callback in self.named.values()):
-            return ToldStep(step, lambda: self._tell("update", {}, every_update=True))
+            return CallbackStep(step, lambda: self._tell("update", {}, every_update=True))
         return step
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class Callbacks:
 
 
 @dataclass(eq=False)
-class ToldStep(WrappingStep):
+class CallbackStep(WrappingStep):
     """A step that tells of each update that was made, while its gradients are still there."""
 
     tell: Callable[[], None]

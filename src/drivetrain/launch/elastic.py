@@ -35,7 +35,7 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel.environment import world_of_environment
 from drivetrain.run import directory
-from drivetrain.run.directory import Held
+from drivetrain.run.directory import RunDirHandle
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.ui import logs
@@ -447,7 +447,7 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
     sys.stdout.flush()
     failed: dict[int, int] = {}  # rank → exit code
     with rank_folder(run_dir, parallel.nnodes > 1) as folder:
-        held = Held(folder)
+        held = RunDirHandle(folder)
         monitor = HeartbeatMonitor(folder, parallel.heartbeat_timeout_s, parallel.timeout_s, parallel.max_restarts > 0)
         failures = FailureRecorder(folder, monitor)
 
@@ -567,7 +567,7 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
     if restarts and (code := _final_code(folder) or FAILED * moved):
         os._exit(code)
     (folder / f"{world.rank}.json").unlink(missing_ok=True)
-    held = Held(folder)
+    held = RunDirHandle(folder)
     start_heartbeat(folder, world.rank)
     with StopFlag() as stop, contextlib.ExitStack() as stack:
         if world.rank == 0:

@@ -29,7 +29,7 @@ from drivetrain.launch.worker import run_rank
 from drivetrain.parallel.environment import launched, world_of_environment
 from drivetrain.recipe import fetch
 from drivetrain.run import directory
-from drivetrain.run.directory import Held
+from drivetrain.run.directory import RunDirHandle
 from drivetrain.run.result import Result
 from drivetrain.saving import space
 from drivetrain.saving.space import NoRoom
@@ -140,7 +140,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
     """Run a job on this machine, in a directory that this process has locked."""
     raised = 0
-    held = Held(run_dir)
+    held = RunDirHandle(run_dir)
     with space.reserved(run_dir):
         job.write_files(run_dir)
     _tell_parent(run_dir)
@@ -159,7 +159,7 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
     return Ended(result, code, raised)
 
 
-def _write_end(result: Result, job: Job, held: Held) -> None:
+def _write_end(result: Result, job: Job, held: RunDirHandle) -> None:
     """Write the result to where the run's directory is now. One that was made anew gets what resuming needs."""
     try:
         run_dir = held.place()
@@ -171,7 +171,7 @@ def _write_end(result: Result, job: Job, held: Held) -> None:
         _tell_parent(run_dir)
         _write_result(result, run_dir)
         if job.work is None:
-            run_page.leave(run_dir)
+            run_page.write(run_dir)
     except OSError as error:
         logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
@@ -185,7 +185,7 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
         result.wall_s = time.monotonic() - process.started
         if result.run_dir is not None:  # rank 0 was here
             _write_result(result, run_dir)
-            run_page.leave(run_dir)
+            run_page.write(run_dir)
             _tell_parent(run_dir)
 
     def end_process(result: Result, code: int) -> int:

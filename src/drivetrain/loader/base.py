@@ -193,7 +193,7 @@ class Pipeline(NamedTuple):
 class Loader(Option):
     """loader=sync: the training loop reads each batch itself, as torch's DataLoader does by default."""
 
-    stays: ClassVar[str] = "it reads for the whole run, and changes no result"
+    why_fixed: ClassVar[str] = "it reads for the whole run, and changes no result"
     effect: ClassVar[Effect] = "exact"
     augments_on_device = False  # batches are copied as they were read; else augmented
 
@@ -322,10 +322,10 @@ def timeout_error(
     )
 
 
-def reading_advice(pipeline: Pipeline, knob: str = "", readers: int | None = None) -> str | None:
-    """Return what helps a loader that reads ahead already: more `readers` (set by `knob`) if there are cores, or packed data."""
+def reading_advice(pipeline: Pipeline, setting: str = "", readers: int | None = None) -> str | None:
+    """What helps a loader that reads ahead already: more `readers` (set by `setting`) if there are cores, or packed data."""
     cores = usable_cores()
-    advice = [f"{knob}={cores}, one for each core"] if readers is not None and readers < cores else []
+    advice = [f"{setting}={cores}, one for each core"] if readers is not None and readers < cores else []
     if pipeline.source.decodes_files:
         advice.append("data=packed reads what `drivetrain pack` has decoded once")
     return ", or ".join(advice) or None

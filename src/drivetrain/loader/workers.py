@@ -31,7 +31,7 @@ WATCH_S = 0.25  # between two looks at the workers
 
 
 class Workers(Loader):
-    """torch's DataLoader with its usual knobs: worker processes, pinned memory, prefetching.
+    """torch's DataLoader with its usual settings: worker processes, pinned memory, prefetching.
 
     One iterator serves the whole run, so persistent workers read the next epoch while this one still trains.
     """

@@ -27,7 +27,7 @@ class Logger(Option):
     After `setup` its methods are called in a thread of their own, so that a slow server holds up no step.
     """
 
-    stays: ClassVar[str] = "the records are those of one run"
+    why_fixed: ClassVar[str] = "the records are those of one run"
     in_thread = True
     required = False  # a failure ends the run; else it is logged once and the run goes on without this logger
 

@@ -13,7 +13,7 @@ from drivetrain.core import files
 from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
 from drivetrain.run import records
-from drivetrain.run.directory import Held
+from drivetrain.run.directory import RunDirHandle
 from drivetrain.saving import space
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Files(Logger):
             begins = record.get("event") == "stage" and record["update"] == update  # it does so again
             return at_end or begins or record["update"] > update
 
-        self._held, path = Held(run_dir), run_dir / "metrics.jsonl"
+        self._held, path = RunDirHandle(run_dir), run_dir / "metrics.jsonl"
         evaluated = update if evaluated is None else evaluated
         if path.exists():
             found = records.read(path)

@@ -34,7 +34,7 @@ class Loss(Option):
     """
 
     changes = "minimizes another loss"
-    stays: ClassVar[str] = "evaluations of two losses could not be compared"
+    why_fixed: ClassVar[str] = "evaluations of two losses could not be compared"
     metrics: tuple[str, ...] = ("loss",)  # names of the metrics that an evaluation reports
     best: tuple[str, Callable[[float, float], float]] = ("loss", min)  # the metric that ranks models; picks the better value
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from

@@ -71,27 +71,27 @@ def _in_group(group: str, first: Job, other: Job, old: Any, new: Any) -> Iterato
     before, after = _options(first, group), _options(other, group)
     if group in LISTS or list(before) == list(after):
         for name in before.keys() & after.keys():
-            knobs = (old[name], new[name]) if group in LISTS else (old, new)
+            settings = (old[name], new[name]) if group in LISTS else (old, new)
             prefix = f"{group}.{name}" if group in LISTS else group
-            yield from _in_option(prefix, before[name], after[name], *knobs)
+            yield from _in_option(prefix, before[name], after[name], *settings)
         if list(before) != list(after):  # other options, or the same ones in another order
             apart = {name: option for name, option in (before | after).items() if (name in before) != (name in after)}
             yield other.run.named(group), _weakest((apart or after).values())
     else:
         yield other.run.named(group), _weakest([*before.values(), *after.values()])
         (option,) = after.values()
-        for knob in (k for k in option.key_effects if k in old and k in new and old[k] != new[k]):
-            yield f"{group}.{knob}", option.key_effects[knob]
+        for setting in (k for k in option.key_effects if k in old and k in new and old[k] != new[k]):
+            yield f"{group}.{setting}", option.key_effects[setting]
 
 
 def _in_option(
     prefix: str, before: Option, after: Option, old: dict[str, object], new: dict[str, object]
 ) -> Iterator[tuple[str, Effect]]:
-    """The knobs of one option that differ."""
+    """The settings of one option that differ."""
     old, new = flatten(old), flatten(new)
-    for knob in (k for k in {**old, **new} if old.get(k) != new.get(k)):
-        effect = after.key_effects.get(knob.split(".")[0]) or _weakest([before, after])
-        yield f"{prefix}.{knob}", effect
+    for setting in (k for k in {**old, **new} if old.get(k) != new.get(k)):
+        effect = after.key_effects.get(setting.split(".")[0]) or _weakest([before, after])
+        yield f"{prefix}.{setting}", effect
 
 
 def _options(job: Job, group: str) -> dict[str, Option]:

@@ -33,7 +33,7 @@ class Metric(Option):
     Every sample counts once on any number of ranks: sums and counts are added up in the end, never means.
     """
 
-    stays: ClassVar[str] = "the evaluations of a run have the same metrics"
+    why_fixed: ClassVar[str] = "the evaluations of a run have the same metrics"
     name: str  # of its option, and of its figure
     by_torchmetrics: ClassVar[bool] = False
     counts: ClassVar[bool] = False  # whether its figures count answers that are right or wrong

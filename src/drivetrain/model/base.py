@@ -42,7 +42,7 @@ class Model(Option):
     unfreeze: Annotated[dict[str, Any], Entries(NAME_PATTERN, ((NAME_PATTERN, EPOCHS),))] = field(default_factory=dict)
 
     stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
-    stays: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
+    why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False

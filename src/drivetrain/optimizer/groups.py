@@ -26,7 +26,7 @@ class Hyperparameters(Option):
     """
 
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
-    stays: ClassVar[str] = "its state goes on into the next stage"
+    why_fixed: ClassVar[str] = "its state goes on into the next stage"
     lr: Positive
     weight_decay: NonNegative
     final_weight_decay: NonNegative | None = None

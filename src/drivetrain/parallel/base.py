@@ -28,7 +28,7 @@ Sums = Callable[[Sequence[Any]], list[Any]]
 class Parallel(Option):
     """parallel=single: one process."""
 
-    stays: ClassVar[str] = "the ranks are started once"
+    why_fixed: ClassVar[str] = "the ranks are started once"
     effect: ClassVar[Effect] = "exact"
     world = World()
     data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples

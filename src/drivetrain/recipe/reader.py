@@ -87,7 +87,7 @@ class Recipe:
     def baseline(self, groups: Container[str]) -> Recipe:
         """The recipe that the claim of speed compares with, itself where it has none; from the same file, so checked like any.
 
-        A group that the claim names has that option's own defaults and the claim's knobs, and none of the recipe's knobs.
+        A group that the claim names has that option's own defaults and the claim's settings, and none of the recipe's settings.
         """
         if self.claim is None or self.claim.speed is None:
             return replace(self, claim=None)

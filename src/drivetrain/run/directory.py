@@ -153,7 +153,7 @@ def newest_first(root: Path) -> list[Path]:
 GONE = (errno.ENOENT, errno.ENOTDIR)
 
 
-class Held:
+class RunDirHandle:
     """A run's directory, held by its descriptor, which stays the same directory wherever it is moved."""
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The recipe that repeats a run, with every knob that the run had.
+"""The recipe that repeats a run, with every setting that the run had.
 
 Its hash is that of what it stands for. Whether that still comes out is told: a default may have changed since it was written.
 """
@@ -106,7 +106,7 @@ def _canonical(value: object) -> Any:
 
 
 def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Collection[str] = ()) -> Iterator[str]:
-    """A line for a recipe whose hash does not come out: which knobs it does not spell out, and what they are now.
+    """A line for a recipe whose hash does not come out: which settings it does not spell out, and what they are now.
 
     Nothing is said of a recipe without a hash, and of one that cannot be composed, for which others give the reason.
     """
@@ -130,7 +130,7 @@ def notices(recipe: Recipe | None, config_dirs: Collection[str] = (), trust: Col
     here = f"drivetrain {process.__version__}"
     if added:
         yield f"{about}: it does not say what these were, and with {here} they are {', '.join(sorted(added))}"
-    elif not gone:  # a knob that is gone has a notice of its own
+    elif not gone:  # a setting that is gone has a notice of its own
         yield f"{about}: its options or values were changed since. To share it, export it anew from a run, or remove hash:"
 
 

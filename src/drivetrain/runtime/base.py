@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Runtime(Option):
     """The device, the seed, the CPU threads and the backend flags of a run."""
 
-    stays: ClassVar[str] = "the device and the seed are those of the whole run"
+    why_fixed: ClassVar[str] = "the device and the seed are those of the whole run"
     effect: ClassVar[Effect] = "exact"
     key_effects: ClassVar[Mapping[str, Effect]] = {
         "device": "close",

@@ -12,7 +12,7 @@ from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
 class Saving(Option):
     """saving=none: nothing is saved."""
 
-    stays: ClassVar[str] = "the checkpoints are those of one run"
+    why_fixed: ClassVar[str] = "the checkpoints are those of one run"
     effect: ClassVar[Effect] = "exact"
     active = False
     best = False  # keeps the checkpoints of the best evaluations

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from drivetrain.core.errors import CannotSave
 from drivetrain.core.protocols import Checkpointed, Strategy
 from drivetrain.run import directory
-from drivetrain.run.directory import Held
+from drivetrain.run.directory import RunDirHandle
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
 from drivetrain.saving.options import Saving
 
@@ -63,7 +63,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._group: Any = None  # process group of the saving threads
-        self._held: Held | None = None  # the run's directory, on the ranks that write
+        self._held: RunDirHandle | None = None  # the run's directory, on the ranks that write
 
     def start(self) -> None:
         """Prepare to write. Called on all ranks. Raises UserError if one of them cannot write."""
@@ -76,10 +76,10 @@ class Writer:
             self._hold()
             checkpoint_io.remove_unfinished(self._run_dir)
 
-    def _hold(self) -> Held:
+    def _hold(self) -> RunDirHandle:
         if self._held is None:
             self._run_dir.mkdir(parents=True, exist_ok=True)  # a trainer that is used without a run has none
-            self._held = Held(self._run_dir)
+            self._held = RunDirHandle(self._run_dir)
         return self._held
 
     def _place(self) -> tuple[Path, str | None]:

@@ -39,7 +39,7 @@ class Scheduler(Option):
         self.warmup, self.warmup_start = warmup, warmup_start
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        wrong = [problem for knob in self.lengths for problem in self._unreadable(knob)]
+        wrong = [problem for setting in self.lengths for problem in self._unreadable(setting)]
         yield from wrong
         # A debugging run is cut short on purpose, so that it may be shorter than its schedule.
         if not wrong and run.debug.updates is None and (horizon := run_horizon(run)) is not None:
@@ -49,10 +49,10 @@ class Scheduler(Option):
         if run.debug.updates is None and (horizon := run_horizon(run)) is not None:
             yield from self.horizon_advice(horizon, run)
 
-    def _unreadable(self, knob: str) -> Iterator[str]:
-        value = getattr(self, knob)
+    def _unreadable(self, setting: str) -> Iterator[str]:
+        value = getattr(self, setting)
         for length in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            yield from length_problem(f"scheduler.{knob}", length)
+            yield from length_problem(f"scheduler.{setting}", length)
 
     def horizon_problems(self, horizon: Horizon) -> Iterator[str]:
         """Lengths that are not possible in a run of this horizon: one line each."""
@@ -116,15 +116,15 @@ class Scheduler(Option):
         """Load `state_dict()`."""
 
 
-def beside_run(knob: str, length: Length, horizon: Horizon) -> str:
+def beside_run(setting: str, length: Length, horizon: Horizon) -> str:
     """A length in updates and the length of the run, for messages."""
-    return f"scheduler.{knob}={length} is {horizon.in_updates(length):.0f} updates and the run has {horizon.updates}"
+    return f"scheduler.{setting}={length} is {horizon.in_updates(length):.0f} updates and the run has {horizon.updates}"
 
 
-def zero_length_problem(knob: str, length: Length, horizon: Horizon) -> Iterator[str]:
+def zero_length_problem(setting: str, length: Length, horizon: Horizon) -> Iterator[str]:
     """A problem if this length, which must not be zero, is zero."""
     if horizon.in_updates(length) == 0:
-        yield f"scheduler.{knob}={length} is zero updates: make it longer"
+        yield f"scheduler.{setting}={length} is zero updates: make it longer"
 
 
 def early_end_problem(length: Length | None, warmup: Length, horizon: Horizon) -> Iterator[str]:

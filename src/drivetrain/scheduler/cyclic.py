@@ -32,8 +32,8 @@ class MomentumCycling(Scheduler):
             return
         if self.momentum[0] > self.momentum[1]:
             yield f"scheduler.momentum={self.momentum} must be [low, high]: exchange the two"
-        knobs = inspect.signature(type(run.optimizer)).parameters
-        if not {"momentum", "beta1", "betas", "kwargs"} & set(knobs):  # with kwargs, `bind` checks the optimizer itself
+        settings = inspect.signature(type(run.optimizer)).parameters
+        if not {"momentum", "beta1", "betas", "kwargs"} & set(settings):  # with kwargs, `bind` checks the optimizer itself
             yield self._no_momentum(run.named("optimizer"))
         if run.compile.captures_step:
             yield "scheduler.momentum and compile=step exclude each other (its graph keeps the momentum): set it to null"

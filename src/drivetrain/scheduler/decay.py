@@ -103,9 +103,9 @@ class Cosine(Decay):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         factors = {"cycle_mult": self.cycle_mult, "cycle_decay": self.cycle_decay}
-        beyond = [knob for knob, factor in factors.items() if self.cycles * abs(math.log(factor)) > MAX_LOG]
-        for knob in beyond:
-            yield f"scheduler.{knob}={factors[knob]:g} to the power of scheduler.cycles={self.cycles} is no number: lower one"
+        beyond = [setting for setting, factor in factors.items() if self.cycles * abs(math.log(factor)) > MAX_LOG]
+        for setting in beyond:
+            yield f"scheduler.{setting}={factors[setting]:g} to the power of scheduler.cycles={self.cycles} is none: lower one"
         yield from () if beyond else super().validate(run)
 
     def horizon_problems(self, horizon: Horizon) -> Iterator[str]:

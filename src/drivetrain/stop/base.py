@@ -89,7 +89,7 @@ class Stop(Option):
     It has diverged where `nan_patience` evaluations in a row give no finite value of the metric that ranks models.
     """
 
-    stays: ClassVar[str] = "it looks at the evaluations of the whole run"
+    why_fixed: ClassVar[str] = "it looks at the evaluations of the whole run"
     effect: ClassVar[Effect] = "exact"
     key_effects: ClassVar[Mapping[str, Effect]] = {"at_target": "changes"}
     changes = "the length of the run"

@@ -15,7 +15,7 @@ from drivetrain.core.trees import Tree
 class Edit(Option):
     """One model edit. There is no option `none`: surgery=[] turns the group off."""
 
-    stays: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
+    why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
     memory_format: str | None = None  # name of the torch.memory_format that the edited model wants its inputs in
     ranks_meet_in_forward = False  # the edited forward waits for the other ranks
 

@@ -13,7 +13,7 @@ class Task(Option):
     """task=classification, and the base of the others: data, loss and metrics say themselves what they take."""
 
     changes = "poses another problem, with options and values that suit it"
-    stays: ClassVar[str] = "a run has one task"
+    why_fixed: ClassVar[str] = "a run has one task"
     targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
     tokens: ClassVar[bool] = False  # whether the inputs must be sequences of tokens
     fitting_data: ClassVar[str] = ""  # data that has such targets, for messages

@@ -21,7 +21,7 @@ class Line(NamedTuple):
     group: str
     option: str
     option_set: bool
-    knobs: list[tuple[str, bool]]  # ("lr=0.01", set); those that were set come first
+    settings: list[tuple[str, bool]]  # ("lr=0.01", set); those that were set come first
 
 
 def show_recipe(composed: Composed, run: RunSpec) -> None:
@@ -42,10 +42,10 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
         style = "yellow" if line.option_set else "dim" if line.option in OFF else "cyan"
         text.append(f"{line.option + '*' * line.option_set:<15} ", style)
         text.append(f"{effect(run, line.group):<8}", "dim")
-        for knob, was_set in line.knobs:
-            text.append(f" {knob}{'*' * was_set}", "yellow" if was_set else "dim")
+        for setting, was_set in line.settings:
+            text.append(f" {setting}{'*' * was_set}", "yellow" if was_set else "dim")
         tree.add(text)
-    marked = any(line.option_set or (line.knobs and line.knobs[0][1]) for line in found)
+    marked = any(line.option_set or (line.settings and line.settings[0][1]) for line in found)
     for key in ("epochs", "updates"):
         if composed.plain[key] is not None:
             was_set = composed.plain[key] != composed.option_defaults.get(key)
@@ -75,12 +75,12 @@ def _line(composed: Composed, group: str, section: dict[str, object]) -> Line:
     if isinstance(choice, list):
         return Line(group, ", ".join(choice) or "none", option_set, [])
     default = composed.option_defaults.get(group) or {}
-    knobs = [
+    settings = [
         (f"{key}={str(value).lower() if isinstance(value, bool) else value}", value != default.get(key))
         for key, value in section.items()
         if key != "_target_" and (value not in (None, {}) or value != default.get(key))
     ]
-    return Line(group, choice, option_set, sorted(knobs, key=lambda knob: not knob[1]))
+    return Line(group, choice, option_set, sorted(settings, key=lambda setting: not setting[1]))
 
 
 def effect(run: RunSpec, group: str) -> str:

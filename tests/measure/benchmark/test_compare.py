@@ -1,4 +1,4 @@
-"""`drivetrain compare`: the arms, their rounds, their notes, and the verdict on quality."""
+"""`drivetrain compare`: the variants, their rounds, their notes, and the verdict on quality."""
 
 import os
 import signal
@@ -14,13 +14,13 @@ from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.ablate import techniques
 from drivetrain.measure.benchmark.comparison import _unequal_work
-from drivetrain.measure.benchmark.interleave import Arm, run_rounds
+from drivetrain.measure.benchmark.interleave import Variant, run_rounds
 from drivetrain.measure.benchmark.quality import FAIL, FIRST
 from tests.support import json_keys, pages
 from tests.support.waiting import until
 
 
-def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
+def test_variants_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
     done, found = command("compare", *tiny("optimizer=sgd,adamw", "rounds=6", "block_s=0.02"))
     assert done.returncode == 0, done.stderr
     assert [row["label"] for row in found["rows"]] == ["optimizer=sgd", "optimizer=adamw"]
@@ -36,7 +36,7 @@ def test_arms_are_interleaved_and_leave_a_table_and_a_page(command, tiny):
     assert "optimizer=adamw" in page
     assert 'src="http' not in page
     left = [p for p in Path("outputs").rglob("*") if p.is_file() and p.name != ".lock"]
-    assert {p.name for p in left} == {"compare.json", "compare.html"}  # of the arms nothing is left
+    assert {p.name for p in left} == {"compare.json", "compare.html"}  # of the variants nothing is left
 
 
 @pytest.mark.slow
@@ -59,8 +59,8 @@ def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes by their command lines in /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.slow
-def test_a_stopped_comparison_leaves_no_arm_behind(tiny, number, tmp_path):
-    """Arms that stand still would stand for ever: they end with the process that holds them."""
+def test_a_stopped_comparison_leaves_no_variant_behind(tiny, number, tmp_path):
+    """Variants that stand still would stand for ever: they end with the process that holds them."""
     words = tiny("optimizer=sgd,adamw", "rounds=100", "block_s=0.05", f"output_dir={tmp_path}/mine")
     command = [sys.executable, "-m", "drivetrain", "compare", *words]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as held:
@@ -81,7 +81,7 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def test_an_arm_that_fails_is_a_row(command, tiny):
+def test_a_variant_that_fails_is_a_row(command, tiny):
     done, found = command("compare", *tiny("optimizer.lr=0.05,1e30", "rounds=1", "block_s=0.02", "log_every=1"))
     assert done.returncode == 1
     good, bad = found["rows"]
@@ -90,7 +90,7 @@ def test_an_arm_that_fails_is_a_row(command, tiny):
     assert bad["error"] in done.stdout
 
 
-def test_a_first_arm_that_fails_ends_the_command_with_the_reason(command, tiny):
+def test_a_first_variant_that_fails_ends_the_command_with_the_reason(command, tiny):
     done, found = command("compare", *tiny("optimizer.lr=1e30,0.05,0.06", "rounds=2", "block_s=0.02", "log_every=1"))
     assert (done.returncode, found) == (2, {})
     assert "the first variant (optimizer.lr=1e+30) is what the others are compared to, and it ended: " in done.stderr
@@ -98,7 +98,7 @@ def test_a_first_arm_that_fails_ends_the_command_with_the_reason(command, tiny):
 
 
 @pytest.mark.slow
-def test_an_arm_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
+def test_a_variant_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
     words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "block_s=0.02")
     done, found = command("compare", *words)
     assert done.returncode == 1
@@ -130,31 +130,32 @@ WATCHED = """
 import sys, torch
 from pathlib import Path
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.interleave import Arm
+from drivetrain.measure.benchmark.interleave import Variant
 from tests.support.waiting import until
 
-def states(arm, wanted):  # a signal takes a moment to arrive
-    return until(lambda: (found := states_now(arm)) == wanted and found, lambda: states_now(arm))
+def states(variant, wanted):  # a signal takes a moment to arrive
+    return until(lambda: (found := states_now(variant)) == wanted and found, lambda: states_now(variant))
 
-def states_now(arm):
-    processes = [Path(f"/proc/{p}") for p in [arm._process.pid, *children(arm._process.pid)]]
+def states_now(variant):
+    processes = [Path(f"/proc/{p}") for p in [variant._process.pid, *children(variant._process.pid)]]
     return "".join(sorted({(p / "stat").read_text().rpartition(")")[2].split()[0] for p in processes}))
 
 def children(pid):
     return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
-arms = [Arm(str(n), prepare([*sys.argv[1:], "saving=none"]), Path(f"arm{n}")) for n in range(2)]
+variants = [Variant(str(n), prepare([*sys.argv[1:], "saving=none"]), Path(f"variant{n}")) for n in range(2)]
 try:
-    for arm in arms:
-        arm.start()
-        arm.warm_up(0.05)
-    print(len(children(arms[0]._process.pid)), states(arms[0], 'T'), states(arms[1], 'T'))
-    blocks = [arm.timed_block() for arm in arms]
-    print(states(arms[0], 'T'), states(arms[1], 'T'), blocks[0].updates == len(blocks[0].step_s) == arms[0].updates_per_block)
+    for variant in variants:
+        variant.start()
+        variant.warm_up(0.05)
+    print(len(children(variants[0]._process.pid)), states(variants[0], 'T'), states(variants[1], 'T'))
+    blocks = [variant.timed_block() for variant in variants]
+    print(states(variants[0], 'T'), states(variants[1], 'T'),
+    blocks[0].updates == len(blocks[0].step_s) == variants[0].updates_per_block)
 finally:
-    processes = [arm._process.pid for arm in arms]
-    for arm in arms:
-        arm.stop()
+    processes = [variant._process.pid for variant in variants]
+    for variant in variants:
+        variant.stop()
 print(*[Path(f"/proc/{pid}").exists() for pid in processes])
 """
 
@@ -238,20 +239,22 @@ class Waiting:
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_while_an_arm_is_waited_for_leaves_no_other_alive(monkeypatch):
-    """Arms are stopped processes, and the end of the program would wait for one that is left for ever."""
-    arms, killed = [Arm(label, None, Path()) for label in "abc"], []
-    monkeypatch.setattr(Arm, "start", lambda arm, round_=0: setattr(arm, "_process", Waiting()))
-    monkeypatch.setattr(Arm, "warm_up", lambda arm, block_s: None)
-    monkeypatch.setattr(Arm, "_signal", lambda arm, number: killed.append(arm.label) if number == signal.SIGKILL else None)
-    monkeypatch.setattr(Arm, "timed_block", lambda arm: signal.raise_signal(signal.SIGINT))
+def test_ctrl_c_while_a_variant_is_waited_for_leaves_no_other_alive(monkeypatch):
+    """Variants are stopped processes, and the end of the program would wait for one that is left for ever."""
+    variants, killed = [Variant(label, None, Path()) for label in "abc"], []
+    monkeypatch.setattr(Variant, "start", lambda variant, round_=0: setattr(variant, "_process", Waiting()))
+    monkeypatch.setattr(Variant, "warm_up", lambda variant, block_s: None)
+    monkeypatch.setattr(
+        Variant, "_signal", lambda variant, number: killed.append(variant.label) if number == signal.SIGKILL else None
+    )
+    monkeypatch.setattr(Variant, "timed_block", lambda variant: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        run_rounds(arms, 1, 0.1)
+        run_rounds(variants, 1, 0.1)
     assert killed[:3] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_signal_while_an_arm_starts_ends_it_as_an_interruption(tiny, monkeypatch, forked):
+def test_a_signal_while_a_variant_starts_ends_it_as_an_interruption(tiny, monkeypatch, forked):
     """Before the fork there is nothing to end; after it there is a process, which nobody else knows."""
     start, started = ForkedProcess.start, []
 
@@ -263,17 +266,17 @@ def test_a_signal_while_an_arm_starts_ends_it_as_an_interruption(tiny, monkeypat
 
     monkeypatch.setattr(ForkedProcess, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_rounds([Arm("a", prepare(tiny()), Path("a"))], 1, 0.1)
+        run_rounds([Variant("a", prepare(tiny()), Path("a"))], 1, 0.1)
     assert [process.exitcode for process in started] == [-signal.SIGKILL] * forked
 
 
-def test_arms_of_unequal_work_are_grouped():
-    arms = [Arm(label, None, Path(), {"global_batch": batch}) for label, batch in (("a", 1000), ("b", 1000), ("c", 64))]
-    assert _unequal_work(arms) == ["the variants do not do the same work. Samples in an update: 1,000 (a, b); 64 (c)"]
-    assert _unequal_work(arms[:2]) == []
+def test_variants_of_unequal_work_are_grouped():
+    variants = [Variant(label, None, Path(), {"global_batch": batch}) for label, batch in (("a", 1000), ("b", 1000), ("c", 64))]
+    assert _unequal_work(variants) == ["the variants do not do the same work. Samples in an update: 1,000 (a, b); 64 (c)"]
+    assert _unequal_work(variants[:2]) == []
 
 
-# --- `drivetrain ablate`: that its arms are the baseline with, and the recipe without, exactly what they are named for ---
+# --- `drivetrain ablate`: that its variants are the baseline with, and the recipe without, exactly what they are named for ---
 
 PAIRS = [
     ("naive", "fast", []),

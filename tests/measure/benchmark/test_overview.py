@@ -28,7 +28,7 @@ def judged(row, outcome, metric="accuracy", **more):
     return Row(row.label, [], None, ratio=row.ratio, verdict=Verdict(outcome, "accuracy 0.9 ± 0.01, loss 2", metric, **more))
 
 
-def test_the_fastest_arm_that_is_certain_is_the_answer():
+def test_the_fastest_variant_that_is_certain_is_the_answer():
     assert headline(comparison(BASE, FAST, UNSURE, FEW, FAILED)) == "fast <b> is 1.41 × as fast as naive (1.30 to 1.50)."
     few = "few was 1.80 × as fast as naive, and 0 rounds are too few to tell that from chance: 6 give an interval."
     assert headline(comparison(BASE, FEW, FAILED)) == few
@@ -72,7 +72,7 @@ def test_a_result_that_is_certainly_better_is_in_the_answer():
 
 
 def arriving(row, *seconds):
-    """An arm whose seeds reached the target after so many seconds; None: not."""
+    """A variant whose seeds reached the target after so many seconds; None: not."""
     name = "seconds to accuracy>=0.9"
     runs = [TrainedRun(n, 1, {name: 99.0 if s is None else s}, [name] * (s is None)) for n, s in enumerate(seconds)]
     return replace(row, verdict=Verdict("INCONCLUSIVE", "accuracy 0.9", "accuracy", runs))
@@ -82,7 +82,7 @@ def to_target(*rows):
     return replace(comparison(*rows, quality=True), target="accuracy>=0.9")
 
 
-def test_with_a_target_arms_are_ranked_by_the_time_to_it():
+def test_with_a_target_variants_are_ranked_by_the_time_to_it():
     base = arriving(BASE, *[10.0, 10.5, 9.8, 10.1, 10.2, 9.9, 10.3, 10.0])
     soon, never = arriving(UNSURE, *[5.0, 5.2, 4.9, 5.1, 5.05, 4.95, 5.15, 5.0]), arriving(FAST, *[None] * 8)
     found = to_target(base, never, soon, FAILED)
@@ -127,8 +127,8 @@ def test_the_table_draws_intervals_and_says_what_differs():
     ):  # fmt: skip
         assert expected in text
     assert "<b>" not in text
-    assert text.count("<tr>") == 12  # the arms, and all of their figures
-    assert not re.search(r'="[^"]*(inf|nan)', text)  # an arm without an interval does not spoil the others' scale
+    assert text.count("<tr>") == 12  # the variants, and all of their figures
+    assert not re.search(r'="[^"]*(inf|nan)', text)  # a variant without an interval does not spoil the others' scale
 
 
 def test_the_winner_is_marked_and_columns_come_in_one_order():
@@ -147,7 +147,7 @@ def test_the_winner_is_marked_and_columns_come_in_one_order():
         (["naive", "+ precision=bf16", "+ compile=step"], ["naive", "+ precision=bf16", "+ compile=step"]),
     ],
 )
-def test_arms_are_named_by_what_differs(labels, called):
+def test_variants_are_named_by_what_differs(labels, called):
     assert names(comparison(*(replace(BASE, label=label) for label in labels))) == called
 
 

@@ -20,10 +20,10 @@ from drivetrain.core.world import World
 from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import comparison as rounds_of
 from drivetrain.measure.benchmark import interleave
-from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.compare import headline
 from drivetrain.measure.benchmark.comparison import Comparison, Row, _without_effect
-from drivetrain.measure.benchmark.interleave import Arm, ArmEnded, BenchmarkAgent, TimedBlock, run_rounds
+from drivetrain.measure.benchmark.interleave import BenchmarkAgent, TimedBlock, Variant, VariantEnded, run_rounds
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.claims import export
 from drivetrain.precision.base import Precision
 from tests.support.simulated_device import Queue
@@ -33,7 +33,7 @@ GIB = 2**30
 
 
 class Device:
-    """A device with 80 GiB. Live arms hold theirs; what is too much ends the arm that asked for it."""
+    """A device with 80 GiB. Live variants hold theirs; what is too much ends the variant that asked for it."""
 
     def __init__(self, total: int = 80) -> None:
         self.total, self.held, self.most = total, {}, 0
@@ -47,40 +47,40 @@ class Device:
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    """`benchmark(device, {label: GiB}, rounds)`: the arms after the rounds, run on a simulated device."""
+    """`benchmark(device, {label: GiB}, rounds)`: the variants after the rounds, run on a simulated device."""
 
-    def run(device: Device, sizes: dict[str, int], rounds: int = 1, told: bool = True) -> dict[str, Arm]:
-        def start(arm, round_=0):
-            device.started.append(arm.label)
-            if sizes[arm.label] > device.free:
-                arm._failed = True
+    def run(device: Device, sizes: dict[str, int], rounds: int = 1, told: bool = True) -> dict[str, Variant]:
+        def start(variant, round_=0):
+            device.started.append(variant.label)
+            if sizes[variant.label] > device.free:
+                variant._failed = True
                 return
-            arm._failed = False
-            device.held[arm.label] = sizes[arm.label]
+            variant._failed = False
+            device.held[variant.label] = sizes[variant.label]
             device.most = max(device.most, len(device.held))
 
-        def warm_up(arm, block_s):
-            if arm._failed:
-                raise ArmEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
-            arm.memory = interleave.Reading(sizes[arm.label] * GIB, device.free * GIB if told else None)
+        def warm_up(variant, block_s):
+            if variant._failed:
+                raise VariantEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+            variant.memory = interleave.Reading(sizes[variant.label] * GIB, device.free * GIB if told else None)
 
-        def timed_block(arm):
-            assert arm.label in device.held
-            device.ran.append(arm.label)
+        def timed_block(variant):
+            assert variant.label in device.held
+            device.ran.append(variant.label)
             return TimedBlock(1.0, 1, 100, 0.0, [1.0], 0)
 
-        monkeypatch.setattr(Arm, "start", start)
-        monkeypatch.setattr(Arm, "warm_up", warm_up)
-        monkeypatch.setattr(Arm, "timed_block", timed_block)
-        monkeypatch.setattr(Arm, "stop", lambda arm: device.held.pop(arm.label, None))
-        arms = {label: Arm(label, None, Path()) for label in sizes}
-        run_rounds(list(arms.values()), rounds, 0.1)
-        return arms
+        monkeypatch.setattr(Variant, "start", start)
+        monkeypatch.setattr(Variant, "warm_up", warm_up)
+        monkeypatch.setattr(Variant, "timed_block", timed_block)
+        monkeypatch.setattr(Variant, "stop", lambda variant: device.held.pop(variant.label, None))
+        variants = {label: Variant(label, None, Path()) for label in sizes}
+        run_rounds(list(variants.values()), rounds, 0.1)
+        return variants
 
     return run
 
 
-def test_arms_that_fit_are_live_together_and_run_there_and_back(benchmark):
+def test_variants_that_fit_are_live_together_and_run_there_and_back(benchmark):
     device = Device()
     benchmark(device, {"a": 5, "b": 5, "c": 5}, rounds=2)
     assert device.most == 3
@@ -88,44 +88,44 @@ def test_arms_that_fit_are_live_together_and_run_there_and_back(benchmark):
     assert device.held == {}
 
 
-def test_many_arms_are_capped_by_free_memory_in_every_round(benchmark):
+def test_many_variants_are_capped_by_free_memory_in_every_round(benchmark):
     """Twelve of 20 GiB on a device of 80: beside the baseline two at a time, as a third would leave less than its margin."""
     device = Device()
-    arms = benchmark(device, dict.fromkeys("abcdefghijkl", 20), rounds=4)
-    assert [arm.error for arm in arms.values()] == [None] * 12
-    assert all(len(arm.blocks) == 4 for arm in arms.values())
-    assert all(block.updates == 2 for label, arm in arms.items() if label != "a" for block in arm.blocks)
+    variants = benchmark(device, dict.fromkeys("abcdefghijkl", 20), rounds=4)
+    assert [variant.error for variant in variants.values()] == [None] * 12
+    assert all(len(variant.blocks) == 4 for variant in variants.values())
+    assert all(block.updates == 2 for label, variant in variants.items() if label != "a" for block in variant.blocks)
     assert device.most == 3
     assert "".join(device.ran).startswith("abccba" + "adeeda")
     assert device.held == {}
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["by its reading", "by its error"])
-def test_one_arm_beside_the_baseline_is_always_tried(benchmark, told):
+def test_one_variant_beside_the_baseline_is_always_tried(benchmark, told):
     device = Device()
-    arms = benchmark(device, {"a": 40, "b": 39, "c": 38, "d": 37}, rounds=2, told=told)
-    assert [arm.error for arm in arms.values()] == [None] * 4
+    variants = benchmark(device, {"a": 40, "b": 39, "c": 38, "d": 37}, rounds=2, told=told)
+    assert [variant.error for variant in variants.values()] == [None] * 4
     assert device.most == 2
     assert device.started.count("a") == 2, "the baseline stays"
 
 
-def test_an_arm_that_does_not_fit_alone_fails_and_the_others_go_on(benchmark):
+def test_a_variant_that_does_not_fit_alone_fails_and_the_others_go_on(benchmark):
     device = Device()
-    arms = benchmark(device, {"a": 30, "b": 60, "c": 30}, rounds=3)
-    assert "out of memory" in arms["b"].error
-    assert [len(arms[label].blocks) for label in "abc"] == [3, 0, 3]
+    variants = benchmark(device, {"a": 30, "b": 60, "c": 30}, rounds=3)
+    assert "out of memory" in variants["b"].error
+    assert [len(variants[label].blocks) for label in "abc"] == [3, 0, 3]
     assert device.started.count("b") == 1
 
 
-def test_a_baseline_that_fails_ends_the_benchmark_before_any_other_arm_is_timed(benchmark):
+def test_a_baseline_that_fails_ends_the_benchmark_before_any_other_variant_is_timed(benchmark):
     device = Device()
-    arms = benchmark(device, {"a": 100, "b": 5, "c": 5}, rounds=3)
-    assert "out of memory" in arms["a"].error
+    variants = benchmark(device, {"a": 100, "b": 5, "c": 5}, rounds=3)
+    assert "out of memory" in variants["a"].error
     assert device.started == ["a"]
-    assert [(arm.error, arm.blocks) for label, arm in arms.items() if label != "a"] == [(None, [])] * 2
+    assert [(variant.error, variant.blocks) for label, variant in variants.items() if label != "a"] == [(None, [])] * 2
 
 
-def test_an_arm_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch):
+def test_a_variant_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch):
     device = Device()
     sizes = {"a": 5, "b": 5, "c": 5}
 
@@ -138,7 +138,7 @@ def test_an_arm_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch
     assert device.started == ["a", "b", "c"]
 
 
-def test_the_margin_counts_the_largest_arm_so_far_or_its_own(monkeypatch):
+def test_the_margin_counts_the_largest_variant_so_far_or_its_own(monkeypatch):
     live = [interleave.Reading(20, 60), interleave.Reading(30, 35)]
     assert not interleave.fits(None, live)
     assert interleave.fits(25, live)
@@ -157,7 +157,7 @@ def test_memory_is_read_of_any_device(monkeypatch):
     assert interleave.read_memory(torch.device("mps"), World()) == (6 + interleave.CONTEXT, 7)
 
 
-# --- the agent in an arm's processes ---
+# --- the agent in a variant's processes ---
 
 STEP = 0.1
 
@@ -278,22 +278,22 @@ def test_before_a_pause_the_watchdog_of_an_accelerators_collectives_gets_to_see_
     assert slept == [interleave.WATCHDOG_S]
 
 
-# --- made-up rounds: what an arm is worth with its start-up, and whether it needs more of them; one start is measured ---
+# --- made-up rounds: what a variant is worth with its start-up, and whether it needs more of them; one start is measured ---
 
 BATCH = 10
 
 
-def arm(starts: list[float], step_s: float, label: str = "arm", **facts: Any) -> Any:
-    """An arm whose rounds have these starts, and updates that take `step_s`."""
+def variant(starts: list[float], step_s: float, label: str = "variant", **facts: Any) -> Any:
+    """A variant whose rounds have these starts, and updates that take `step_s`."""
     block = SimpleNamespace(rate=BATCH / step_s, seconds=20 * step_s, updates=20, step_s=[step_s], data_wait_s=0.0, peak_memory=1)
     facts |= {"global_batch": BATCH, "samples": 1000}
     return SimpleNamespace(label=label, starts=starts, blocks=[block] * len(starts), facts=facts, error=None, stopped_after=None,
                            job=object())  # fmt: skip
 
 
-def weighed(updates: int | None, *arms: Any) -> list[Row]:
-    found = [Row.of(ArmSpec(each.label, [], None, []), each, arms[0]) for each in arms]
-    for row, each in zip(found, arms, strict=True):
+def weighed(updates: int | None, *variants: Any) -> list[Row]:
+    found = [Row.of(VariantSpec(each.label, [], None, []), each, variants[0]) for each in variants]
+    for row, each in zip(found, variants, strict=True):
         row.weigh(each, found[0], updates)
     return found
 
@@ -303,14 +303,14 @@ def answer(rows: list[Row]) -> str:
 
 
 def timed(*rates: float, seconds: float = 1.0, wait: float = 0.0) -> Any:
-    """An arm of whose run no length is known."""
+    """A variant of whose run no length is known."""
     blocks = [SimpleNamespace(rate=r, step_s=[0.1], data_wait_s=wait, seconds=seconds, peak_memory=1) for r in rates]
     return SimpleNamespace(blocks=blocks, facts={}, error=None, stopped_after=None, starts=[], job=None)
 
 
-SPEC = ArmSpec("arm", [], None, [])
-PLAIN = arm([1.0] * 7, 0.1, "plain")
-COMPILED = arm([501.0, *[11.0] * 6], 0.05, "compiled", compiled_anew=True)
+SPEC = VariantSpec("variant", [], None, [])
+PLAIN = variant([1.0] * 7, 0.1, "plain")
+COMPILED = variant([501.0, *[11.0] * 6], 0.05, "compiled", compiled_anew=True)
 
 
 def test_a_cost_pays_from_the_steps_on_that_make_up_for_its_start():
@@ -329,7 +329,7 @@ def test_a_first_start_that_compiles_is_told_beside_those_with_filled_caches():
     assert compiled.run_s == pytest.approx(26.0)
     assert compiled.whole_run.middle == pytest.approx(31 / 26)
     assert [*compiled.figures().values()][-3:] == ["11.0 s (uncompiled: 501.0)", "200 updates (uncompiled: 10,000)", "26.0 s"]
-    cached = arm([12.0, *[11.0] * 6], 0.05)
+    cached = variant([12.0, *[11.0] * 6], 0.05)
     assert weighed(300, PLAIN, cached)[1].first_start_s is None
 
 
@@ -355,7 +355,7 @@ def test_the_answer_says_which_faster_updates_start_too_late():
 
 
 def test_what_starts_sooner_may_win_with_slower_updates():
-    rows = weighed(20, arm([11.0] * 7, 0.05, "workers"), arm([1.0] * 7, 0.1, "sync"))
+    rows = weighed(20, variant([11.0] * 7, 0.05, "workers"), variant([1.0] * 7, 0.1, "sync"))
     assert rows[1].ratio.high < 1
     assert rows[1].pays_after is None
     assert answer(rows) == "sync is 4.00 × as fast as workers for the whole run, as it starts sooner (4.00 to 4.00)."
@@ -373,7 +373,7 @@ def test_a_start_is_later_only_where_the_rounds_agree():
     assert rounds_of.later_start([9.0], [1.0]) == 8.0
 
 
-def test_rounds_drop_an_arm_by_the_whole_run(monkeypatch):
+def test_rounds_drop_a_variant_by_the_whole_run(monkeypatch):
     """Its updates are twice as fast, and the run is over before that pays."""
     monkeypatch.setattr(rounds_of, "updates_of", lambda job, samples: 165)
     assert list(rounds_of.no_gain([PLAIN, COMPILED], 7)) == [COMPILED]
@@ -392,22 +392,22 @@ def test_a_recipe_says_what_the_run_takes_and_when_it_pays():
     assert export.of_the_run(*weighed(None, COMPILED, PLAIN)) == []
 
 
-def test_an_arm_that_has_too_few_rounds_has_no_interval_in_the_file():
-    rows = weighed(300, arm([1.0], 0.1), arm([2.0], 0.05))
+def test_a_variant_that_has_too_few_rounds_has_no_interval_in_the_file():
+    rows = weighed(300, variant([1.0], 0.1), variant([2.0], 0.05))
     found = Comparison(rows, [], [], SimpleNamespace(quality=False), {}, 1.0).as_dict()["rows"][1]["whole_run"]
     assert found == [pytest.approx(31 / 17), None, None]
 
 
-def test_an_arm_stops_when_its_ratio_is_known_to_two_per_cent():
+def test_a_variant_stops_when_its_ratio_is_known_to_two_per_cent():
     base, near = [100.0 + n % 2 for n in range(8)], [200.0 + n % 3 / 2 for n in range(8)]
     wide = [200.0, 210.0, 190.0, 205.0, 195.0, 220.0, 185.0, 200.0]
-    arms = [timed(*base), timed(*near), timed(*wide)]
-    assert list(rounds_of.precise(arms, 8)) == [arms[1]]
-    assert list(rounds_of.precise(arms, rounds_of.MIN_ROUNDS - 1)) == []  # narrow by chance
+    variants = [timed(*base), timed(*near), timed(*wide)]
+    assert list(rounds_of.precise(variants, 8)) == [variants[1]]
+    assert list(rounds_of.precise(variants, rounds_of.MIN_ROUNDS - 1)) == []  # narrow by chance
 
 
 @pytest.mark.parametrize(("slower", "rounds", "dropped"), [(2, 2, True), (1, 2, False), (2, 3, False), (3, 4, True)])
-def test_an_arm_is_dropped_where_it_lost_clearly_more_than_half(slower, rounds, dropped):
+def test_a_variant_is_dropped_where_it_lost_clearly_more_than_half(slower, rounds, dropped):
     made = timed(*[90.0] * slower, *[110.0] * (rounds - slower))
     base = timed(*[100.0] * rounds)
     assert (list(rounds_of.no_gain([base, made], rounds)) == [made]) is dropped
@@ -421,12 +421,13 @@ def test_the_baseline_is_never_dropped_and_what_is_near_the_best_stays():
 
 @pytest.mark.parametrize(("cost", "told", "faster"), [(0.0, "no difference", False), (0.05, "", False), (-0.05, "", True)])
 def test_a_against_a_is_no_difference_and_a_planted_cost_is_seen(cost, told, faster):
-    """Rounds drift together by 30 %, and each arm has 0.5 % of noise of its own."""
+    """Rounds drift together by 30 %, and each variant has 0.5 % of noise of its own."""
     random, rounds = Random(0), 20
     drift = [random.uniform(0.7, 1.0) for _ in range(rounds)]
     base, other = ([100 * share * d * random.gauss(1, 0.005) for d in drift] for share in (1.0, 1 / (1 + cost)))
     rows = [
-        Row.of(ArmSpec(label, [], None, []), each, timed(*base)) for label, each in (("a", timed(*base)), ("b", timed(*other)))
+        Row.of(VariantSpec(label, [], None, []), each, timed(*base))
+        for label, each in (("a", timed(*base)), ("b", timed(*other)))
     ]
     assert rows[1].interval().partition("  ")[2] == told
     assert rows[1].ratio.low < 1 / (1 + cost) < rows[1].ratio.high
@@ -434,8 +435,8 @@ def test_a_against_a_is_no_difference_and_a_planted_cost_is_seen(cost, told, fas
     assert answer(rows).startswith("b is 1.05 × as fast as a (" if faster else "No variant is measurably faster than a.")
 
 
-def test_an_arm_that_stopped_is_compared_with_its_own_rounds():
-    """The machine became twice as slow after the arm had stopped: that changes no ratio."""
+def test_a_variant_that_stopped_is_compared_with_its_own_rounds():
+    """The machine became twice as slow after the variant had stopped: that changes no ratio."""
     base, stopped = timed(*[100.0] * 6, *[50.0] * 6), timed(*[200.0] * 6)
     assert Row.of(SPEC, stopped, base).ratio.middle == pytest.approx(2.0)
 

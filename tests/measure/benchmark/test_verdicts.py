@@ -1,4 +1,4 @@
-"""Verdicts on quality: which figures decide, how sure they must be for several arms and looks, and which arm a word is for."""
+"""Verdicts on quality: which figures decide, how sure for several variants and looks, and which variant a word is for."""
 
 import itertools
 import math
@@ -7,15 +7,15 @@ from functools import cache
 
 import pytest
 from bench import honest
-from bench.honest import BREAKS, HARMLESS, Arm
+from bench.honest import BREAKS, HARMLESS, Variant
 
 from drivetrain.core.selection import Selection
 from drivetrain.launch.job import prepare
 from drivetrain.measure import changes, intervals
 from drivetrain.measure.benchmark import quality as test
-from drivetrain.measure.benchmark.arms import compose, swept
 from drivetrain.measure.benchmark.facts import final_figures
 from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, Plan, TrainedRun, Trial, sequentially
+from drivetrain.measure.benchmark.variants import compose, swept
 from drivetrain.measure.intervals import mean, ratio
 from drivetrain.run.result import Result
 
@@ -49,7 +49,7 @@ HIGH = [0.60, 0.61, 0.59, 0.605, 0.6]
         ([*trained()[:4], TrainedRun(4, 50, error="diverged: the loss is nan")], FAIL, FAIL),
     ],
 )
-def test_the_verdict_rests_on_what_the_arm_claims(runs, outcome, of_changes):
+def test_the_verdict_rests_on_what_the_variant_claims(runs, outcome, of_changes):
     for effect, expected in (("exact", outcome), ("close", outcome), ("changes", of_changes)):
         found = verdict(runs, effect)
         assert found.outcome == expected, found.reason
@@ -103,22 +103,22 @@ def noisy(seed, worse=0.0, count=20):
     return [TrainedRun(n, 1, {"accuracy": draw.gauss(0.9 - 0.01 * worse, 0.01)}) for n in range(count)]
 
 
-def judged(arms, base, looks=(1.0,)):
-    """The outcomes of arms that have the metric alone."""
-    trial = Trial.of("accuracy", dict.fromkeys(arms, ("changes", [])), dict.fromkeys(arms, ONLY_METRIC))
+def judged(variants, base, looks=(1.0,)):
+    """The outcomes of variants that have the metric alone."""
+    trial = Trial.of("accuracy", dict.fromkeys(variants, ("changes", [])), dict.fromkeys(variants, ONLY_METRIC))
     for share in looks:
         count = round(share * len(base))
-        trial.look({n: runs[:count] for n, runs in arms.items()}, base[:count], share)
+        trial.look({n: runs[:count] for n, runs in variants.items()}, base[:count], share)
     return {n: v.outcome for n, v in trial.verdicts.items()}
 
 
-def test_more_arms_need_more_certainty():
-    """Holm: what is just enough for one arm is not enough for the first of twelve."""
+def test_more_variants_need_more_certainty():
+    """Holm: what is just enough for one variant is not enough for the first of twelve."""
     base, doubtful = noisy(0, count=6), noisy(3, 2.0, 6)
-    arms = [noisy(2, worse / 10, 6) for worse in range(30)]
-    *_, arm = [arm for arm in arms if judged({1: arm}, base) == {1: PASS}]  # the worst one that does
-    assert judged({1: arm, **dict.fromkeys(range(2, 13), doubtful)}, base)[1] == INCONCLUSIVE
-    clear = judged({1: arm, **dict.fromkeys(range(2, 13), base)}, base)
+    variants = [noisy(2, worse / 10, 6) for worse in range(30)]
+    *_, variant = [variant for variant in variants if judged({1: variant}, base) == {1: PASS}]  # the worst one that does
+    assert judged({1: variant, **dict.fromkeys(range(2, 13), doubtful)}, base)[1] == INCONCLUSIVE
+    clear = judged({1: variant, **dict.fromkeys(range(2, 13), base)}, base)
     assert set(clear.values()) == {PASS}  # eleven that are clear leave the last one the whole level
 
 
@@ -157,18 +157,18 @@ def test_all_looks_together_spend_the_level_once():
     assert outcomes[1].count(PASS) > 30 < outcomes[3].count(FAIL)
 
 
-def test_seeds_are_added_while_an_arm_is_inconclusive():
-    arms = {0: noisy(1), 1: noisy(1), 2: noisy(2, 1.3)}
+def test_seeds_are_added_while_a_variant_is_inconclusive():
+    variants = {0: noisy(1), 1: noisy(1), 2: noisy(2, 1.3)}
     trained_so_far = []
 
-    def train(arm, number):
-        trained_so_far.append((arm, number))
-        return arms[arm][number]
+    def train(variant, number):
+        trained_so_far.append((variant, number))
+        return variants[variant][number]
 
     trial = Trial.of("accuracy", dict.fromkeys((1, 2), ("changes", [])), {1: ONLY_METRIC, 2: ONLY_METRIC})
     base = sequentially(trial, Plan(seeds=3, max_seeds=20), train)
     assert trial.verdicts[1].outcome == PASS
-    counts = [sum(arm == n for arm, _ in trained_so_far) for n in range(3)]
+    counts = [sum(variant == n for variant, _ in trained_so_far) for n in range(3)]
     assert counts[0] == len(base) == counts[2] > counts[1] == 3
     assert counts[2] == 20 or trial.verdicts[2].outcome != INCONCLUSIVE
     assert len(set(trained_so_far)) == len(trained_so_far)
@@ -176,7 +176,7 @@ def test_seeds_are_added_while_an_arm_is_inconclusive():
 
 def test_no_seeds_are_added_after_the_time_for_it():
     trial = Trial.of("accuracy", {1: ("changes", [])}, {1: ONLY_METRIC})
-    assert len(sequentially(trial, Plan(seeds=2, quality_s=1e-9), lambda arm, number: noisy(arm, 2.0)[number])) == 2
+    assert len(sequentially(trial, Plan(seeds=2, quality_s=1e-9), lambda variant, number: noisy(variant, 2.0)[number])) == 2
 
 
 def test_a_run_that_averages_its_weights_is_judged_by_the_average():
@@ -213,7 +213,7 @@ def job(*words):
     return prepare(words)
 
 
-def test_words_of_one_arms_option_go_to_that_arm():
+def test_words_of_one_variants_option_go_to_that_variant():
     specs, notes = swept(["optimizer=sgd,adamw", "optimizer.momentum=0.8,0.9"])
     words = [(spec.label, "optimizer.momentum=0.8" in spec.overrides, spec.problems) for spec in specs]
     first, other, adamw = words
@@ -226,7 +226,7 @@ def test_words_of_one_arms_option_go_to_that_arm():
     assert len(swept(["optimizer.lr=0.1,0.1"])[0]) == 2
 
 
-def test_an_arm_that_needs_checkpoints_saves_and_so_do_those_beside_it():
+def test_a_variant_that_needs_checkpoints_saves_and_so_do_those_beside_it():
     def saves(specs):
         return [spec.job is not None and spec.job.run.saving.active for spec in specs]
 
@@ -246,8 +246,8 @@ PLANTED_EACH_WAY = (
 
 
 def test_what_is_planted_changes_a_run_and_what_is_not_does_not():
-    base = honest.trained(Arm(), 0)
-    assert honest.trained(Arm(), 0).figures == base.figures
+    base = honest.trained(Variant(), 0)
+    assert honest.trained(Variant(), 0).figures == base.figures
     for name in PLANTED_EACH_WAY:
         run = honest.trained(BREAKS[name], 0)
         assert run.error is None, name
@@ -285,13 +285,13 @@ def test_the_cut_is_what_counting_all_signs_gives():
 def repeated(rng, shift, rounds=12, noise=0.02, times=1000):
     drift = [math.exp(rng.gauss(0, 0.3)) for _ in range(rounds)]  # shared by a round's turns
 
-    def arm(factor):
+    def variant(factor):
         return [factor * d * math.exp(rng.gauss(0, noise)) for d in drift]
 
-    return [ratio(arm(1 + shift), arm(1)) for _ in range(times)]
+    return [ratio(variant(1 + shift), variant(1)) for _ in range(times)]
 
 
-def test_equal_arms_are_called_different_at_most_once_in_twenty():
+def test_equal_variants_are_called_different_at_most_once_in_twenty():
     found = repeated(random.Random(0), 0.0)
     assert sum(i.differs for i in found) <= 0.06 * len(found)
 
@@ -302,8 +302,8 @@ def test_five_percent_are_seen_and_three_mostly():
 
 
 def test_a_wild_turn_does_not_move_it():
-    base, arm = [100.0] * 12, [110.0] * 11 + [3.0]
-    assert ratio(arm, base).middle == pytest.approx(1.1)
+    base, variant = [100.0] * 12, [110.0] * 11 + [3.0]
+    assert ratio(variant, base).middle == pytest.approx(1.1)
 
 
 def test_too_few_rounds_say_nothing():

@@ -9,7 +9,7 @@ from bench import bisect as campaign
 
 from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.bisect import UNKNOWN, Settings, Speed, numbers
 from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Answer, Between, Measured, Search
@@ -69,7 +69,7 @@ def test_items_of_a_list_are_changes_of_their_own_and_keep_their_keys():
 def test_keys_of_the_users_own_mappings_are_changes():
     subsets, _, _ = prepared(
         "model.kwargs.a=1 model.kwargs.b=1", "model.kwargs.a=2 model.kwargs.b=2",
-        "model=own", "model.target=bench.bisect.Knobs", "trust=[bench]",
+        "model=own", "model.target=bench.bisect.Settings", "trust=[bench]",
     )  # fmt: skip
     assert set(keys(subsets)) == {"model.kwargs.a", "model.kwargs.b"}
     assert plain(subsets, "model.kwargs.b").plain["model"]["kwargs"] == {"a": 1, "b": 2}
@@ -280,7 +280,7 @@ def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
             return "RuntimeError: boom" if 6 in chosen else None
 
     asked = []
-    subsets = SimpleNamespace(variant=lambda chosen: ArmSpec("", [], None if 3 in chosen and 2 not in chosen else "a job"))
+    subsets = SimpleNamespace(variant=lambda chosen: VariantSpec("", [], None if 3 in chosen and 2 not in chosen else "a job"))
     measurer = Failing(subsets, Settings(), 0.0, fails=True)
     search = Search(N, measurer)
     answer = search.run()

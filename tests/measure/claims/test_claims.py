@@ -13,10 +13,10 @@ from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.launch.job import checked, prepare
-from drivetrain.measure.benchmark.arms import ArmSpec
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings
 from drivetrain.measure.benchmark.facts import Facts
 from drivetrain.measure.benchmark.quality import FAIL, PASS, TrainedRun, Verdict
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims import export as claims
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, judge
@@ -142,7 +142,7 @@ def test_a_claim_has_the_measurements_own_facts():
 
 
 def test_the_runs_of_a_verdict_are_claimed_too():
-    """Those of the arm itself: what they end with, and when they reached the target; not the memory of forked processes."""
+    """Those of the variant itself: what they end with, and when they reached the target; not the memory of forked processes."""
     data = {"hash": "deadbeef", "of": "content", "samples": 48}
     facts = [
         Facts(seed, "validation", {"validation": {"accuracy": value}}, 1.5, 40, "accuracy>=0.5", data=data)
@@ -235,25 +235,25 @@ def test_a_claim_on_a_planted_cost_holds(command, tiny, tmp_path, slow_set):
 WORDS = {"precision=fp32": ["precision=fp32"], "precision=bf16": ["precision=bf16"], "optimizer=sgd": ["optimizer=sgd"]}
 
 
-def compared(**ratios: tuple[float, float, float] | None) -> tuple[Comparison, list[ArmSpec]]:
-    """Three arms, of which the others have these ratios."""
+def compared(**ratios: tuple[float, float, float] | None) -> tuple[Comparison, list[VariantSpec]]:
+    """Three variants, of which the others have these ratios."""
     given = [(1.0, 1.0, 1.0), ratios["bf16"], ratios["sgd"]]
     rows = [
         Row(label, [], ratio=Interval(*ratio) if ratio else None, device="a chip", device_type="cpu")
         for label, ratio in zip(WORDS, given, strict=True)
     ]
-    specs = [ArmSpec(label, words, prepare(["model=mlp", *words])) for label, words in WORDS.items()]
+    specs = [VariantSpec(label, words, prepare(["model=mlp", *words])) for label, words in WORDS.items()]
     return Comparison(rows, [], [], Settings(), {}, 1.0), specs
 
 
-def hand_on(done: Comparison, specs: list[ArmSpec], last: bool = False) -> Path:
+def hand_on(done: Comparison, specs: list[VariantSpec], last: bool = False) -> Path:
     file = Path("mine.yaml")
     file.unlink(missing_ok=True)
     export.writer("compare", file, last)(done, specs)
     return file
 
 
-def test_the_fastest_arm_is_handed_on(capsys):
+def test_the_fastest_variant_is_handed_on(capsys):
     done, specs = compared(bf16=(1.5, 1.4, 1.6), sgd=(1.2, 1.1, 1.3))
     found = recipe.read(hand_on(done, specs))
     assert found.choices["precision"] == "bf16"

@@ -258,7 +258,7 @@ def test_two_recipes(diff):
     assert found["precision"] == ["bf16", "fp32"]
     assert found["optimizer"] == ["adamw", "sgd"]
     assert found["optimizer.lr"] == ["0.003", "0.02"]
-    assert "optimizer.nesterov" not in found, "an option's knobs stand there only where both have them"
+    assert "optimizer.nesterov" not in found, "an option's settings stand there only where both have them"
     assert not {"epochs", "saving", "logger", "recipe"} & set(found)
     assert "a.yaml claims 1.91 × (1.85 to 1.97) the samples a second of precision=fp32; on a chip" in said
     assert "to measure the difference: drivetrain compare recipe=a.yaml,naive epochs=3" in said

@@ -272,7 +272,7 @@ def made_up(monkeypatch):
     def measure(specs, settings, overrides):
         here = {"device": asked["device"], "device_type": "cpu"}
         rows = [Row("base", [], ratio=Interval(1, 1, 1), **here), Row("it", [], ratio=asked["ratio"], **here)]
-        asked["arms"] = [spec.job.composed.plain["epochs"] for spec in specs]
+        asked["variants"] = [spec.job.composed.plain["epochs"] for spec in specs]
         return Comparison(rows, [], [], settings, environment.describe([], "", {}), 1.0)
 
     def train(spec, claim, seeds, kinds):
@@ -292,7 +292,7 @@ def test_every_kind_is_answered(made_up, capsys):
         (kind, HOLDS) for kind in ("speed", "quality", "target", "memory", "energy")
     ]
     assert "claimed: 2.00 × (1.90 to 2.10) the samples a second of epochs=3; accuracy 0.95" in said
-    assert made_up["arms"] == [3, 2]
+    assert made_up["variants"] == [3, 2]
     assert made_up["trained"] == ([5, 6, 7, 8, 9], ["quality", "target", "memory", "energy"]), "seeds that the claim did not have"
 
 
@@ -302,7 +302,7 @@ def test_one_kind_that_does_not_hold(made_up, capsys):
     said = capsys.readouterr().out
     assert f"{REFUTED}" in next(line for line in said.splitlines() if line.startswith(" quality"))
     assert HOLDS in next(line for line in said.splitlines() if line.startswith(" memory"))
-    assert "arms" not in made_up, "no speed is claimed, so none is measured"
+    assert "variants" not in made_up, "no speed is claimed, so none is measured"
 
 
 def test_on_another_machine_with_other_data_nothing_can_be_told(made_up):

@@ -373,7 +373,7 @@ def test_the_answer_names_the_best_run():
     assert verdict(runs, named(runs)) == said
 
 
-def test_a_knob_over_decades_has_a_logarithmic_axis():
+def test_a_setting_over_decades_has_a_logarithmic_axis():
     for n, lr in enumerate((1e-4, 1e-3, 1e-2)):
         a_run(Path(f"outputs/{n}"), n, **{"config.yaml": f"optimizer: {{lr: {lr}, momentum: 0.{n + 1}}}\n"})
     assert main.main(["report", "outputs", "out=page"]) == 0

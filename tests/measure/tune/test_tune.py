@@ -229,14 +229,14 @@ def test_the_end_of_the_time_is_said(monkeypatch, capsys):
 
     def measured(specs, settings, overrides, stopping_rule):
         live = [SimpleNamespace(label=spec.label) for spec in specs]
-        assert [arm.label for arm in stopping_rule(live, 3)] == ["loader=threads"]
+        assert [variant.label for variant in stopping_rule(live, 3)] == ["loader=threads"]
         rows = [Row(spec.label, [], rates=[100.0] * 3, ratio=Interval(1.0, 0.0, math.inf)) for spec in specs]
         rows[1].stopped_after = 3
         return Comparison(rows, [], [], settings, {}, 1.0)
 
     monkeypatch.setattr(tune.comparison, "measure", measured)
-    monkeypatch.setattr(tuning, "_arm", lambda label, overrides: SimpleNamespace(label=label, job=object()))
-    monkeypatch.setattr(tune.arms, "baseline_job", lambda specs: None)
+    monkeypatch.setattr(tuning, "_variant", lambda label, overrides: SimpleNamespace(label=label, job=object()))
+    monkeypatch.setattr(tune.variants, "baseline_job", lambda specs: None)
     monkeypatch.setattr(tune, "SEARCH_BUDGET", 0.0)  # the search may start, and its time is over at once
     monkeypatch.setattr(tuning, "seconds_left", lambda: 10.0)
     seconds = itertools.count()
@@ -251,7 +251,7 @@ def test_the_end_of_the_time_is_said(monkeypatch, capsys):
 # --- `drivetrain tune target=…`, on made-up arrivals: batches near the noise scale, ranked by the time to a target ---
 
 
-def arm(label, *seconds):
+def variant(label, *seconds):
     return TimesToTarget(label, list(seconds), [None if s is None else int(10 * s) for s in seconds])
 
 
@@ -268,17 +268,17 @@ def test_batches_near_the_noise_scale_are_tried_with_a_rate_that_follows():
 
 
 def test_what_does_not_arrive_is_last_and_stays():
-    never, slow, soon, half = arm("n", None, None), arm("s", 9.0, 9.1), arm("f", 3.0, 3.1), arm("h", 1.0, None)
+    never, slow, soon, half = variant("n", None, None), variant("s", 9.0, 9.1), variant("f", 3.0, 3.1), variant("h", 1.0, None)
     assert [a.label for a in ranked([never, slow, half, soon])] == ["f", "s", "h", "n"]
     assert math.isinf(never.median)
     assert [cell for (cell,) in columns([never], slow, "it").values()] == ["0 of 2", "not reached", "–", "–"]
 
 
 def test_only_what_is_sooner_beyond_doubt_is_kept():
-    base = arm("as it is", 10.0, 10.5, 9.8, 10.1, 10.2, 9.9, 10.3, 10.0)
-    better = arm("b", *[s / 2 for s in base.seconds])
-    doubtful = arm("d", 9.0, 11.5, 9.8, 8.1, 12.2, 9.9, 10.3, 9.0)
-    losing = arm("l", *[1.0] * 7, None)
+    base = variant("as it is", 10.0, 10.5, 9.8, 10.1, 10.2, 9.9, 10.3, 10.0)
+    better = variant("b", *[s / 2 for s in base.seconds])
+    doubtful = variant("d", 9.0, 11.5, 9.8, 8.1, 12.2, 9.9, 10.3, 9.0)
+    losing = variant("l", *[1.0] * 7, None)
     assert proven([base, doubtful, better]) is better
     assert proven([base, doubtful]) is None
     assert proven([base, losing]) is None
@@ -293,9 +293,9 @@ def test_more_than_three_seeds_are_trained_only_while_there_is_time(seconds, tra
         order.append(n)
         return (1.0 + n, 10)
 
-    arms = [arm("a"), arm("b")]
-    tune.train_all(arms, train, 5, seconds)
-    assert [len(a.seconds) for a in arms] == [trained, trained]
+    variants = [variant("a"), variant("b")]
+    tune.train_all(variants, train, 5, seconds)
+    assert [len(a.seconds) for a in variants] == [trained, trained]
     assert order[:4] == [0, 1, 1, 0]
 
 

@@ -9,8 +9,8 @@ from typing import Literal
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count
 from drivetrain.launch.job import Job
-from drivetrain.measure import leave
-from drivetrain.measure.benchmark import arms, compare, comparison, quality
+from drivetrain.measure import verbs
+from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.compare import headline, titled
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.changes import STAGES, Change, Changes
@@ -22,7 +22,7 @@ from drivetrain.ui.sheet import Sheet, remarks
 class Settings(comparison.Settings):
     """The settings of `drivetrain ablate`."""
 
-    rounds: Count = 8  # of each of three comparisons, which have many arms
+    rounds: Count = 8  # of each of three comparisons, which have many variants
     recipe: str = "fast"
     baseline: str = "naive"
     tables: list[Literal["alone", "without", "steps"]] = field(default_factory=lambda: ["alone", "without", "steps"])
@@ -44,15 +44,15 @@ class Ablation:
 
     def __post_init__(self) -> None:
         named = (self.settings.baseline, self.settings.recipe)
-        both = [arms.compose(name, [f"recipe={name}", *self.overrides], self.config_dirs, own_saving=True) for name in named]
-        arms.refuse_bad(both)
-        self.baseline, self.recipe = (arms.baseline_job([spec]) for spec in both)
+        both = [variants.compose(name, [f"recipe={name}", *self.overrides], self.config_dirs, own_saving=True) for name in named]
+        variants.refuse_bad(both)
+        self.baseline, self.recipe = (variants.baseline_job([spec]) for spec in both)
         quality.check(self.settings, self.baseline, self.settings.quality)
-        self.trained: quality.Trained = {}  # the runs of all three comparisons, which have arms in common
+        self.trained: quality.Trained = {}  # the runs of all three comparisons, which have variants in common
         self.forward, self.backward = techniques(self.baseline, self.recipe), techniques(self.recipe, self.baseline)
         self.removals = {change.key: change for change in self.backward.found()}
 
-    def compare(self, title: str, variants: dict[str, list[Change]], enable: bool, subject: str) -> Comparison:
+    def compare(self, title: str, techniques: dict[str, list[Change]], enable: bool, subject: str) -> Comparison:
         """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table.
 
         `subject` is what a sentence calls a variant.
@@ -60,11 +60,11 @@ class Ablation:
         echo(f"\n{title}")
         name = self.settings.baseline if enable else self.settings.recipe
         given = [f"recipe={name}", *self.overrides]
-        specs = [arms.compose(name, given, self.config_dirs)]
-        for label, differences in variants.items():
+        specs = [variants.compose(name, given, self.config_dirs)]
+        for label, differences in techniques.items():
             back = [self.removals[each.key] for each in differences]
             words = self.forward.overrides(differences) if enable else self.backward.overrides(back)
-            specs.append(arms.compose(label, [*given, *words], self.config_dirs))
+            specs.append(variants.compose(label, [*given, *words], self.config_dirs))
         done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
         done.raise_if_baseline_failed()
         done.subject = subject
@@ -75,10 +75,10 @@ class Ablation:
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.HandOn | None = None) -> int:
     """Run `drivetrain ablate`; return its exit code. `hand_on` is called with the last table, which ends with the recipe."""
-    settings, overrides = leave.split(argv, Settings)
+    settings, overrides = verbs.split(argv, Settings)
     if hand_on is not None and "steps" not in settings.tables:
         raise UserError("--recipe hands on the last of the steps, the whole recipe: tables= must have steps")
-    arms.refuse_resume("ablate", overrides)
+    variants.refuse_resume("ablate", overrides)
     if not settings.tables:
         raise UserError("tables=[] measures nothing: leave it out, or name some of alone, without and steps")
     recipe, baseline = settings.recipe, settings.baseline
@@ -100,8 +100,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     echo()
     content = {title: done.as_dict() for title, done in comparisons.items()}
-    place, facts = leave.folder(ablation.baseline, "ablate"), next(iter(comparisons.values())).environment
-    leave.leave(place, "ablate", sheet(recipe, baseline, comparisons), ["ablate", *argv], facts, content)
+    place, facts = verbs.folder(ablation.baseline, "ablate"), next(iter(comparisons.values())).environment
+    verbs.write(place, "ablate", sheet(recipe, baseline, comparisons), ["ablate", *argv], facts, content)
     if hand_on is not None:
         hand_on(ladder, ablation.specs)
     return FAILED if any(done.failed for done in comparisons.values()) else DONE

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.launch.job import Job
-from drivetrain.measure import leave
+from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_bad, refuse_resume, swept
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
 from drivetrain.measure.benchmark.comparison import columns as of_target
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_bad, refuse_resume, swept
 from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
@@ -30,7 +30,7 @@ TICKS = (0.1, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def names(comparison: Comparison) -> list[str]:
-    """A name for each arm: of the first one what not all have, of each other one what it has otherwise than the first."""
+    """A name for each variant: of the first one what not all have, of each other one what it has otherwise than the first."""
     labels = [row.label or "the first variant" for row in comparison.rows]
     words = [label.split() for label in labels]
     common = set(words[0]).intersection(*words[1:])
@@ -43,16 +43,16 @@ def names(comparison: Comparison) -> list[str]:
 
 
 def winner(comparison: Comparison) -> int | None:
-    """The number of the arm that is the answer, if one is certain: the soonest at the target, or else the fastest."""
+    """The number of the variant that is the answer, if one is certain: the soonest at the target, or else the fastest."""
     if comparison.target is None:
         return fastest(comparison)
     times = comparison.times()
     soonest = proven(times)
-    return next((n for n, arm in enumerate(times) if arm is soonest), None)
+    return next((n for n, variant in enumerate(times) if variant is soonest), None)
 
 
 def fastest(comparison: Comparison) -> int | None:
-    """The number of the fastest arm that is certainly faster than the first, with a result known to be as good.
+    """The number of the fastest variant that is certainly faster than the first, with a result known to be as good.
 
     That is for the whole run, start-up included, where its length is known.
     """
@@ -67,13 +67,13 @@ def fastest(comparison: Comparison) -> int | None:
 
 
 def headline(comparison: Comparison) -> str:
-    """Return the answer: which arm is soonest at the target, where there is one, which is the fastest, and what starts late."""
+    """The answer: which variant is soonest at the target, where there is one, which is the fastest, and what starts late."""
     on_target = [] if comparison.target is None else [_on_target(comparison)]
     return " ".join([*on_target, _on_speed(comparison), *_on_start(comparison)])
 
 
 def _on_target(comparison: Comparison) -> str:
-    """Which arm reaches the target soonest, in one sentence."""
+    """Which variant reaches the target soonest, in one sentence."""
     times, target = comparison.times(), comparison.target
     soonest = ranked(times)[0]
     if not soonest.reached:
@@ -88,7 +88,7 @@ def _on_target(comparison: Comparison) -> str:
 
 
 def _on_speed(comparison: Comparison) -> str:
-    """The fastest arm whose result is known to be as good, and which result is better, in one sentence."""
+    """The fastest variant whose result is known to be as good, and which result is better, in one sentence."""
     base, best, judged = _base(comparison), fastest(comparison), comparison.settings.quality
     better = max(filter(_improvement, comparison.rows[1:]), key=_improvement, default=None)
     if best is None:
@@ -112,7 +112,7 @@ def _on_speed(comparison: Comparison) -> str:
 
 
 def _nearest(comparison: Comparison) -> str:
-    """The arm that would be the fastest, and why it is not certain: the answer's own figure beside those of the table."""
+    """The variant that would be the fastest, and why it is not certain: the answer's own figure beside those of the table."""
     rows = [row for row in comparison.rows[1:] if row.ratio is not None and row.ratio.middle > 1 + EQUIVALENCE]
     row = max(rows, key=lambda each: each.ratio or (0.0,), default=None)
     if row is None or row.ratio is None or row.pays_too_late:
@@ -129,7 +129,7 @@ def _nearest(comparison: Comparison) -> str:
 
 
 def _too_few(comparison: Comparison) -> str:
-    """The answer where no arm has an interval, because it takes more rounds."""
+    """The answer where no variant has an interval, because it takes more rounds."""
     measured = [row for row in comparison.rows[1:] if row.gain is not None]
     if not measured or any(row.gain is not None and row.gain.low for row in measured):
         return ""
@@ -143,7 +143,7 @@ def _too_few(comparison: Comparison) -> str:
 
 
 def _speed(row: Row, base: str) -> str:
-    """How many times as fast an arm is: by its updates; where these are not faster, for the whole run, which starts sooner."""
+    """How many times as fast a variant is: by its updates; where these are not faster, for the whole run, which starts sooner."""
     ratio = row.ratio
     if row.whole_run is not None and (ratio is None or ratio.low <= 1):
         ratio, base = row.whole_run, f"{base} for the whole run, as it starts sooner"
@@ -152,7 +152,7 @@ def _speed(row: Row, base: str) -> str:
 
 
 def _on_start(comparison: Comparison) -> Iterator[str]:
-    """What start-up takes from arms with certainly faster updates: too much for this run, or for one that must compile anew."""
+    """What start-up takes from variants with certainly faster updates: too much for this run, or for one that compiles anew."""
     for row in (row for row in comparison.rows[1:] if row.pays_too_late):
         yield (
             f"{_subject(comparison, row)} has faster updates and starts later, which makes this run no shorter: "
@@ -166,32 +166,32 @@ def _on_start(comparison: Comparison) -> Iterator[str]:
 
 
 def _base(comparison: Comparison) -> str:
-    """What a sentence calls the first arm."""
+    """What a sentence calls the first variant."""
     called = names(comparison)[0]
     return f"the run {called}" if called in AS_IT else called
 
 
 def _subject(comparison: Comparison, row: Row) -> str:
-    """What a sentence calls another arm."""
+    """What a sentence calls another variant."""
     called = names(comparison)[next(n for n, each in enumerate(comparison.rows) if each is row)]
     return comparison.subject.format(called.removeprefix("+ ").removeprefix("− "))
 
 
 def _improvement(row: Row) -> float:
-    """By how much an arm's metric is better than the first arm's, where that is certain; else 0."""
+    """By how much a variant's metric is better than the first variant's, where that is certain; else 0."""
     found = row.verdict and row.verdict.degradation.get(row.verdict.metric)
     certain = found and found.high is not None and found.high < 0 and row.verdict and row.verdict.outcome != FAIL
     return -found.middle if found and certain else 0.0
 
 
 def _better(comparison: Comparison, row: Row) -> str:
-    """Which figure of an arm is better than the first arm's, and by how much, in words."""
+    """Which figure of a variant is better than the first variant's, and by how much, in words."""
     assert row.verdict is not None
     return f"a better {row.verdict.metric} than {_base(comparison)}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
 def table(comparison: Comparison) -> Table:
-    """Each arm with all that was measured of it: the time to the target, the result, the speed with its interval, the rest."""
+    """Each variant with all that was measured of it: the time to the target, the result, speed and interval, the rest."""
     rows, verdicts, scale = comparison.rows, [row.verdict for row in comparison.rows], _Scale(comparison.rows)
     columns: dict[str, Sequence[Cell]] = {"variant": names(comparison)}
     if comparison.target is not None:
@@ -215,7 +215,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """What was measured: the arms where they differ, why each result is as good or not, the method, and the rounds."""
+    """What was measured: the variants where they differ, why each result is as good or not, the method, and the rounds."""
     called, rows, found = names(comparison), comparison.rows, table(comparison)
     shown, same = found.only([n for n, name in enumerate(found.header) if name not in IN_ALL_FIGURES]).differing(
         1 + [*found.header].index("95 % interval")
@@ -227,10 +227,10 @@ def sections(comparison: Comparison) -> list[Section]:
         "rounds, the bar its 95 % interval (Wilcoxon), on a logarithmic axis around 1. Where the bar includes 1, the rounds do "
         "not distinguish the two."
     )
-    of_arms = [
+    of_variants = [
         Curve(name, [(float(n), rate) for n, rate in enumerate(row.rates, 1)]) for name, row in zip(called, rows, strict=True)
     ]
-    drawn = charts.curves("Samples a second, round by round", of_arms, "round", zero=True)
+    drawn = charts.curves("Samples a second, round by round", of_variants, "round", zero=True)
     return [
         shown,
         *([words(f"the same for all: {', '.join(f'{name} {cell}' for name, cell in same)}")] if same else []),
@@ -255,7 +255,7 @@ def titled(comparisons: Mapping[str, Comparison], said: str = "") -> list[Sectio
 
 
 def _because(name: str, verdict: Verdict) -> str:
-    """An arm's verdict in a line."""
+    """A variant's verdict in a line."""
     if verdict.outcome == FIRST:
         return f"{name}: {verdict.reason}"
     claim = "changes training" if verdict.effect == "changes" else f"claims to be {verdict.effect}"
@@ -263,7 +263,7 @@ def _because(name: str, verdict: Verdict) -> str:
 
 
 def _difference(verdict: Verdict) -> str:
-    """Return by how much the metric differs from the first arm's; the first arm's own value; why there is neither."""
+    """Return by how much the metric differs from the first variant's; the first variant's own value; why there is neither."""
     found = verdict.degradation.get(verdict.metric or "")
     if found is None:
         return verdict.reason.split("; ")[0].split(", ")[0].removeprefix(f"{verdict.metric} ")
@@ -292,7 +292,7 @@ class _Scale:
         return f'<svg class="ratio" viewBox="0 0 {WIDTH} 14" role="img" aria-label="logarithmic axis">{texts}</svg>'
 
     def bar(self, row: Row, first: bool) -> str:
-        """Return the drawing of an arm's ratio and its interval, beside the line of 1."""
+        """Return the drawing of a variant's ratio and its interval, beside the line of 1."""
         line = f'<line class="one" x1="{self.x(1):.1f}" x2="{self.x(1):.1f}" y1="0" y2="18"/>'
         if row.ratio is None:
             return f'<svg class="ratio" viewBox="0 0 {WIDTH} 18" role="img" aria-label="not measured">{line}</svg>'
@@ -306,7 +306,7 @@ class _Scale:
         )
 
 
-HandOn = Callable[[Comparison, Sequence[ArmSpec]], None]
+HandOn = Callable[[Comparison, Sequence[VariantSpec]], None]
 
 
 class Compared(Comparison):
@@ -325,9 +325,9 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | 
     return FAILED if comparison.failed else DONE
 
 
-def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared, list[ArmSpec]]:
-    """Compare the arms, show and save what was found, and return it. Raises UserError where there is nothing to compare."""
-    settings, overrides = leave.split(argv, Settings)
+def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared, list[VariantSpec]]:
+    """Compare the variants, show and save what was found, and return it. Raises UserError where there is nothing to compare."""
+    settings, overrides = verbs.split(argv, Settings)
     refuse_resume("compare", overrides)
     specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:
@@ -351,8 +351,8 @@ def sheet(comparison: Comparison, verb: str = "compare") -> Sheet:
 
 def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:
     """Write compare.json and compare.html to a new folder under the run's output_dir."""
-    command, place = [*verb.split(), *argv], leave.folder(job, "compare")
-    leave.leave(place, "compare", sheet(comparison, verb), command, comparison.environment, comparison.as_dict())
+    command, place = [*verb.split(), *argv], verbs.folder(job, "compare")
+    verbs.write(place, "compare", sheet(comparison, verb), command, comparison.environment, comparison.as_dict())
 
 
 def show(comparison: Comparison) -> None:

@@ -1,13 +1,13 @@
-"""The comparison of several arms: the interleaved benchmark, what the rounds of each arm say, and their table.
+"""The comparison of several variants: the interleaved benchmark, what the rounds of each variant say, and their table.
 
 For the run as it is, the start-up counts, and then as many updates as the run has. A start is what a process takes beyond its
 updates at their steady pace: building, compiling, starting readers and ranks, the first batch. Each round starts a process of
-each arm. The first one may find nothing in the caches that it fills, above all that of compiled kernels. The next run on this
+each variant. The first one may find nothing in the caches that it fills, above all that of compiled kernels. The next run on this
 machine finds what the later rounds found, so these count, and the first is told beside.
 
-A comparison whose interval is to be trusted never stops because one arm is ahead: it stops on the interval's width alone.
-A search may drop arms that are behind, by the time of the whole run where its length is known, because that makes no other arm a
-winner: those that stay are judged by all rounds.
+A comparison whose interval is to be trusted never stops because one variant is ahead: it stops on the interval's width alone.
+A search may drop variants that are behind, by the time of the whole run where its length is known, because that makes no other
+variant a winner: those that stay are judged by all rounds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch import trials
 from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
-from drivetrain.measure.benchmark.interleave import Arm, StagedArm, StoppingRule, run_rounds
+from drivetrain.measure.benchmark.interleave import StagedVariant, StoppingRule, Variant, run_rounds
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
 from drivetrain.ui.progress import Steps
@@ -37,17 +37,17 @@ from drivetrain.ui.sheet import figure
 
 WIDTH = 0.02  # of a ratio to each side: precise enough
 MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance
-NEAR_BEST = 0.97  # of the best arm's rate: an arm that is nearer may yet be the best
+NEAR_BEST = 0.97  # of the best variant's rate: a variant that is nearer may yet be the best
 
 
 @dataclass
 class Row:
-    """One arm's results; a figure is null where the arm failed before it was measured."""
+    """One variant's results; a figure is null where the variant failed before it was measured."""
 
     label: str
     overrides: list[str]
     error: str | None = None
-    ratio: Interval | None = None  # samples a second relative to the first arm
+    ratio: Interval | None = None  # samples a second relative to the first variant
     samples_per_second: float | None = None
     step_ms_p50: float | None = None
     step_ms_p95: float | None = None
@@ -63,53 +63,53 @@ class Row:
     run_updates: int | None = None  # of the whole run, or to its target; null where that is not known
     runs_s: list[float] = field(default_factory=list)  # seconds of the whole run, its start included, by each round
     run_s: float | None = None
-    whole_run: Interval | None = None  # how many times as fast as the first arm it is for the whole run
+    whole_run: Interval | None = None  # how many times as fast as the first variant it is for the whole run
     global_batch: int | None = None
     samples: int | None = None  # in the training set
     device: str | None = None
     device_type: str | None = None
     rates: list[float] = field(default_factory=list)  # samples a second of each round
-    stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
-    out_of_time: bool = False  # whether it ended the arm because the time was over, and not because it was behind
+    stopped_after: int | None = None  # rounds, where the stopping rule ended the variant
+    out_of_time: bool = False  # whether it ended the variant because the time was over, and not because it was behind
     verdict: quality.Verdict | None = None
 
     @classmethod
-    def of(cls, spec: ArmSpec, arm: Arm | None, base: Arm) -> Row:
-        """The results of an arm; `base` is the first arm, and `arm` is None where it could not run."""
-        if arm is None:
+    def of(cls, spec: VariantSpec, variant: Variant | None, base: Variant) -> Row:
+        """The results of a variant; `base` is the first variant, and `variant` is None where it could not run."""
+        if variant is None:
             return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
         facts: dict[str, Any] = {
-            name: arm.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")
+            name: variant.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")
         }
-        row = cls(spec.label, spec.overrides, arm.error, stopped_after=arm.stopped_after, **facts)
-        if arm.error is not None or not arm.blocks:
+        row = cls(spec.label, spec.overrides, variant.error, stopped_after=variant.stopped_after, **facts)
+        if variant.error is not None or not variant.blocks:
             return row
-        row.rates = [block.rate for block in arm.blocks]
-        steps = sorted(1e3 * seconds for block in arm.blocks for seconds in block.step_s)
+        row.rates = [block.rate for block in variant.blocks]
+        steps = sorted(1e3 * seconds for block in variant.blocks for seconds in block.step_s)
         row.samples_per_second = statistics.median(row.rates)
         row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
-        row.data_wait = sum(b.data_wait_s for b in arm.blocks) / sum(b.seconds for b in arm.blocks)
-        row.peaks_bytes = [block.peak_memory for block in arm.blocks]
+        row.data_wait = sum(b.data_wait_s for b in variant.blocks) / sum(b.seconds for b in variant.blocks)
+        row.peaks_bytes = [block.peak_memory for block in variant.blocks]
         row.peak_memory_bytes = row.peaks_bytes[-1]
-        if arm is base:
+        if variant is base:
             row.ratio = Interval(1.0, 1.0, 1.0)
         elif base.error is None:
             base_rates = [block.rate for block in base.blocks]
             row.ratio = ratio(row.rates, base_rates[: len(row.rates)])
-        row.starts_s = list(arm.starts)
+        row.starts_s = list(variant.starts)
         if row.starts_s:
             row.start_s = statistics.median(usual_starts(row.starts_s))
-            if arm.facts.get("compiled_anew") and len(row.starts_s) > 1:
+            if variant.facts.get("compiled_anew") and len(row.starts_s) > 1:
                 row.first_start_s = row.starts_s[0]
         return row
 
-    def weigh(self, arm: Arm, base: Row, updates: int | None) -> None:
-        """Set what the arm is worth for a run of so many updates, start-up included; `base` is the first row, weighed before."""
+    def weigh(self, variant: Variant, base: Row, updates: int | None) -> None:
+        """Set what the variant is worth for a run of so many updates, start-up included; `base` is the first row."""
         self.run_updates = updates
         if not self.rates or not self.starts_s:
             return
         if updates is not None:
-            self.runs_s = seconds(arm, updates)
+            self.runs_s = seconds(variant, updates)
             self.run_s = statistics.median(self.runs_s)
             self.whole_run = self.faster_for_the_run(base) if base.runs_s else None
         if self.global_batch and self.samples_per_second and base.samples_per_second and base.start_s is not None:
@@ -122,7 +122,7 @@ class Row:
     def faster_for_the_run(self, base: Row, confidence: float = 0.95) -> Interval:
         """How many times as fast as `base` it is for the whole run; by its updates alone where the length is not known."""
         mine, theirs = (base.runs_s, self.runs_s) if self.runs_s and base.runs_s else (self.rates, base.rates)
-        both = min(len(mine), len(theirs))  # an arm that stopped is compared with its own rounds
+        both = min(len(mine), len(theirs))  # a variant that stopped is compared with its own rounds
         return ratio(mine[:both], theirs[:both], confidence)
 
     @property
@@ -132,7 +132,7 @@ class Row:
 
     @property
     def pays_too_late(self) -> str:
-        """Why the arm makes the run no shorter although its updates are certainly faster; "" where nothing tells that."""
+        """Why the variant makes the run no shorter although its updates are certainly faster; "" where nothing tells that."""
         if self.ratio is None or self.ratio.low <= 1 or self.pays_after is None or self.run_updates is None:
             return ""
         if self.pays_after < self.run_updates:
@@ -140,7 +140,7 @@ class Row:
         return f"{self.label}: it pays after {self.pays_after:,} updates, and this run has {self.run_updates:,}"
 
     def figures(self) -> dict[str, str]:
-        """The arm's own figures as text, by their names."""
+        """The variant's own figures as text, by their names."""
         return {
             "samples/s": figure(self.samples_per_second, "{:,.0f}"),
             "update, median": figure(self.step_ms_p50, "{:.2f} ms"),
@@ -181,60 +181,62 @@ def usual_starts(starts: Sequence[float]) -> list[float]:
     return [statistics.median(later), *later] if later else [first]
 
 
-def seconds(arm: Any, updates: int) -> list[float]:
-    """What the whole run of so many updates would take by each round of an arm."""
-    starts = usual_starts(arm.starts)[: len(arm.blocks)]
-    return [Cost(start, b.seconds / b.updates).of(updates) for start, b in zip(starts, arm.blocks, strict=True)]
+def seconds(variant: Any, updates: int) -> list[float]:
+    """What the whole run of so many updates would take by each round of a variant."""
+    starts = usual_starts(variant.starts)[: len(variant.blocks)]
+    return [Cost(start, b.seconds / b.updates).of(updates) for start, b in zip(starts, variant.blocks, strict=True)]
 
 
-def speeds(arm: Any, base: Any) -> tuple[list[float], list[float]]:
-    """How fast two arms were in each round: whole runs a second, or samples a second where no length is known."""
-    lengths = [updates_of(each.job, each.facts.get("samples")) if each.starts else None for each in (arm, base)]
+def speeds(variant: Any, base: Any) -> tuple[list[float], list[float]]:
+    """How fast two variants were in each round: whole runs a second, or samples a second where no length is known."""
+    lengths = [updates_of(each.job, each.facts.get("samples")) if each.starts else None for each in (variant, base)]
     mine, theirs = (
         [1 / s for s in seconds(each, length)] if length is not None and None not in lengths else [b.rate for b in each.blocks]
-        for each, length in zip((arm, base), lengths, strict=True)
+        for each, length in zip((variant, base), lengths, strict=True)
     )
     return mine, theirs
 
 
 def later_start(starts: Sequence[float], base: Sequence[float]) -> float:
-    """Seconds by which an arm starts later than `base`, with filled caches; 0 where the rounds do not agree."""
+    """Seconds by which a variant starts later than `base`, with filled caches; 0 where the rounds do not agree."""
     found = [mine - theirs for mine, theirs in zip(starts, base, strict=False)]
     found = found[1:] or found
     return statistics.median(found) if min(found) > 0 or max(found) < 0 else 0.0
 
 
-def precise(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
-    """The arms whose ratio to the first arm is known to 2 %."""
+def precise(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+    """The variants whose ratio to the first variant is known to 2 %."""
     if rounds >= MIN_ROUNDS:
-        base = [block.rate for block in arms[0].blocks]
-        for arm in arms[1:]:
-            found = ratio([block.rate for block in arm.blocks], base)
+        base = [block.rate for block in variants[0].blocks]
+        for variant in variants[1:]:
+            found = ratio([block.rate for block in variant.blocks], base)
             if found.high < found.low * (1 + WIDTH) ** 2:
-                yield arm
+                yield variant
 
 
-def no_gain(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
-    """The arms that are slower than the first one in clearly more than half of the rounds."""
-    yield from (arm for arm in arms[1:] if _is_slower(arm, arms[0], 1.0))
+def no_gain(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+    """The variants that are slower than the first one in clearly more than half of the rounds."""
+    yield from (variant for variant in variants[1:] if _is_slower(variant, variants[0], 1.0))
 
 
-def behind(arms: Sequence[Arm], rounds: int) -> Iterator[Arm]:
-    """The arms without gain, and those that are clearly slower than the best one so far."""
-    best = max(arms, key=lambda arm: _mean_log_ratio(arm, arms[0]))
-    yield from (arm for arm in arms[1:] if _is_slower(arm, arms[0], 1.0) or _is_slower(arm, best, NEAR_BEST))
+def behind(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+    """The variants without gain, and those that are clearly slower than the best one so far."""
+    best = max(variants, key=lambda variant: _mean_log_ratio(variant, variants[0]))
+    yield from (
+        variant for variant in variants[1:] if _is_slower(variant, variants[0], 1.0) or _is_slower(variant, best, NEAR_BEST)
+    )
 
 
-def _is_slower(arm: Arm, other: Arm, share: float) -> bool:
-    """Whether the arm had less than `share` of the other's speed in at least one round more than half: 2 of 2, 3 of 4, 4 of 6."""
-    pairs = list(zip(*speeds(arm, other), strict=True))
+def _is_slower(variant: Variant, other: Variant, share: float) -> bool:
+    """Whether the variant had less than `share` of the other's speed in more than half of the rounds: 2 of 2, 3 of 4, 4 of 6."""
+    pairs = list(zip(*speeds(variant, other), strict=True))
     slower = sum(mine < share * theirs for mine, theirs in pairs)
     return slower >= len(pairs) / 2 + 1
 
 
-def _mean_log_ratio(arm: Arm, base: Arm) -> float:
-    """The mean logarithm of the arm's speed to that of `base`, as ratios are estimated from logarithms."""
-    return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(arm, base), strict=True))
+def _mean_log_ratio(variant: Variant, base: Variant) -> float:
+    """The mean logarithm of the variant's speed to that of `base`, as ratios are estimated from logarithms."""
+    return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(variant, base), strict=True))
 
 
 MIN_SEEDS = 3  # for a verdict
@@ -245,8 +247,8 @@ class Settings(quality.Plan):
     """The settings of `drivetrain compare`."""
 
     rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
-    block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and arm
-    quality: bool = False  # also train each arm to its end, with several seeds
+    block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and variant
+    quality: bool = False  # also train each variant to its end, with several seeds
 
 
 @dataclass
@@ -283,33 +285,33 @@ class TimesToTarget:
         return f"{self.median:.1f} s" if math.isfinite(self.median) else "not reached"
 
 
-def columns(arms: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
+def columns(variants: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
     """The columns of a table: how many seeds reached the target, when, and how much sooner than those of `base`."""
-    made = [[n for n in arm.updates if n is not None] for arm in arms]
-    faster = [arm.faster_than(base) if arm is not base else None for arm in arms]
+    made = [[n for n in variant.updates if n is not None] for variant in variants]
+    faster = [variant.faster_than(base) if variant is not base else None for variant in variants]
     return {
-        "reached": [f"{arm.reached} of {len(arm.seconds)}" for arm in arms],
-        f"time to {target}": [arm.when for arm in arms],
+        "reached": [f"{variant.reached} of {len(variant.seconds)}" for variant in variants],
+        f"time to {target}": [variant.when for variant in variants],
         "updates to it": [f"{statistics.median(found):,.0f}" if found else "–" for found in made],
         "sooner": [str(found) if found else "–" for found in faster],
     }
 
 
-def ranked(arms: Sequence[TimesToTarget]) -> list[TimesToTarget]:
-    """The arms, the soonest first: more seeds that reached the target, then less time. None is left out."""
-    return sorted(arms, key=lambda arm: (-arm.reached / max(1, len(arm.seconds)), arm.median))
+def ranked(variants: Sequence[TimesToTarget]) -> list[TimesToTarget]:
+    """The variants, the soonest first: more seeds that reached the target, then less time. None is left out."""
+    return sorted(variants, key=lambda variant: (-variant.reached / max(1, len(variant.seconds)), variant.median))
 
 
-def proven(arms: Sequence[TimesToTarget]) -> TimesToTarget | None:
-    """The soonest arm, where it is sooner than the first one beyond doubt and no seed of it is lost; None: nothing is kept."""
-    base, best = arms[0], ranked(arms)[0]
+def proven(variants: Sequence[TimesToTarget]) -> TimesToTarget | None:
+    """The soonest variant, where it is sooner than the first beyond doubt and no seed of it is lost; None: none is kept."""
+    base, best = variants[0], ranked(variants)[0]
     faster = best.faster_than(base) if best is not base and best.reached >= base.reached_of(len(best.seconds)) else None
     return best if faster is not None and faster.low > 1 else None
 
 
 @dataclass
 class Comparison:
-    """The results of all arms, the first of which is the baseline."""
+    """The results of all variants, the first of which is the baseline."""
 
     rows: list[Row]
     notes: list[str]
@@ -317,23 +319,23 @@ class Comparison:
     settings: Settings
     environment: dict[str, Any]
     seconds: float
-    subject: str = "{}"  # what a sentence calls an arm, with its label in the place of {}
-    target: str | None = None  # such as accuracy>=0.98: the arms are ranked by their time to it
+    subject: str = "{}"  # what a sentence calls a variant, with its label in the place of {}
+    target: str | None = None  # such as accuracy>=0.98: the variants are ranked by their time to it
 
     @property
     def failed(self) -> bool:
-        """Whether any arm has an error."""
+        """Whether any variant has an error."""
         return any(row.error for row in self.rows)
 
     def raise_if_baseline_failed(self) -> None:
-        """Raise UserError where the first arm has an error: the others have nothing to be compared to."""
+        """Raise UserError where the first variant has an error: the others have nothing to be compared to."""
         first = self.rows[0]
         if first.error is not None:
             name = first.label or "the run as it is"
             raise UserError(f"the first variant ({name}) is what the others are compared to, and it ended: {first.error}")
 
     def times(self) -> list[TimesToTarget]:
-        """When each arm's seeds reached the target."""
+        """When each variant's seeds reached the target."""
         return [_times_of(row, self.target or "") for row in self.rows]
 
     def order(self) -> list[int]:
@@ -341,7 +343,7 @@ class Comparison:
         if self.target is None:
             return list(range(len(self.rows)))
         times = self.times()
-        return [next(n for n, each in enumerate(times) if each is arm) for arm in ranked(times)]
+        return [next(n for n, each in enumerate(times) if each is variant) for variant in ranked(times)]
 
     def as_dict(self) -> dict[str, Any]:
         """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
@@ -355,22 +357,22 @@ class Comparison:
 
 
 def measure(
-    specs: Sequence[ArmSpec],
+    specs: Sequence[VariantSpec],
     settings: Settings,
     overrides: Sequence[str],
     stopping_rule: StoppingRule = precise,
     trained: quality.Trained | None = None,
 ) -> Comparison:
-    """Run the arms in interleaved rounds, then train them to their ends if the settings ask for quality.
+    """Run the variants in interleaved rounds, then train them to their ends if the settings ask for quality.
 
-    `overrides` are recorded as what all arms have in common, and `trained` are runs that need no training again. Raises
-    UserError if the first arm cannot be built; one that fails later is a row with its error, and ends the measurement.
+    `overrides` are recorded as what all variants have in common, and `trained` are runs that need no training again. Raises
+    UserError if the first variant cannot be built; one that fails later is a row with its error, and ends the measurement.
     """
-    accelerators.find()  # this, and the import of torch, once here, because the arms are forked
+    accelerators.find()  # this, and the import of torch, once here, because the variants are forked
     specs = [_after_trials(spec) for spec in specs]
     first = baseline_job(specs)
     began = time.perf_counter()
-    folder = directory.create(Path(first.run.values["output_dir"]), "compare", "arms")
+    folder = directory.create(Path(first.run.values["output_dir"]), "compare", "variants")
     with Steps() as steps, ended_by_signals() as raise_if_interrupted:
 
         def progress(text: str, seconds_left: float | None = None) -> None:
@@ -378,19 +380,19 @@ def measure(
             steps(text, seconds_left)
 
         try:
-            arms = [arm_of(s, folder / str(n)) for n, s in enumerate(specs)]
-            runnable = [arm for arm in arms if arm is not None]
+            variants = [variant_of(s, folder / str(n)) for n, s in enumerate(specs)]
+            runnable = [variant for variant in variants if variant is not None]
             run_rounds(runnable, settings.rounds, settings.block_s, progress, stopping_rule)
         finally:
             directory.remove(folder)
-        rows = [Row.of(spec, arm, runnable[0]) for spec, arm in zip(specs, arms, strict=True)]
+        rows = [Row.of(spec, variant, runnable[0]) for spec, variant in zip(specs, variants, strict=True)]
         if settings.quality and rows[0].error is None:
             add_verdicts(rows, specs, settings, progress, trained)
     reach = quality.reach_of(settings, first.run) if settings.quality else None
     target = str(reach) if reach is not None else None
-    for row, arm in zip(rows, arms, strict=True):
-        if arm is not None:
-            row.weigh(arm, rows[0], _updates_to(target, row) or updates_of(arm.job, row.samples))
+    for row, variant in zip(rows, variants, strict=True):
+        if variant is not None:
+            row.weigh(variant, rows[0], _updates_to(target, row) or updates_of(variant.job, row.samples))
     facts = environment.describe(list(overrides), first.config_hash, {})
     notes = [*_without_effect(runnable), *_unequal_work(runnable), *_together(rows)]
     seconds = time.perf_counter() - began
@@ -398,7 +400,7 @@ def measure(
 
 
 def _times_of(row: Row, target: str) -> TimesToTarget:
-    """When the seeds of an arm reached a target; a run that failed did not."""
+    """When the seeds of a variant reached a target; a run that failed did not."""
     name, found = quality.seconds_to(target), TimesToTarget(row.label)
     for run in row.verdict.runs if row.verdict is not None else ():
         there = run.error is None and name not in run.censored
@@ -408,14 +410,14 @@ def _times_of(row: Row, target: str) -> TimesToTarget:
 
 
 def _updates_to(target: str | None, row: Row) -> int | None:
-    """The updates after which an arm's seeds reached the target, their median; None where one of them did not."""
+    """The updates after which a variant's seeds reached the target, their median; None where one of them did not."""
     found = _times_of(row, target).updates if target is not None else []
     reached = [updates for updates in found if updates is not None]
     return round(statistics.median(reached)) if reached and len(reached) == len(found) else None
 
 
-def _after_trials(spec: ArmSpec) -> ArmSpec:
-    """The arm with what its options find by trials, such as a number of threads; or why they find nothing."""
+def _after_trials(spec: VariantSpec) -> VariantSpec:
+    """The variant with what its options find by trials, such as a number of threads; or why they find nothing."""
     try:
         if spec.job is not None:
             trials.choose(spec.job)
@@ -424,50 +426,50 @@ def _after_trials(spec: ArmSpec) -> ArmSpec:
     return spec
 
 
-def arm_of(spec: ArmSpec, folder: Path) -> Arm | None:
-    """The arm of a spec; None where it has no job to run."""
+def variant_of(spec: VariantSpec, folder: Path) -> Variant | None:
+    """The variant of a spec; None where it has no job to run."""
     if spec.job is None:
         return None
-    return (StagedArm if spec.job.run.stages else Arm)(spec.label, spec.job, folder)
+    return (StagedVariant if spec.job.run.stages else Variant)(spec.label, spec.job, folder)
 
 
 def add_verdicts(
     rows: Sequence[Row],
-    specs: Sequence[ArmSpec],
+    specs: Sequence[VariantSpec],
     plan: quality.Plan,
     progress: Callable[..., None],
     trained: quality.Trained | None = None,
 ) -> None:
-    """Train the arms with several seeds, and set each row's verdict on quality."""
+    """Train the variants with several seeds, and set each row's verdict on quality."""
     for row, verdict in zip(rows, quality.judge(specs, plan, progress, trained), strict=True):
         row.verdict = verdict
 
 
 def _together(rows: Sequence[Row]) -> list[str]:
-    """A note on what the verdicts of several arms, and of several looks at their seeds, hold for together."""
+    """A note on what the verdicts of several variants, and of several looks at their seeds, hold for together."""
     verdicts = [row.verdict for row in rows[1:] if row.verdict is not None]
     if not verdicts:
         return []
-    arms = f"all {len(verdicts)} variants (Holm) and " if len(verdicts) > 1 else ""
+    variants = f"all {len(verdicts)} variants (Holm) and " if len(verdicts) > 1 else ""
     return [
-        f"quality: PASS and FAIL are each decided at a level of {100 * quality.ALPHA:g} % for {arms}"
+        f"quality: PASS and FAIL are each decided at a level of {100 * quality.ALPHA:g} % for {variants}"
         "all looks at the seeds together (alpha spending)"
     ]
 
 
-def _without_effect(arms: Sequence[Arm]) -> list[str]:
-    """A note for each arm whose precision does less on this machine than its name says."""
-    return [f"{arm.label}: {arm.facts['notice']}" for arm in arms if arm.facts.get("notice")]
+def _without_effect(variants: Sequence[Variant]) -> list[str]:
+    """A note for each variant whose precision does less on this machine than its name says."""
+    return [f"{variant.label}: {variant.facts['notice']}" for variant in variants if variant.facts.get("notice")]
 
 
-def _unequal_work(arms: Sequence[Arm]) -> list[str]:
-    """A note for each amount of work that is not the same for all arms."""
+def _unequal_work(variants: Sequence[Variant]) -> list[str]:
+    """A note for each amount of work that is not the same for all variants."""
     notes = []
     for fact, meaning in (("global_batch", "samples in an update"), ("samples", "samples to train on")):
         found: dict[int, list[str]] = {}
-        for arm in arms:
-            if fact in arm.facts:
-                found.setdefault(arm.facts[fact], []).append(arm.label)
+        for variant in variants:
+            if fact in variant.facts:
+                found.setdefault(variant.facts[fact], []).append(variant.label)
         if len(found) > 1:
             each = "; ".join(f"{number:,} ({', '.join(labels)})" for number, labels in found.items())
             notes.append(f"the variants do not do the same work. {meaning.capitalize()}: {each}")

@@ -1,11 +1,11 @@
-"""Interleaved benchmarks: each arm is a live process, and only one of them runs at any time.
+"""Interleaved benchmarks: each variant is a live process, and only one of them runs at any time.
 
-A machine's speed drifts by more than most techniques gain, so no arm runs alone for long. In each round the arms run
-short timed blocks in the order A B C C B A, and ratios are taken within a round. An arm that waits has nothing under way on
+A machine's speed drifts by more than most techniques gain, so no variant runs alone for long. In each round the variants run
+short timed blocks in the order A B C C B A, and ratios are taken within a round. A variant that waits has nothing under way on
 its device, and is stopped as a whole (SIGSTOP to its process group, with its workers and ranks), so that it neither
-prefetches nor spins while another one is timed. It keeps its memory: where not all arms fit, a round runs them in groups,
-each beside the first arm. Each round starts fresh processes, because two processes of the same arm differ by 2 % or more for
-as long as they live (memory layout and the like): rounds in one pair of processes would agree with each other, and be wrong.
+prefetches nor spins while another one is timed. It keeps its memory: where not all variants fit, a round runs them in groups,
+each beside the first variant. Each round starts fresh processes, because two processes of the same variant differ by 2 % or more
+for as long as they live (memory layout and the like): rounds in one pair of processes would agree with each other, and be wrong.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up
 LEAD = 0.15  # share of a block that runs untimed before it: prefetched batches are used up and caches are warm again
-MARGIN = 1.2  # of memory: an arm may need more than the measured ones
+MARGIN = 1.2  # of memory: a variant may need more than the measured ones
 CONTEXT = 2**30  # bytes of a process on an accelerator beyond its tensors: driver, kernels, libraries
 WATCHDOG_S = 0.5  # within which the watchdog of NCCL has seen that a collective is done; else a pause would count as its time
 
 
 @dataclass
 class TimedBlock:
-    """Measurements of one timed block of updates, or of an arm's blocks of one round together."""
+    """Measurements of one timed block of updates, or of a variant's blocks of one round together."""
 
     seconds: float
     updates: int
@@ -117,7 +117,7 @@ class BenchmarkAgent:
 
     def _serve(self, stream: Iterator[Any], trainer: Trainer) -> Iterator[Any]:
         """Warm up and report; then time a block of as many updates as each message asks for."""
-        if self._started:  # the trainer starts again with a micro-batch half as large, which is another arm
+        if self._started:  # the trainer starts again with a micro-batch half as large, which is another variant
             raise RuntimeError("out of memory")
         self._started = True
         clock = clock_for(trainer.device)
@@ -157,7 +157,7 @@ class BenchmarkAgent:
 
 
 def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> dict[str, Any]:
-    """What an arm reports of itself after the warm-up, so many seconds after it began."""
+    """What a variant reports of itself after the warm-up, so many seconds after it began."""
     steps = times.step_s()
     step_s = statistics.median(steps[trainer.timer.warmup :])
     return {
@@ -194,9 +194,9 @@ def _updates(stream: Iterator[Any], count: int, times: Times) -> Iterator[Any]:
 
 
 class Reading(NamedTuple):
-    """The memory of an arm's device after the arm's warm-up, in bytes."""
+    """The memory of a variant's device after the variant's warm-up, in bytes."""
 
-    used: int  # by the arm
+    used: int  # by the variant
     free: int | None  # None where the device does not say
 
 
@@ -212,26 +212,26 @@ def read_memory(device: Any, world: World) -> Reading:
 
 
 def fits(need: int | None, live: Sequence[Reading]) -> bool:
-    """Whether an arm fits beside live ones, of which the last was read last. `need`: its own memory, where it has run already."""
+    """Whether a variant fits beside live ones; the last was read last. `need`: its own memory, where it has run already."""
     if not live or live[-1].free is None:
         return True
     return MARGIN * (need or max(reading.used for reading in live)) <= live[-1].free
 
 
 def ran_out(reason: str) -> bool:
-    """Whether an arm's error is want of memory: torch's own words, and those of cuBLAS and cuDNN."""
+    """Whether a variant's error is want of memory: torch's own words, and those of cuBLAS and cuDNN."""
     return any(words in reason for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory"))
 
 
-TIMEOUT_S = 900.0  # for an arm's warm-up, and for a block
+TIMEOUT_S = 900.0  # for a variant's warm-up, and for a block
 
 
-class ArmEnded(Exception):
-    """An arm's process has ended or does not answer; the message says why."""
+class VariantEnded(Exception):
+    """A variant's process has ended or does not answer; the message says why."""
 
 
 @dataclass
-class Arm:
+class Variant:
     """One job of a benchmark, in a live process of its own."""
 
     label: str
@@ -243,7 +243,7 @@ class Arm:
     updates_per_block: int = 1
     memory: Reading | None = None  # after its newest process's warm-up
     error: str | None = None
-    stopped_after: int | None = None  # rounds, where the stopping rule ended the arm
+    stopped_after: int | None = None  # rounds, where the stopping rule ended the variant
     _process: Any = None
 
     def start(self, round_: int = 0) -> None:
@@ -265,12 +265,12 @@ class Arm:
         child_end.close()
 
     def start_warm(self, round_: int, block_s: float) -> None:
-        """Start the process and wait until it is warm. Raises ArmEnded."""
+        """Start the process and wait until it is warm. Raises VariantEnded."""
         self.start(round_)
         self.warm_up(block_s)
 
     def warm_up(self, block_s: float) -> None:
-        """Wait until the process is warm, and set how many updates fill a block. Raises ArmEnded."""
+        """Wait until the process is warm, and set how many updates fill a block. Raises VariantEnded."""
         facts = self._receive()
         self.memory = facts.pop("memory")
         self.starts.append(facts.pop("start_s"))
@@ -279,7 +279,7 @@ class Arm:
         self._signal(signal.SIGSTOP)
 
     def timed_block(self) -> TimedBlock:
-        """Run one timed block while all other arms are stopped. Raises ArmEnded."""
+        """Run one timed block while all other variants are stopped. Raises VariantEnded."""
         self._signal(signal.SIGCONT)
         self._connection.send(self.updates_per_block)
         block: TimedBlock = self._receive()
@@ -301,12 +301,12 @@ class Arm:
     def _receive(self) -> Any:
         try:
             if not self._connection.poll(TIMEOUT_S):
-                raise ArmEnded(f"it did not answer for {TIMEOUT_S:.0f} s")
+                raise VariantEnded(f"it did not answer for {TIMEOUT_S:.0f} s")
             return self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()
             result = Result.read(self._round_dir)
-            raise ArmEnded((result and result.error) or f"its process ended with code {self._process.exitcode}") from None
+            raise VariantEnded((result and result.error) or f"its process ended with code {self._process.exitcode}") from None
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -317,50 +317,52 @@ class Arm:
 
 
 @dataclass
-class StagedArm(Arm):
+class StagedVariant(Variant):
     """A job with stages: each stage is a live process of its own, and a block is made of theirs by their shares of the run."""
 
-    _arms: list[tuple[Arm, float]] = field(default_factory=list)  # and the share of the run's updates
+    _variants: list[tuple[Variant, float]] = field(default_factory=list)  # and the share of the run's updates
 
     def __post_init__(self) -> None:
         for number, (run, share) in enumerate(stages.alone(self.job.run)):
             job = replace(self.job, run=run)
-            self._arms.append((Arm(self.label, job, self.run_dir / f"stage-{number}"), share))
+            self._variants.append((Variant(self.label, job, self.run_dir / f"stage-{number}"), share))
 
     def start_warm(self, round_: int, block_s: float) -> None:
         """Start the stages one after another, so that none slows down the start of another."""
-        for arm, share in self._arms:
-            arm.start_warm(round_, block_s * share)
-        (first, _), *others = self._arms
+        for variant, share in self._variants:
+            variant.start_warm(round_, block_s * share)
+        (first, _), *others = self._variants
         # The run builds its later stages in memory: of their starts it has the compiling alone.
-        self.starts.append(first.starts[-1] + sum(arm.facts["compile_s"] or 0.0 for arm, _ in others))
-        readings = [arm.memory for arm, _ in self._arms if arm.memory is not None]
+        self.starts.append(first.starts[-1] + sum(variant.facts["compile_s"] or 0.0 for variant, _ in others))
+        readings = [variant.memory for variant, _ in self._variants if variant.memory is not None]
         self.memory = max(readings, key=lambda reading: reading.used, default=None)
-        self.facts = self.facts or max((arm.facts for arm, _ in self._arms), key=lambda facts: facts["compile_s"] or 0.0)
+        self.facts = self.facts or max(
+            (variant.facts for variant, _ in self._variants), key=lambda facts: facts["compile_s"] or 0.0
+        )
 
     def timed_block(self) -> TimedBlock:
         """Run a block of each stage. Times are scaled, so that each stage has its share of the updates."""
-        blocks = [(arm.timed_block(), share) for arm, share in self._arms]
+        blocks = [(variant.timed_block(), share) for variant, share in self._variants]
         updates = sum(block.updates for block, _ in blocks)
         scaled = [block.scaled(share * updates / block.updates) for block, share in blocks]
         return functools.reduce(operator.add, scaled)
 
     def stop(self) -> None:
-        for arm, _ in self._arms:
-            arm.stop()
+        for variant, _ in self._variants:
+            variant.stop()
 
 
-# Called after each round with the arms that ran it and the number of rounds; returns the arms that run no further rounds.
-StoppingRule = Callable[[Sequence[Arm], int], Iterable[Arm]]
+# Called after each round with the variants that ran it and the number of rounds; returns the variants that run no further rounds.
+StoppingRule = Callable[[Sequence[Variant], int], Iterable[Variant]]
 
 
-def never_stop(arms: Sequence[Arm], rounds: int) -> Iterable[Arm]:
-    """The stopping rule that lets every arm run all rounds."""
+def never_stop(variants: Sequence[Variant], rounds: int) -> Iterable[Variant]:
+    """The stopping rule that lets every variant run all rounds."""
     return ()
 
 
 def _child(job: Job, run_dir: Path, connection: Connection, parent_end: Connection) -> None:
-    """The arm's process: an ordinary run whose output goes to a file."""
+    """The variant's process: an ordinary run whose output goes to a file."""
     from drivetrain.launch import launcher
 
     os.setpgid(0, 0)
@@ -380,87 +382,87 @@ def _child(job: Job, run_dir: Path, connection: Connection, parent_end: Connecti
 
 
 def run_rounds(
-    arms: Sequence[Arm],
+    variants: Sequence[Variant],
     rounds: int,
     block_s: float,
     progress: Callable[..., None] = lambda *_: None,
     stopping_rule: StoppingRule = never_stop,
 ) -> None:
-    """Run up to `rounds` rounds: two timed blocks of about `block_s` seconds for each arm, each round.
+    """Run up to `rounds` rounds: two timed blocks of about `block_s` seconds for each variant, each round.
 
-    An arm that fails gets its `error` and runs no further rounds; neither does one that the stopping rule names. The
-    benchmark ends when only the first arm, the baseline, is left, and when that has failed: without it there are no ratios.
+    A variant that fails gets its `error` and runs no further rounds; neither does one that the stopping rule names. The
+    benchmark ends when only the first variant, the baseline, is left, and when that has failed: without it there are no ratios.
     """
-    live, round_s = list(arms), 0.0
+    live, round_s = list(variants), 0.0
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}", round_s * (rounds - number) or None)
         began = time.monotonic()
         _run_round(live, number, block_s)
         round_s = time.monotonic() - began
-        if arms[0].error is not None:
+        if variants[0].error is not None:
             break
-        live = [arm for arm in live if arm.error is None]
-        for arm in stopping_rule(live, number + 1):
-            arm.stopped_after = number + 1
-        live = [arm for arm in live if arm.stopped_after is None]
-        if live == list(arms[:1]) and len(arms) > 1:
+        live = [variant for variant in live if variant.error is None]
+        for variant in stopping_rule(live, number + 1):
+            variant.stopped_after = number + 1
+        live = [variant for variant in live if variant.stopped_after is None]
+        if live == list(variants[:1]) and len(variants) > 1:
             break
 
 
-def _run_round(arms: Sequence[Arm], number: int, block_s: float) -> None:
-    """Run one round of the arms, of which the first is the baseline, in as many groups as their memory makes necessary."""
-    baseline, waiting = arms[0], deque(arms[1:])
-    if number % 2:  # the order alternates, so that it is not always the same arm that runs after the idle time
+def _run_round(variants: Sequence[Variant], number: int, block_s: float) -> None:
+    """Run one round of the variants, of which the first is the baseline, in as many groups as their memory makes necessary."""
+    baseline, waiting = variants[0], deque(variants[1:])
+    if number % 2:  # the order alternates, so that it is not always the same variant that runs after the idle time
         waiting.reverse()
     blocks: dict[int, TimedBlock] = {}
 
-    def timed_block(arm: Arm) -> None:
-        block = arm.timed_block()
-        blocks[id(arm)] = blocks[id(arm)] + block if id(arm) in blocks else block
+    def timed_block(variant: Variant) -> None:
+        block = variant.timed_block()
+        blocks[id(variant)] = blocks[id(variant)] + block if id(variant) in blocks else block
 
     try:
-        _try(baseline, lambda arm: arm.start_warm(number, block_s))
+        _try(baseline, lambda variant: variant.start_warm(number, block_s))
         while baseline.error is None:
             group = _start_group(baseline, waiting, number, block_s)
             order = [*group, baseline] if number % 2 else [baseline, *group]
-            for arm in (*order, *reversed(order)):
-                _try(arm, timed_block)
-            for arm in group:
-                arm.stop()
+            for variant in (*order, *reversed(order)):
+                _try(variant, timed_block)
+            for variant in group:
+                variant.stop()
             if not waiting:
                 break
     finally:
-        for arm in arms:  # all of them, before any is waited for: a second Ctrl-C would leave the others stopped for ever
-            arm.kill()
-        for arm in arms:
-            arm.stop()
-    for arm in arms:
-        if arm.error is None and baseline.error is None:
-            arm.blocks.append(blocks[id(arm)])
+        for variant in variants:  # all of them, before any is waited for: a second Ctrl-C would leave the others stopped for ever
+            variant.kill()
+        for variant in variants:
+            variant.stop()
+    for variant in variants:
+        if variant.error is None and baseline.error is None:
+            variant.blocks.append(blocks[id(variant)])
 
 
-def _start_group(baseline: Arm, waiting: deque[Arm], number: int, block_s: float) -> list[Arm]:
-    """Start the next arms that fit into memory beside the baseline, at least one, and take them from those that wait."""
-    group: list[Arm] = []
+def _start_group(baseline: Variant, waiting: deque[Variant], number: int, block_s: float) -> list[Variant]:
+    """Start the next variants that fit into memory beside the baseline, at least one, and take them from those that wait."""
+    group: list[Variant] = []
     while waiting:
-        arm = waiting[0]
+        variant = waiting[0]
         live = [a.memory for a in (baseline, *group) if a.memory is not None and a.error is None]
-        if group and not fits(arm.memory and arm.memory.used, live):
+        if group and not fits(variant.memory and variant.memory.used, live):
             break
-        _try(arm, lambda arm: arm.start_warm(number, block_s))
-        if group and arm.error is not None and ran_out(arm.error):  # it may fit beside the baseline alone
-            arm.stop()
-            arm.error = None
+        _try(variant, lambda variant: variant.start_warm(number, block_s))
+        if group and variant.error is not None and ran_out(variant.error):  # it may fit beside the baseline alone
+            variant.stop()
+            variant.error = None
             break
         waiting.popleft()
-        group.append(arm)
+        group.append(variant)
     return group
 
 
-def _try(arm: Arm, action: Callable[[Arm], None]) -> None:
-    """Act on an arm, unless it has failed; if it fails now, that is its error."""
-    if arm.error is None:
+def _try(variant: Variant, action: Callable[[Variant], None]) -> None:
+    """Act on a variant, unless it has failed; if it fails now, that is its error."""
+    if variant.error is None:
         try:
-            action(arm)
-        except ArmEnded as reason:
-            arm.error = str(reason)
+            action(variant)
+        except VariantEnded as reason:
+            variant.error = str(reason)

@@ -1,17 +1,17 @@
-"""Whether a technique leaves the result as good as before: a non-inferiority test against the first arm.
+"""Whether a technique leaves the result as good as before: a non-inferiority test against the first variant.
 
-All arms are trained with the same seeds, and compared seed by seed in what their runs end with on the validation data: the
+All variants are trained with the same seeds, and compared seed by seed in what their runs end with on the validation data: the
 metric that ranks models, and the loss. Techniques that claim to be the same mathematics (`exact` or `close` in `drivetrain
 list`) are also compared in the mean training loss over the run; of others it is shown, as they may change it on purpose.
-The margin is twice the first arm's standard deviation over the seeds, or 0.5 % of its mean where that is more. PASS: every
+The margin is twice the first variant's standard deviation over the seeds, or 0.5 % of its mean where that is more. PASS: every
 figure's interval of the difference (Student's t) lies below the margin. FAIL: the metric's lies above it (of the same
-mathematics: any figure's), or a run did not complete that the first arm completed. INCONCLUSIVE: anything else, so too few
-seeds never give a PASS. While an arm is INCONCLUSIVE, more seeds are trained, up to `max_seeds`.
+mathematics: any figure's), or a run did not complete that the first variant completed. INCONCLUSIVE: anything else, so too few
+seeds never give a PASS. While a variant is INCONCLUSIVE, more seeds are trained, up to `max_seeds`.
 
-PASS and FAIL are each decided at a level of 5 % for all arms and all looks at the seeds together: over the arms by Holm's
+PASS and FAIL are each decided at a level of 5 % for all variants and all looks at the seeds together: over the variants by Holm's
 step-down procedure (1979), over the figures of which one is enough for a FAIL by Bonferroni's inequality, over the looks by
 alpha spending (Lan & DeMets 1983) with Pocock's spending function. The margin counts as known, although it is measured on the
-same seeds: with 20 seeds, an arm that is worse by one standard deviation FAILs in 1 % of the cases, one that is worse by three
+same seeds: with 20 seeds, a variant that is worse by one standard deviation FAILs in 1 % of the cases, one that is worse by three
 PASSes in 0.1 %.
 """
 
@@ -30,14 +30,14 @@ from drivetrain.core.selection import Reach, Selection, evaluated, problems, sel
 from drivetrain.core.selection import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.measure import changes
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, trainings
 from drivetrain.measure.benchmark.facts import Facts, final_figures
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, trainings
 from drivetrain.measure.intervals import Interval, deviation, mean
 from drivetrain.run.reader import RunFiles
 
-MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first arm over its seeds
-MARGIN_FLOOR = 0.005  # the least margin, as a share of the first arm's mean
-ALPHA = 0.05  # level of PASS, and of FAIL, over all arms and looks
+MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first variant over its seeds
+MARGIN_FLOOR = 0.005  # the least margin, as a share of the first variant's mean
+ALPHA = 0.05  # level of PASS, and of FAIL, over all variants and looks
 NONE = 1e-9  # a mean difference below this share of its interval is what rounding leaves
 
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
@@ -55,7 +55,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class TrainedRun:
-    """One arm trained with one seed."""
+    """One variant trained with one seed."""
 
     seed: int
     samples: int
@@ -67,7 +67,7 @@ class TrainedRun:
 
 @dataclass
 class Verdict:
-    """The outcome and its evidence. A degradation says how much worse than the first arm, in the figure's own unit."""
+    """The outcome and its evidence. A degradation says how much worse than the first variant, in the figure's own unit."""
 
     outcome: str
     reason: str
@@ -76,13 +76,13 @@ class Verdict:
     degradation: dict[str, Interval] = field(default_factory=dict)  # by figure
     margin: dict[str, float] = field(default_factory=dict)  # by figure
     decides: list[str] = field(default_factory=list)  # the figures that a PASS needs
-    effect: Effect = "changes"  # what the arm's difference claims
+    effect: Effect = "changes"  # what the variant's difference claims
     claims: list[str] = field(default_factory=list)  # the settings that differ and claim so
     confidence: float | None = None  # of the intervals: that at which the last look decided
 
 
 def figures_for(effect: Effect, selection: Selection, judge: Sequence[Selection] = (), target: str | None = None) -> list[Figure]:
-    """The figures of an arm whose difference has this effect: those that `judge` names, or else the metric and the loss."""
+    """The figures of a variant whose difference has this effect: those that `judge` names, or else the metric and the loss."""
     same = effect != "changes"
     loss = str(EvaluatedFigure("loss", set=EvaluatedFigure.parse(selection.name).set))
     named = {s.name: s for s in judge or [selection, Selection(loss, min)]}
@@ -92,7 +92,7 @@ def figures_for(effect: Effect, selection: Selection, judge: Sequence[Selection]
 
 
 class _Evidence:
-    """How an arm compares with the first one in one figure."""
+    """How a variant compares with the first one in one figure."""
 
     def __init__(self, figure: Figure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> None:
         self.figure = figure
@@ -109,7 +109,7 @@ class _Evidence:
             self.p_fail = 1.0
 
     def _p(self) -> tuple[float, float]:
-        """The probabilities of such runs, or of clearer ones: where the arm is worse by the margin or more; by no more."""
+        """The probabilities of such runs, or of clearer ones: where the variant is worse by the margin or more; by no more."""
         from scipy.stats import t
 
         spread, n = deviation(self.worse_by), len(self.worse_by)
@@ -136,7 +136,7 @@ def reached(name: str, runs: Sequence[TrainedRun]) -> int:
 
 
 def in_words(worse_by: float, low: float, high: float) -> str:
-    """By how much an arm is worse than another, and the interval, in words. What rounding leaves of none is none."""
+    """By how much a variant is worse than another, and the interval, in words. What rounding leaves of none is none."""
     if max(abs(low), abs(high)) == 0:
         return "the same"
     if abs(worse_by) < NONE * max(abs(low), abs(high)):
@@ -147,20 +147,20 @@ def in_words(worse_by: float, low: float, high: float) -> str:
 
 @dataclass
 class Trial:
-    """Arms that are judged together, at one look at their seeds or at several. Only an INCONCLUSIVE arm is judged again."""
+    """Variants that are judged together, at one look at their seeds or at several. Only an INCONCLUSIVE one is judged again."""
 
-    verdicts: dict[int, Verdict]  # by the arm's number; before the first look without an outcome
+    verdicts: dict[int, Verdict]  # by the variant's number; before the first look without an outcome
     figures: dict[int, list[Figure]]
     spent: float = 0.0  # of ALPHA, by the looks so far
 
     @classmethod
     def of(cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[Figure]]) -> Trial:
-        """A trial of these arms; `claims` has what the difference of each from the first arm claims."""
+        """A trial of these variants; `claims` has what the difference of each from the first variant claims."""
         verdicts = {n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names) for n, (effect, names) in claims.items()}
         return cls(verdicts, figures)
 
     def look(self, runs: dict[int, list[TrainedRun]], base: list[TrainedRun], share: float = 1.0) -> list[int]:
-        """Judge the undecided arms, when `share` of the seeds that may be trained have been; return those still undecided."""
+        """Judge the undecided variants, when `share` of the seeds that may be trained have been; return those still undecided."""
         level = spending(share) - self.spent
         self.spent += level
         evidence = {}
@@ -183,9 +183,9 @@ class Trial:
         return [n for n in undecided if not _stuck(evidence.get(n, ()), level)]
 
     def _decide(self, outcome: str, p: dict[int, float], level: float) -> dict[int, float]:
-        """Holm's procedure: give the outcome to the arms whose p allows it; return the level at which each was tested.
+        """Holm's procedure: give the outcome to the variants whose p allows it; return the level at which each was tested.
 
-        The arms that have the outcome from a look before count as rejected ones, so that all looks share one family.
+        The variants that have the outcome from a look before count as rejected ones, so that all looks share one family.
         """
         decided = sum(v.outcome == outcome and bool(v.margin) for v in self.verdicts.values())
         levels, open_ = {}, True
@@ -204,14 +204,14 @@ def spending(share: float) -> float:
 
 
 def verdict(runs: list[TrainedRun], base: list[TrainedRun], selection: Selection, effect: Effect = "changes") -> Verdict:
-    """The verdict on one arm's `runs` against those of the first arm, by one look at all of their seeds."""
+    """The verdict on one variant's `runs` against those of the first variant, by one look at all of their seeds."""
     trial = Trial.of(selection.name, {1: (effect, [])}, {1: figures_for(effect, selection)})
     trial.look({1: runs}, base)
     return trial.verdicts[1]
 
 
 def of_first(runs: list[TrainedRun], figures: Sequence[Figure], metric: str) -> Verdict:
-    """The row of the first arm, whose own spread the others are compared with."""
+    """The row of the first variant, whose own spread the others are compared with."""
     if failed := next((run for run in runs if run.error), None):
         return Verdict(INCONCLUSIVE, f"the run with seed {failed.seed} ended: {failed.error}", metric, runs)
     spreads = [_spread(figure.name, runs) for figure in figures]
@@ -236,7 +236,7 @@ def _without_test(runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> tup
 
 
 def _stuck(found: Sequence[_Evidence], level: float) -> bool:
-    """Whether more seeds would not help: what may FAIL the arm is as good as before, what a PASS needs too is worse."""
+    """Whether more seeds would not help: what may FAIL the variant is as good as before, what a PASS needs too is worse."""
     worse = any(e.p_fail <= level for e in found if e.figure.needed and not e.figure.alone)
     return worse and all(e.p_pass <= level for e in found if e.figure.alone)
 
@@ -266,7 +266,7 @@ def _remarks(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[Traine
         yield f"trained on {verdict.runs[0].samples:,} samples, the first variant on {base[0].samples:,}"
 
 
-# Trains an arm with the seed of this number, counted from 0.
+# Trains a variant with the seed of this number, counted from 0.
 Train = Callable[[int, int], TrainedRun]
 
 
@@ -274,8 +274,8 @@ Train = Callable[[int, int], TrainedRun]
 class Plan:
     """How many seeds are trained, and which figures are judged."""
 
-    seeds: Count = 5  # trainings of each arm before the first look, and before each further one
-    max_seeds: Count = 20  # while an arm is INCONCLUSIVE
+    seeds: Count = 5  # trainings of each variant before the first look, and before each further one
+    max_seeds: Count = 20  # while a variant is INCONCLUSIVE
     quality_s: Positive | None = None  # no further seeds after so many seconds of training; null: as many as it takes
     judge: list[str] | None = None  # evaluated figures that decide; null: the metric that ranks models, and the loss
     # A value of the metric, or accuracy>=0.98: the seconds until it is reached are judged too. null: the run's own target
@@ -287,13 +287,13 @@ class Plan:
         yield max(self.seeds, self.max_seeds)
 
 
-Trained = dict[tuple[str, int], TrainedRun]  # by the arm's config, and the number of the seed
+Trained = dict[tuple[str, int], TrainedRun]  # by the variant's config, and the number of the seed
 
 
 def judge(
-    specs: Sequence[ArmSpec], plan: Plan, progress: Callable[..., None], trained: Trained | None = None
+    specs: Sequence[VariantSpec], plan: Plan, progress: Callable[..., None], trained: Trained | None = None
 ) -> list[Verdict | None]:
-    """Train every arm that can run with the same seeds; return each arm's verdict, None for an arm that cannot run.
+    """Train every variant that can run with the same seeds; return each variant's verdict, None for a variant that cannot run.
 
     `trained` holds runs that an earlier comparison has trained, which are not repeated, and gets the others.
     """
@@ -308,11 +308,11 @@ def judge(
     trial = Trial.of(metric.name, claims, figures)
     with trainings("compare", first, reach, progress) as run:
 
-        def train(arm: int, number: int) -> TrainedRun:
-            key = (_config(specs[arm]), number)
+        def train(variant: int, number: int) -> TrainedRun:
+            key = (_config(specs[variant]), number)
             if key not in known:
                 seed = first.run.runtime.seed + number
-                known[key] = trained_run(run(specs[arm], seed), seed, reach)
+                known[key] = trained_run(run(specs[variant], seed), seed, reach)
                 if (facts := known[key].facts) is not None and facts.kind == "cpu":
                     facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
             return known[key]
@@ -323,23 +323,23 @@ def judge(
 
 
 def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
-    """Train the first arm, whose runs are returned, and the trial's undecided ones, until all are decided or the plan ends."""
+    """Train the first variant, whose runs are returned, and the undecided ones, until all are decided or the plan ends."""
     began = time.monotonic()
     runs: dict[int, list[TrainedRun]] = {n: [] for n in (0, *trial.verdicts)}
     undecided = list(trial.verdicts)
     for look in plan.looks():
         for number in range(len(runs[0]), look):
-            arms = [0, *undecided]
-            for arm in arms if number % 2 == 0 else reversed(arms):  # a machine's drift is not one arm's alone
-                runs[arm].append(train(arm, number))
+            variants = [0, *undecided]
+            for variant in variants if number % 2 == 0 else reversed(variants):  # a machine's drift is not one variant's alone
+                runs[variant].append(train(variant, number))
         undecided = trial.look(runs, runs[0], look / max(plan.seeds, plan.max_seeds))
         if not undecided or (plan.quality_s is not None and time.monotonic() - began > plan.quality_s):
             break
     return runs[0]
 
 
-def _config(spec: ArmSpec) -> str:
-    """The whole config of an arm that can run."""
+def _config(spec: VariantSpec) -> str:
+    """The whole config of a variant that can run."""
     return str(spec.job.composed.plain) if spec.job is not None else ""
 
 

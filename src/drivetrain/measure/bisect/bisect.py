@@ -22,11 +22,11 @@ from drivetrain.core.paths import expanded
 from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import leave
+from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import comparison, quality
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job, refuse_resume, trainings
-from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
+from drivetrain.measure.benchmark.interleave import StoppingRule, Variant, never_stop
 from drivetrain.measure.benchmark.quality import TrainedRun
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_resume, trainings
 from drivetrain.measure.bisect.search import FAILS, NONE, UNRESOLVED, Answer, Measured, Search, Subset
 from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
@@ -129,18 +129,18 @@ class Subsets:
     common: list[str]  # overrides of every variant
     numbered: list[Change] = field(default_factory=list)
 
-    def variant(self, chosen: Subset) -> ArmSpec:
+    def variant(self, chosen: Subset) -> VariantSpec:
         """GOOD with the changes of these numbers; without a job where the options' rules refuse it."""
         return self.of([self.numbered[number] for number in sorted(chosen)])
 
-    def of(self, changes: Sequence[Change]) -> ArmSpec:
+    def of(self, changes: Sequence[Change]) -> VariantSpec:
         """GOOD with these changes."""
         given = [*self.changes.overrides(changes), *self.common]
         label = " ".join(change.key for change in changes) or self.good.name
         try:
-            return ArmSpec(label, self.good.changed(given), self.good.job(given), composes=self.good.job)
+            return VariantSpec(label, self.good.changed(given), self.good.job(given), composes=self.good.job)
         except UserError as error:
-            return ArmSpec(label, self.good.changed(given), None, error.problems)
+            return VariantSpec(label, self.good.changed(given), None, error.problems)
 
 
 @dataclass
@@ -179,11 +179,11 @@ class Measurer:
         return found
 
     @abstractmethod
-    def effect(self, chosen: Subset, variant: ArmSpec, decided: Decided) -> Measured:
+    def effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
         """The effect of a variant that can be composed."""
 
     @abstractmethod
-    def failure(self, chosen: Subset, variant: ArmSpec) -> str | None:
+    def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
         """Why a variant fails while it runs; None where it runs."""
 
     @abstractmethod
@@ -215,7 +215,7 @@ class Speed(Measurer):
     def value(self, effect: float) -> str:
         return f"{math.exp(effect):.3f}"
 
-    def effect(self, chosen: Subset, variant: ArmSpec, decided: Decided) -> Measured:
+    def effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
         mine, base = self.rates.setdefault(chosen, ([], []))
 
         def is_over(new: Sequence[float] = (), old: Sequence[float] = ()) -> bool:
@@ -223,7 +223,7 @@ class Speed(Measurer):
             enough = count >= LEAST_ROUNDS and decided(log_ratio([*mine, *new], [*base, *old]))
             return enough or count >= self.settings.rounds or time.monotonic() > self.until
 
-        def stop(live: Sequence[Arm], rounds: int) -> Iterator[Arm]:
+        def stop(live: Sequence[Variant], rounds: int) -> Iterator[Variant]:
             old, *others = ([block.rate for block in each.blocks] for each in live)
             if is_over(others[0] if others else (), old):  # there are no others where the variant has failed
                 yield from live[1:]
@@ -236,11 +236,11 @@ class Speed(Measurer):
                 return Measured(pairs=max(1, len(mine)), problem=f"failed: {without_log(error)}")
         return Measured(log_ratio(mine, base) if mine else UNKNOWN, len(mine))
 
-    def failure(self, chosen: Subset, variant: ArmSpec) -> str | None:
+    def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
         error = self._compare(variant, 1, never_stop).rows[1].error
         return error and without_log(error)
 
-    def _compare(self, variant: ArmSpec, rounds: int, stop: StoppingRule) -> comparison.Comparison:
+    def _compare(self, variant: VariantSpec, rounds: int, stop: StoppingRule) -> comparison.Comparison:
         good = self.subsets.variant(frozenset())
         limits = comparison.Settings(rounds=rounds, block_s=self.settings.block_s)
         done = comparison.measure([good, variant], limits, good.overrides, stop)
@@ -281,7 +281,7 @@ class Quality(Measurer):
     def value(self, effect: float) -> str:
         return f"{effect:+.4f}"
 
-    def effect(self, chosen: Subset, variant: ArmSpec, decided: Decided) -> Measured:
+    def effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
         differences: list[float] = []
         for number in range(self.settings.seeds):
             enough = len(differences) >= LEAST_SEEDS and decided(mean(differences))
@@ -295,10 +295,10 @@ class Quality(Measurer):
             differences.append(run.figures[self.unit] - good.figures[self.unit])
         return Measured(mean(differences) if differences else UNKNOWN, len(differences))
 
-    def failure(self, chosen: Subset, variant: ArmSpec) -> str | None:
+    def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
         return self._train(chosen, variant, 0).error
 
-    def _train(self, chosen: Subset, variant: ArmSpec, number: int) -> TrainedRun:
+    def _train(self, chosen: Subset, variant: VariantSpec, number: int) -> TrainedRun:
         """Train with a seed, once."""
         if (chosen, number) not in self._trained:
             first = baseline_job([self._good])
@@ -428,7 +428,7 @@ NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain bisect`; return its exit code."""
-    settings, words = leave.split(argv, Settings)
+    settings, words = verbs.split(argv, Settings)
     _check(settings, words)
     subsets, bad, notes = prepare(words, config_dirs, settings.quality)
     began = time.monotonic()
@@ -448,7 +448,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     sheet, about = found.sheet(), environment.describe(list(argv), bad.config_hash, {})
     echo()
     sheet.show()
-    leave.leave(leave.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], about, found.as_dict(settings, about))
+    verbs.write(verbs.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], about, found.as_dict(settings, about))
     return FAILED if answer.outcome == UNRESOLVED else DONE
 
 
@@ -528,7 +528,7 @@ def _same(words: Sequence[str], not_tried: Sequence[str], quality: bool) -> str:
 
 
 def _common(words: Sequence[str], found: Sequence[Change], good: Job, bad: Job) -> list[str]:
-    """The overrides of every arm: no trackers, no checkpoints unless saving is one of the changes, and both sides' trust."""
+    """The overrides of every variant: no trackers, no checkpoints unless saving is one of the changes, and both sides' trust."""
     given = {word.partition("=")[0].split(".")[0] for word in words}
     common = ["logger=[files]"] if "logger" not in given else []
     if "saving" not in {*given, *(change.key.split(".")[0] for change in found)}:

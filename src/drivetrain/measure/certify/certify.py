@@ -16,8 +16,8 @@ from drivetrain.core.option import Count, Option, RunSpec
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import leave
-from drivetrain.measure.benchmark import arms
+from drivetrain.measure import verbs
+from drivetrain.measure.benchmark import variants
 from drivetrain.measure.certify.judge import (
     CLOSE,
     DIFFERS,
@@ -251,18 +251,18 @@ class Certified:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain certify`; return its exit code. After "against": what the other run sets; without it: techniques off."""
-    settings, words = leave.split(argv, Settings)
+    settings, words = verbs.split(argv, Settings)
     at = words.index("against") if "against" in words else len(words)
     overrides, against = words[:at], words[at + 1 :]
-    arms.refuse_resume("certify", [*overrides, *against])
-    job = prepare_job(arms.without_saving(overrides), config_dirs)
+    variants.refuse_resume("certify", [*overrides, *against])
+    job = prepare_job(variants.without_saving(overrides), config_dirs)
     changes = against if "against" in words else plain_changes(job.run)
     if "against" not in words and not changes:
         raise UserError(
             "no option of this run claims to be the same mathematics as the group's default (`drivetrain list` shows what each "
             "claims): say what to compare it with, as in `drivetrain certify precision=bf16 against precision=fp32`"
         )
-    reference = prepare_job(apply(arms.without_saving(overrides), changes, config_dirs), config_dirs)
+    reference = prepare_job(apply(variants.without_saving(overrides), changes, config_dirs), config_dirs)
     different = different_keys(job, reference)
     if not different:
         raise UserError(f"against {' '.join(changes)}: that is the same run: name what the other run sets differently")
@@ -272,7 +272,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     shown, content = sheet(*found), as_dict(*found)
     shown.show()
     about = environment.describe(argv, job.config_hash, {})
-    leave.leave(leave.folder(job, "certify"), "certify", shown, ["certify", *argv], about, content)
+    verbs.write(verbs.folder(job, "certify"), "certify", shown, ["certify", *argv], about, content)
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 
@@ -311,7 +311,7 @@ def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = 
 
 
 def run_recorded(job: Job, updates: int, **look: object) -> Trace:
-    """Return the trace of a run's first updates; `look` holds further fields of record.Look. Raises UserError.
+    """Return the trace of a run's first updates; `look` holds further fields of record.RecordingOptions. Raises UserError.
 
     It is an ordinary run in a process of its own, with its ranks, that makes a few updates.
     """
@@ -323,7 +323,7 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
         from drivetrain.launch import launcher
         from drivetrain.measure.certify import record
 
-        looked, run = record.Look.at(job.run, updates, **look), job.run
+        looked, run = record.RecordingOptions.at(job.run, updates, **look), job.run
         if looked.float64:
             run = record.widened_run(run) if looked.techniques else record.shadow_of(run)
 
@@ -342,7 +342,7 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
         directory.remove(folder)
 
 
-Recorded = Callable[..., Trace]  # takes further fields of record.Look
+Recorded = Callable[..., Trace]  # takes further fields of record.RecordingOptions
 
 
 def verdict_on(
@@ -400,8 +400,10 @@ def refuse_random_layers(run: RunSpec, ours: Trace, theirs: Trace) -> None:
     layers = ours.random or theirs.random
     if not layers:
         return
-    knobs = [f"model.{key}=0" for key, value in vars(run.model).items() if "drop" in key and isinstance(value, float) and value]
-    what = " ".join(knobs) or "their probabilities to 0, as model.kwargs={drop_rate: 0} does for many of timm's models"
+    settings = [
+        f"model.{key}=0" for key, value in vars(run.model).items() if "drop" in key and isinstance(value, float) and value
+    ]
+    what = " ".join(settings) or "their probabilities to 0, as model.kwargs={drop_rate: 0} does for many of timm's models"
     more = " …" if len(layers) > 3 else ""
     draw = "draws" if len(layers) == 1 else "draw"
     raise UserError(

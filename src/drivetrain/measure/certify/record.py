@@ -226,7 +226,7 @@ EVALUATED_BATCHES = 8  # global batches of the evaluation set
 
 
 @dataclass(frozen=True)
-class Look:
+class RecordingOptions:
     """How a run is recorded."""
 
     updates: int
@@ -238,7 +238,7 @@ class Look:
     gradients: bool = True  # they are there between a step's micro-batches and its update
 
     @classmethod
-    def at(cls, run: RunSpec, updates: int, **others: Any) -> Look:
+    def at(cls, run: RunSpec, updates: int, **others: Any) -> RecordingOptions:
         """Return how this run is recorded."""
         plain = others.get("float64") and not others.get("techniques")
         return cls(updates, gradients=bool(plain) or not run.compile.captures_step, **others)
@@ -249,7 +249,7 @@ class Recorder:
     """Looks at the stream, at the step and at the state after each update."""
 
     trainer: Trainer
-    look: Look
+    look: RecordingOptions
     trace: Trace = field(default_factory=Trace)
     update: int = 1
     attempt: int = 1  # as `update`, but it counts updates that were skipped too
@@ -387,7 +387,7 @@ class Recorder:
             self._add_gradient("gradient", name, p.grad, p, scale)
 
     def _look_at_optimizer(self) -> None:
-        """Look at the gradients before each step of the optimizer."""
+        """RecordingOptions at the gradients before each step of the optimizer."""
         before_steps(self.trainer.optimizer, self.before_optimizer)
 
     def before_optimizer(self) -> None:

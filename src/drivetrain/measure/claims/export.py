@@ -18,14 +18,14 @@ from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import leave
+from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import facts, quality
-from drivetrain.measure.benchmark.arms import ArmSpec, baseline_job
 from drivetrain.measure.benchmark.compare import HandOn
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.changes import apply
 from drivetrain.measure.claims import verify
 from drivetrain.measure.claims.verify import Wanted
@@ -172,7 +172,7 @@ def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
         return None
     check_file(file)
 
-    def hand_on(done: Comparison, specs: Sequence[ArmSpec]) -> None:
+    def hand_on(done: Comparison, specs: Sequence[VariantSpec]) -> None:
         numbers = [len(specs) - 1] if last else range(1, len(specs))
         good = [n for n in numbers if _is_proven(done.rows[n]) and specs[n].job is not None]
         if not good:
@@ -257,7 +257,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe export`; return its exit code."""
-    settings, words = leave.split(argv, Settings)
+    settings, words = verbs.split(argv, Settings)
     file = Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None
     if not words:
         raise UserError(

@@ -19,11 +19,11 @@ from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Better, Reach, evaluated
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
-from drivetrain.measure import leave
-from drivetrain.measure.benchmark import arms, compare, comparison, quality
-from drivetrain.measure.benchmark.arms import ArmSpec, trainings
+from drivetrain.measure import verbs
+from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.facts import Facts
+from drivetrain.measure.benchmark.variants import VariantSpec, trainings
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times
@@ -326,7 +326,7 @@ class Verified:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
-    settings, given = leave.split(argv, Settings)
+    settings, given = verbs.split(argv, Settings)
     if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
     recipe = places.read(given[0])
@@ -349,7 +349,7 @@ def verify(
     It forks, so the calling process must not have used CUDA.
     """
     settings, claim = settings or Settings(), recipe.claim
-    arms.refuse_resume("recipe verify", overrides)
+    variants.refuse_resume("recipe verify", overrides)
     if claim is None:
         raise UserError(
             f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain recipe export` and `drivetrain compare` write one"
@@ -357,8 +357,8 @@ def verify(
     if settings.quick and claim.speed is None:
         raise UserError(f"{recipe.path} claims no speed, and quick=true measures nothing else: leave it out")
     _check(claim, overrides, settings)
-    *base, spec = variants(recipe, claim.speed, overrides, config_dirs)
-    job = arms.baseline_job([spec])
+    *base, spec = both_sides(recipe, claim.speed, overrides, config_dirs)
+    job = variants.baseline_job([spec])
     asked = [kind for kind in ALL if getattr(claim, kind.key) is not None]
     answers, compared, runs = [], None, []
     if claim.speed is not None:
@@ -387,26 +387,28 @@ def _check(claim: Claim, overrides: Sequence[str], settings: Settings) -> None:
         raise UserError(f"'{o}': one recipe is verified at a time, and what follows it has the form key=value" for o in wrong)
 
 
-def variants(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[ArmSpec]:
+def both_sides(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[VariantSpec]:
     """The baseline of a claim of speed, where there is one, and the recipe as it is. Raises UserError with every problem."""
     given, specs, own_saving = [f"recipe={recipe.word}", *overrides], [], False
     if speed is not None:
         own_saving = any(key.split(".")[0] == "saving" for key in speed.against)
-        base = arms.compose(as_overrides(speed.against), given, config_dirs, recipe.baseline(options(config_dirs)), own_saving)
+        base = variants.compose(
+            as_overrides(speed.against), given, config_dirs, recipe.baseline(options(config_dirs)), own_saving
+        )
         base.overrides[1:1] = [f"{key}={format_value(value)}" for key, value in speed.against.items()]  # for compare.json
         specs.append(base)
-    specs.append(arms.compose(recipe.name, given, config_dirs, recipe, own_saving))
+    specs.append(variants.compose(recipe.name, given, config_dirs, recipe, own_saving))
     if problems := [problem for spec in specs for problem in spec.problems]:
         raise UserError(dict.fromkeys(problems))
     return specs
 
 
-def train(spec: ArmSpec, claim: Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> list[Facts]:
+def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> list[Facts]:
     """Train with these seeds; with the first alone where it fails, or shows that nothing of what is asked can be told here.
 
     Raises UserError where the run cannot be built.
     """
-    job = arms.baseline_job([spec])
+    job = variants.baseline_job([spec])
     reach = Reach.parse(claim.target.reach) if claim.target is not None else None
     memory = claim.memory is not None and job.run.runtime.device_type() == "cpu"
     runs: list[Facts] = []
@@ -428,16 +430,16 @@ def differences(claim: Claim, run: Facts, job: Job) -> Differences:
 
 
 def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:
-    """The answer on a claim of speed whose arms were measured again, on a device of this kind."""
+    """The answer on a claim of speed whose variants were measured again, on a device of this kind."""
     speed = claim.speed
     assert speed is not None
     differ = Differences.of(claim, row.device_type or kind, row.device)
     answer: Callable[[str, str], Answer] = lambda outcome, why: Answer(  # noqa: E731
         "speed", str(speed), str(row.ratio) if row.ratio else "–", outcome, why
     )
-    for arm, name in ((base, "its baseline"), (row, "it")):
-        if arm.error is not None:
-            return answer(UNTOLD if differ.kind else REFUTED, f"{name} ended: {arm.error}")
+    for variant, name in ((base, "its baseline"), (row, "it")):
+        if variant.error is not None:
+            return answer(UNTOLD if differ.kind else REFUTED, f"{name} ended: {variant.error}")
     assert row.ratio is not None
     figures = f"measured {row.ratio}, claimed {times(speed.ratio, *speed.interval)}"
     if row.verdict is not None:

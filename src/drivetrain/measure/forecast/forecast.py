@@ -13,8 +13,8 @@ from drivetrain.core.blocks import blocks_for
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Positive
 from drivetrain.engine import child
-from drivetrain.measure import leave
-from drivetrain.measure.benchmark import arms
+from drivetrain.measure import verbs
+from drivetrain.measure.benchmark import variants
 from drivetrain.measure.changes import apply, groups_of
 from drivetrain.measure.forecast.examine import Forecast, Subject, examine
 from drivetrain.measure.forecast.plan import Plan, plan
@@ -344,8 +344,8 @@ class StagedAnswer:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
     """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
-    settings, overrides = leave.split([_quoted(word) for word in argv], Settings)
-    arms.refuse_resume("forecast", overrides)
+    settings, overrides = verbs.split([_quoted(word) for word in argv], Settings)
+    variants.refuse_resume("forecast", overrides)
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
         planned, answer = forecast(overrides, config_dirs, settings)
@@ -354,7 +354,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
         return DONE if answer.fits else FAILED
     found, about = sheet(answer), environment.describe(overrides, planned.job.config_hash, {})
     found.show()
-    leave.leave(leave.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], about, as_dict(answer))
+    verbs.write(verbs.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], about, as_dict(answer))
     return DONE if answer.fits else FAILED
 
 

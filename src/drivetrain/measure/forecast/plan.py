@@ -16,7 +16,7 @@ from drivetrain.core.overrides import format_value
 from drivetrain.engine.rehearsal.fake_step import BATCH, GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.launch.job import Job
-from drivetrain.measure.benchmark import arms
+from drivetrain.measure.benchmark import variants
 from drivetrain.measure.changes import apply
 from drivetrain.measure.forecast.replay import (
     ASKED_HOST,
@@ -147,7 +147,7 @@ class Plan:
             changes.append("checkpointing=none")
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
-        run = arms.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
+        run = variants.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
         return run.with_parts(precision=run.precision.with_values(looks_for_slow_layers=self.times_layers))
 
     def stages(self) -> list[tuple[str, float, Plan]]:
@@ -191,7 +191,7 @@ class Plan:
 
 def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> Plan:
     """Validate a run that is planned. Raises UserError."""
-    _, job = arms.prepare_without_saving(overrides, config_dirs)
+    _, job = variants.prepare_without_saving(overrides, config_dirs)
     if device == HERE:
         validate.validate_device(job.run)
     if (tokens := job.run.batch.tokens) is not None:

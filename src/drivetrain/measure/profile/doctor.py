@@ -18,10 +18,10 @@ from drivetrain.engine import child
 from drivetrain.launch import trials
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure import intervals, leave
-from drivetrain.measure.benchmark import arms, compare, comparison
-from drivetrain.measure.benchmark.arms import ArmSpec
+from drivetrain.measure import intervals, verbs
+from drivetrain.measure.benchmark import compare, comparison, variants
 from drivetrain.measure.benchmark.comparison import Comparison, Row, no_gain
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.intervals import Interval
@@ -446,11 +446,11 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
 def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
     """Profile a run's step, show where its time goes, try what could help, and return what was found."""
-    settings, overrides = leave.split(argv, Settings)
+    settings, overrides = verbs.split(argv, Settings)
     check_file(recipe)
     if recipe is not None and not settings.prove:
         raise UserError(f"--recipe {recipe} is for what was measured, and prove=false measures nothing: leave one of them out")
-    arms.refuse_resume("doctor", overrides)
+    variants.refuse_resume("doctor", overrides)
     job = prepare_job(overrides, config_dirs)
     ranks = job.run.parallel.ranks() if job.run.parallel.distributed else 1
     one_rank = _one_rank(job, ranks) if ranks > 1 else []
@@ -467,12 +467,12 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     found = Diagnosis(profile, problems, [], [note] if ranks > 1 else [])
     for section in (*profiled(found), verdicts(found)):
         section.show()
-    folder, commands = leave.folder(job, "doctor"), []
+    folder, commands = verbs.folder(job, "doctor"), []
     if settings.prove:
         found.gains = prove(found, overrides, config_dirs, settings)
         commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
     about = environment.describe(list(overrides), job.config_hash, {})
-    leave.leave(folder, "doctor", sheet(found, commands), ["doctor", *argv], about, found.as_dict())
+    verbs.write(folder, "doctor", sheet(found, commands), ["doctor", *argv], about, found.as_dict())
     return found
 
 
@@ -493,8 +493,8 @@ def _one_rank(job: Job, ranks: int) -> list[str]:
 def _communication_ms(overrides: Sequence[str], one_rank: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> float:
     """Milliseconds that an update of all ranks takes longer than that of one rank by itself."""
     specs = [
-        arms.compose("one rank by itself", apply(overrides, one_rank, config_dirs), config_dirs),
-        arms.compose("all ranks", overrides, config_dirs),
+        variants.compose("one rank by itself", apply(overrides, one_rank, config_dirs), config_dirs),
+        variants.compose("all ranks", overrides, config_dirs),
     ]
     benchmark = comparison.Settings(rounds=COMMUNICATION_ROUNDS, block_s=settings.block_s)
     alone, together = comparison.measure(specs, benchmark, overrides).rows
@@ -510,11 +510,11 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     """
     candidates = list(dict.fromkeys(c for problem in found.problems for c in problem.overrides))
 
-    def arm(label: str, changes: str) -> ArmSpec:  # with the run's own saving, which may be the problem
-        return arms.compose(label, apply(overrides, changes.split(), config_dirs), config_dirs, own_saving=True)
+    def variant(label: str, changes: str) -> VariantSpec:  # with the run's own saving, which may be the problem
+        return variants.compose(label, apply(overrides, changes.split(), config_dirs), config_dirs, own_saving=True)
 
-    base = arm("as it is", "")
-    specs = [spec for c in candidates if (spec := arm(c, c)).job is not None]
+    base = variant("as it is", "")
+    specs = [spec for c in candidates if (spec := variant(c, c)).job is not None]
     if not specs:
         echo("\nno override is known to help with that")
         return []
@@ -530,11 +530,11 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     faster.sort(key=lambda row: -row.gain.middle if row.gain else 0.0)
     gains = [Gain(row.label, row, done.rows[0]) for row in faster]
     combined = _combine([gain.overrides for gain in gains])
-    spec = arm(combined, combined)
+    spec = variant(combined, combined)
     if gains and combined not in [gain.overrides for gain in gains] and spec.job is not None:
         echo("\ntogether")
         best = gains[0].overrides
-        done = found.comparisons["Together"] = comparison.measure([base, arm(best, best), spec], benchmark, overrides)
+        done = found.comparisons["Together"] = comparison.measure([base, variant(best, best), spec], benchmark, overrides)
         compare.show(done)
         alone, together = done.rows[1].gain, done.rows[2].gain
         if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:

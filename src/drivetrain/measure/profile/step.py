@@ -29,7 +29,7 @@ from drivetrain.core.torch_patches import threads_set_by
 from drivetrain.core.trees import Tree
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import WaitingCalls
-from drivetrain.engine.callbacks import ToldStep
+from drivetrain.engine.callbacks import CallbackStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.update_step import UpdateStep
@@ -419,7 +419,7 @@ class _Phases:
 
     def _apart(self, step: Any) -> Any:
         """The step with its phases told apart; one that is wrapped otherwise, such as by one graph, is a phase as it is."""
-        if type(step) is ToldStep:
+        if type(step) is CallbackStep:
             return dataclasses.replace(step, inner=self._apart(step.inner))
         if type(step) is UpdateStep:
             return dataclasses.replace(step, inner=self._apart(step.inner), waiting=[])

@@ -22,7 +22,7 @@ from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach, Selection
 from drivetrain.core.typed import fits, is_number
-from drivetrain.measure import leave
+from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
@@ -336,14 +336,14 @@ def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence
     metric = base[0].metric
     assert metric is not None
     name, higher_is_better = metric
-    trained = [[quality.trained_run(run, seed) for run, seed in zip(arm, seeds, strict=True)] for arm in (runs, base)]
+    trained = [[quality.trained_run(run, seed) for run, seed in zip(variant, seeds, strict=True)] for variant in (runs, base)]
     found = quality.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
     return found.outcome, found.reason
 
 
 MAX_CURVES = 60  # runs with curves
 MOST_TABLES = 6  # runs whose confusion matrices are shown; those of more are in their result.json
-MOST_KNOBS = 12  # settings that are drawn
+MOST_SETTINGS = 12  # settings that are drawn
 MOST_NAMES = 8  # values of a setting that are no numbers
 OVER = ("updates", "samples", "seconds")
 
@@ -352,7 +352,7 @@ def sheet_of(
     runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Table, ranked: bool = False,
     folder: Path = Path(),
 ) -> Sheet:  # fmt: skip
-    """The answer, the table, the metric over each knob, and curves.
+    """The answer, the table, the metric over each setting, and curves.
 
     `ranked`: the runs stand by their time to the target. The page is in `folder`, from where links lead to the runs' pages.
     """
@@ -362,7 +362,9 @@ def sheet_of(
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
     differing_table, same = found.differing(always=3)
     shown += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
-    body: list[Section] = under("The metric over each setting", Part(charts.grid(knobs))) if (knobs := _knobs(runs)) else []
+    body: list[Section] = (
+        under("The metric over each setting", Part(charts.grid(settings))) if (settings := _settings(runs)) else []
+    )
     names = {id(each): row[0] for each, row in zip(runs, found.texts(), strict=True)}
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:
@@ -438,13 +440,13 @@ def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
     return run_page.switched("How they went", OVER, drawn)
 
 
-def _knobs(runs: Sequence[RunFiles]) -> list[str]:
+def _settings(runs: Sequence[RunFiles]) -> list[str]:
     """The best value of the metric over each setting in which the runs differ, and the mean for each of its values."""
     metric = next((each.metric[0] for each in runs if each.metric), None)
     found = []
     given = {key_of(word) for run in runs for word in run_page.overrides_of(run)} - {"runtime.seed"}
     keys = [key for key in differing(runs) if key != "runtime.seed"]
-    for key in ([key for key in keys if key in given] or keys)[:MOST_KNOBS] if metric is not None else ():
+    for key in ([key for key in keys if key in given] or keys)[:MOST_SETTINGS] if metric is not None else ():
         points = [(each.config.get(key), best) for each in runs if (best := each.best()) is not None and math.isfinite(best)]
         numbers = [(float(x), y) for x, y in points if x is not None and is_number(x)]
         names = sorted({setting(x) for x, _ in points}) if len(numbers) < len(points) else []
@@ -495,7 +497,7 @@ class Settings:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain report`; return its exit code. Runs know their own `config_dirs`."""
-    settings, rest = leave.split(argv, Settings)
+    settings, rest = verbs.split(argv, Settings)
     if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
         known = "which has target=, samples= and out="
         raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])
@@ -658,7 +660,7 @@ def table(runs: Sequence[RunFiles], target: Target, ranked: bool = False) -> Tab
 
     `ranked`: the time to the target stands beside the name.
     """
-    keys = sorted(differing(runs), key=lambda key: "." in key)  # options before their knobs
+    keys = sorted(differing(runs), key=lambda key: "." in key)  # options before their settings
     metrics = {run.metric[0] for run in runs if run.metric}
     metric = metrics.pop() if len(metrics) == 1 else "metric"
     found = [_figures(run, target, metric) for run in runs]
@@ -667,8 +669,8 @@ def table(runs: Sequence[RunFiles], target: Target, ranked: bool = False) -> Tab
     first = [*([time_to(target)] if ranked else []), f"best {metric}", "samples/s", "status"]
     columns = {"run": named(runs), **{name: figures.pop(name) for name in first}}
     columns |= {f"{key} (config)" if key in taken else key: [setting(run.config.get(key)) for run in runs] for key in keys}
-    knobs = sorted(keys, key=lambda name: "." not in name)  # the run's name has those that were set
-    spare = [*SPARE, *([] if ranked else [time_to(target)]), f"{metric} at the end", "error", *knobs]
+    settings = sorted(keys, key=lambda name: "." not in name)  # the run's name has those that were set
+    spare = [*SPARE, *([] if ranked else [time_to(target)]), f"{metric} at the end", "error", *settings]
     return Table.of(columns | figures, spare=spare, width=WIDTH, most=MAX_ROWS).used(4)
 
 

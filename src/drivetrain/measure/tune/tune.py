@@ -24,12 +24,12 @@ from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.launch.trials import Trials
-from drivetrain.measure import leave
-from drivetrain.measure.benchmark import arms, compare, comparison, quality
-from drivetrain.measure.benchmark.arms import ArmSpec, trainings
+from drivetrain.measure import verbs
+from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.compare import titled
 from drivetrain.measure.benchmark.comparison import MIN_SEEDS, Comparison, Row, TimesToTarget, behind, columns, proven, ranked
-from drivetrain.measure.benchmark.interleave import Arm, StoppingRule, never_stop
+from drivetrain.measure.benchmark.interleave import StoppingRule, Variant, never_stop
+from drivetrain.measure.benchmark.variants import VariantSpec, trainings
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.tune import range_test
@@ -55,13 +55,13 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
     noise = f"gradient noise scale: {f'{scale:,.0f} samples' if scale else 'hidden by the noise'}, over {look['updates']} updates"
     tries = ["", *candidates(job.run, scale, look["samples"])]
     ends = ["stop.at_target=true", f"target={format_value(str(reach))}"]
-    tried = [arms.compose(w or "as it is", [*apply(overrides, w.split(), config_dirs), *ends], config_dirs) for w in tries]
+    tried = [variants.compose(w or "as it is", [*apply(overrides, w.split(), config_dirs), *ends], config_dirs) for w in tries]
     specs = [spec for spec in tried if spec.job is not None]
     found = [TimesToTarget(spec.label) for spec in specs]
     with Steps() as progress, trainings("tune", job, reach, progress) as run:
 
-        def train(arm: int, number: int) -> tuple[float, int] | None:
-            result = run(specs[arm], job.run.runtime.seed + number).result
+        def train(variant: int, number: int) -> tuple[float, int] | None:
+            result = run(specs[variant], job.run.runtime.seed + number).result
             when = (result.target or {}) if result is not None else {}
             return (when["seconds"], when["update"]) if when.get("update") is not None else None
 
@@ -71,12 +71,17 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
     if best is not None:
         told = [f"drivetrain train {shlex.join(apply(overrides, best.label.split(), config_dirs))}"]
         answer = f"{best.label} is sooner at {reach}"
-    table = Table.of({"batch": [arm.label for arm in order], **columns(order, found[0], str(reach))}, name="The batches")
+    table = Table.of({"batch": [variant.label for variant in order], **columns(order, found[0], str(reach))}, name="The batches")
     sheet = Sheet("Which batch is the soonest – drivetrain tune", answer, [words(noise), table, *map(commands, told)])
     sheet.show()
-    content = {"target": str(reach), "look": look, "arms": [asdict(arm) for arm in found], "kept": best and best.label}
+    content = {
+        "target": str(reach),
+        "look": look,
+        "variants": [asdict(variant) for variant in found],
+        "kept": best and best.label,
+    }
     about = environment.describe(overrides, job.config_hash, {})
-    leave.leave(leave.folder(job, "tune"), "tune", sheet, ["tune", *overrides, f"target={target}"], about, content)
+    verbs.write(verbs.folder(job, "tune"), "tune", sheet, ["tune", *overrides, f"target={target}"], about, content)
     return DONE
 
 
@@ -98,20 +103,20 @@ def candidates(run: RunSpec, noise_scale: float | None, samples: int) -> list[st
 
 
 def train_all(
-    arms: Sequence[TimesToTarget], train: Callable[[int, int], tuple[float, int] | None], seeds: int, seconds: float
+    variants: Sequence[TimesToTarget], train: Callable[[int, int], tuple[float, int] | None], seeds: int, seconds: float
 ) -> None:
-    """Train each arm with each seed, in turns whose order is reversed each time; after MIN_SEEDS only while there is time.
+    """Train each variant with each seed, in turns whose order is reversed each time; after MIN_SEEDS only while there is time.
 
-    `train(arm, number)` returns seconds and updates to the target, or None.
+    `train(variant, number)` returns seconds and updates to the target, or None.
     """
     until = time.monotonic() + seconds
     for number in range(seeds):
         if number >= MIN_SEEDS and time.monotonic() > until:
             return
-        for arm in list(range(len(arms)))[:: 1 if number % 2 == 0 else -1]:
-            when = train(arm, number)
-            arms[arm].seconds.append(when[0] if when else None)
-            arms[arm].updates.append(when[1] if when else None)
+        for variant in list(range(len(variants)))[:: 1 if number % 2 == 0 else -1]:
+            when = train(variant, number)
+            variants[variant].seconds.append(when[0] if when else None)
+            variants[variant].updates.append(when[1] if when else None)
 
 
 MAX_ACCUMULATION_STEPS = 16
@@ -220,9 +225,9 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain tune`; return its exit code. The proven recipe goes to the file `recipe`, if there is one."""
-    settings, overrides = leave.split(argv, Settings)
+    settings, overrides = verbs.split(argv, Settings)
     check_file(recipe)
-    arms.refuse_resume("tune", overrides)
+    variants.refuse_resume("tune", overrides)
     job = prepare_job(overrides, config_dirs)
     if settings.target is not None:
         if settings.what not in ("all", "batch") or recipe is not None:
@@ -271,9 +276,10 @@ class Tuning:
     def run(self, stage: Stage) -> None:
         """Compare a stage's candidates with the current run, and accept the fastest of those that are likely faster."""
         overrides = self.current()
-        base = self._arm("as it is", overrides)
+        base = self._variant("as it is", overrides)
         composed = [
-            self._arm(c, apply(overrides, c.split(), self.config_dirs)) for c in stage.candidates(arms.baseline_job([base]))
+            self._variant(c, apply(overrides, c.split(), self.config_dirs))
+            for c in stage.candidates(variants.baseline_job([base]))
         ]
         specs = [spec for spec in composed if spec.job is not None]
         if not specs:
@@ -304,18 +310,18 @@ class Tuning:
         }
         self.accepted = {t: " ".join(overrides) for t, overrides in others.items() if overrides} | {title: candidate}
 
-    def _arm(self, label: str, overrides: Sequence[str]) -> ArmSpec:
-        return arms.compose(label, overrides, self.config_dirs)
+    def _variant(self, label: str, overrides: Sequence[str]) -> VariantSpec:
+        return variants.compose(label, overrides, self.config_dirs)
 
-    def _stop(self, until: float, live: Sequence[Arm], rounds: int) -> Iterable[Arm]:
-        """The stopping rule: arms that are behind; all of them when the time for searching is over."""
+    def _stop(self, until: float, live: Sequence[Variant], rounds: int) -> Iterable[Variant]:
+        """The stopping rule: variants that are behind; all of them when the time for searching is over."""
         search_ends = until - (1 - SEARCH_BUDGET) * self.settings.budget_s
         if time.monotonic() <= search_ends:
             return behind(live, rounds)
-        self.cut_short = [arm.label for arm in live[1:]] if rounds < self.settings.rounds else []
+        self.cut_short = [variant.label for variant in live[1:]] if rounds < self.settings.rounds else []
         return live[1:]
 
-    def _measure(self, specs: Sequence[ArmSpec], stopping_rule: StoppingRule = never_stop) -> Comparison:
+    def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = never_stop) -> Comparison:
         settings = comparison.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
         done = comparison.measure(specs, settings, self.overrides, stopping_rule)
         done.raise_if_baseline_failed()
@@ -333,16 +339,16 @@ class Tuning:
     def prove(self) -> Row | None:
         """Compare all accepted candidates together with the original run, and check that the result is still as good.
 
-        The arms beside it leave out one candidate each: where one of those is faster, that candidate is dropped and the
+        The variants beside it leave out one candidate each: where one of those is faster, that candidate is dropped and the
         comparison repeated. Returns the measured row, or None if nothing is kept.
         """
         self.cut_short = []
         while self.accepted:
             echo("\nall accepted candidates, against the original run, and without each of them")
-            base = self._arm("as it was", self.overrides)
-            tuned = self._arm(" ".join(self.accepted.values()), self.current())
+            base = self._variant("as it was", self.overrides)
+            tuned = self._variant(" ".join(self.accepted.values()), self.current())
             titles = list(self.accepted) if len(self.accepted) > 1 else []
-            fewer = [self._arm(f"without {self.accepted[title]}", self.current(title)) for title in titles]
+            fewer = [self._variant(f"without {self.accepted[title]}", self.current(title)) for title in titles]
             done = self.comparisons[PROOF] = self._measure([base, tuned, *fewer])
             row = done.rows[1]
             if (better := _best(done.rows[1:])) is not None:
@@ -361,8 +367,8 @@ class Tuning:
             self._drop_suspect(row.verdict.reason)
         return None
 
-    def _check_quality(self, done: Comparison, specs: Sequence[ArmSpec]) -> None:
-        """Train both arms to their ends, if a candidate may change the result and there is time for at least 3 seeds."""
+    def _check_quality(self, done: Comparison, specs: Sequence[VariantSpec]) -> None:
+        """Train both variants to their ends, if a candidate may change the result and there is time for at least 3 seeds."""
         groups = {group for candidate in self.accepted.values() for group in groups_of(candidate.split())}
         if not self.settings.quality or not groups.intersection(SUSPECTS):
             return
@@ -415,7 +421,7 @@ def _report(
     tuning: Tuning, proof: Row | None, tested: RangeTest | None, job: Job, argv: Sequence[str], recipe: Path | None
 ) -> None:
     """Print the notes and what is kept, as a command and a recipe; write tune.json and the page."""
-    place = leave.folder(job, "tune")
+    place = verbs.folder(job, "tune")
     echo()
     for note in tuning.notes:
         echo(note)
@@ -431,7 +437,7 @@ def _report(
         content["range test"] = {name: getattr(tested, name) for name in ("rates", "losses", "steepest", "bound")}
     found = sheet(tuning, conclusion(tuning, proof, tested), told, tested)
     echo(sentence(found.answer))
-    leave.leave(place, "tune", found, ["tune", *argv], environment.describe(tuning.overrides, job.config_hash, {}), content)
+    verbs.write(place, "tune", found, ["tune", *argv], environment.describe(tuning.overrides, job.config_hash, {}), content)
 
 
 def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | None) -> Sheet:

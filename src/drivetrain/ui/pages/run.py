@@ -38,7 +38,7 @@ OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → ti
 }
 
 
-def leave(run_dir: Path) -> Path | None:
+def write(run_dir: Path) -> Path | None:
     """Write the page at the run's end, where its records are few enough to cost no time; return its path if it was written."""
     with contextlib.suppress(OSError):  # a full disk loses the page, not the run
         records = run_dir / "metrics.jsonl"
@@ -243,12 +243,12 @@ class _Defaults:
         for line in self._read[""].get("defaults", []):
             if isinstance(line, dict) and key in line:
                 return line[key]
-        group, _, knob = key.partition(".")
-        if knob and group not in self._read:
+        group, _, name = key.partition(".")
+        if name and group not in self._read:
             option = str(self._config.get(group))
             known = catalog.option_files().get(group, {})
             self._read[group] = dict(catalog.content(known[option])) if option in known else {}
-        return flatten(self._read[group if knob else ""]).get(knob or key, "–")
+        return flatten(self._read[group if name else ""]).get(name or key, "–")
 
 
 def place_of(run: RunFiles) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ def folder(job: Job, verb: str) -> Path:
     return directory.create(Path(job.run.values["output_dir"]), verb)
 
 
-def leave(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: dict[str, object], content: object = None) -> None:
+def write(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: dict[str, object], content: object = None) -> None:
     """Write NAME.html, which ends with the command and the environment, and NAME.json where there is `content`; say where."""
     if content is not None:
         write_json(place / f"{name}.json", content)

@@ -1,4 +1,4 @@
-"""The arms of a comparison before they run: a label, overrides, and the job that they compose."""
+"""The variants of a comparison before they run: a label, overrides, and the job that they compose."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from drivetrain.sweeps import store
 from drivetrain.sweeps.launchers import SignalForwarder, run_one
 from drivetrain.sweeps.store import SweepJob
 
-# Of every arm whose overrides do not name saving: it leaves no checkpoints behind. An arm that cannot run without them keeps
-# the run's own saving.
+# Of every variant whose overrides do not name saving: it leaves no checkpoints behind. One that cannot run without them
+# keeps the run's own saving.
 NO_SAVING = ("saving=none",)
 
 
 @dataclass
-class ArmSpec:
-    """An arm to run: its label and its job, or why it cannot run."""
+class VariantSpec:
+    """A variant to run: its label and its job, or why it cannot run."""
 
     label: str
     overrides: list[str]
@@ -43,7 +43,7 @@ class ArmSpec:
     composes: Callable[[Sequence[str]], Job] | None = None  # makes its job of overrides, where it is not `prepare_job`
 
     def again(self, words: Sequence[str]) -> Job:
-        """The arm's job with these overrides in place of its own of the same keys. Raises UserError."""
+        """The variant's job with these overrides in place of its own of the same keys. Raises UserError."""
         job, replaced = baseline_job([self]), {key_of(word) for word in words}
         given = [*(word for word in self.overrides if key_of(word) not in replaced), *words]
         try:
@@ -78,42 +78,42 @@ def compose(
     config_dirs: Sequence[str] = (),
     recipe: Recipe | None = None,
     own_saving: bool = False,
-) -> ArmSpec:
-    """Compose an arm from its overrides, and from a recipe that has been read already, if given.
+) -> VariantSpec:
+    """Compose a variant from its overrides, and from a recipe that has been read already, if given.
 
     It does not save, unless its overrides name saving, it cannot run without, or `own_saving` keeps the run's own.
     """
     try:
         if own_saving:
-            return ArmSpec(label, [*overrides], prepare_job(overrides, config_dirs, recipe))
-        return ArmSpec(label, *prepare_without_saving(overrides, config_dirs, recipe))
+            return VariantSpec(label, [*overrides], prepare_job(overrides, config_dirs, recipe))
+        return VariantSpec(label, *prepare_without_saving(overrides, config_dirs, recipe))
     except UserError as error:
-        return ArmSpec(label, [*overrides], None, error.problems)
+        return VariantSpec(label, [*overrides], None, error.problems)
 
 
-def baseline_job(specs: Sequence[ArmSpec]) -> Job:
-    """The job of the first arm, which the others are compared to. Raises UserError if that cannot run."""
+def baseline_job(specs: Sequence[VariantSpec]) -> Job:
+    """The job of the first variant, which the others are compared to. Raises UserError if that cannot run."""
     if (job := specs[0].job) is None:
         label = specs[0].label
         raise UserError([f"the first variant ({label}) is what the others are compared to: {p}" for p in specs[0].problems])
     return job
 
 
-def refuse_bad(specs: Sequence[ArmSpec]) -> None:
-    """Raise UserError with the problems of all arms that cannot run, before the first one starts."""
+def refuse_bad(specs: Sequence[VariantSpec]) -> None:
+    """Raise UserError with the problems of all variants that cannot run, before the first one starts."""
     problems = [problem for spec in specs for problem in spec.problems]
     if problems := problems or device_problems(spec.job for spec in specs):
         raise UserError(dict.fromkeys(problems))
 
 
-def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[ArmSpec], list[str]]:
-    """An arm for each combination of the values that the overrides give, and what the user should know of them, in lines.
+def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[VariantSpec], list[str]]:
+    """A variant for each combination of the values that the overrides give, and what the user should know of them, in lines.
 
-    A word such as optimizer.momentum=0.9 goes to the arms whose option has that key; the others run without it. Where an arm
+    A word such as optimizer.momentum=0.9 goes to the variants whose option has that key; the others run without it. Where one
     cannot run without saving, all save as the run does, so that they do the same work.
     """
     jobs = _prepared(overrides, config_dirs)
-    homes = {word: arms for word in _of_options(jobs) if 0 < len(arms := _with_key(word, jobs, config_dirs)) < len(jobs)}
+    homes = {word: variants for word in _of_options(jobs) if 0 < len(variants := _with_key(word, jobs, config_dirs)) < len(jobs)}
     found: list[SweepJob] = []
     notes = []
     for number, job in enumerate(jobs):
@@ -125,7 +125,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
                 continue
             notes.append(f"{' '.join(foreign)} is not for the variant {job.label}, whose option has no such key: it runs without")
         found.append(job)
-    return [ArmSpec(job.label, job.overrides, job.job, job.problems) for job in found], notes
+    return [VariantSpec(job.label, job.overrides, job.job, job.problems) for job in found], notes
 
 
 def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[SweepJob]:
@@ -139,20 +139,20 @@ def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[Swee
 
 
 def _of_options(jobs: Sequence[SweepJob]) -> list[str]:
-    """The words of arms that cannot run which set a key of some option."""
+    """The words of variants that cannot run which set a key of some option."""
     words = dict.fromkeys(word for job in jobs if job.job is None for word in job.overrides)
     return [word for word in words if "." in key_of(word)]
 
 
 def _with_key(word: str, jobs: Sequence[SweepJob], config_dirs: Sequence[str]) -> list[int]:
-    """The numbers of the arms whose chosen options have the key that a word sets."""
+    """The numbers of the variants whose chosen options have the key that a word sets."""
     key, group = key_of(word), key_of(word).partition(".")[0]
     choices = [_choices([w for w in job.overrides if "." not in key_of(w)], config_dirs) for job in jobs]
     return [n for n, chosen in enumerate(choices) if group in chosen and still_applies(key, chosen, config_dirs)]
 
 
 def _choices(overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
-    """Group → option of these overrides; {} where they cannot be composed, which is reported where the arm is."""
+    """Group → option of these overrides; {} where they cannot be composed, which is reported where the variant is."""
     try:
         return compose_config(overrides, config_dirs).choices
     except UserError:
@@ -168,7 +168,7 @@ def refuse_resume(command: str, overrides: Sequence[str]) -> None:
 class Train(Protocol):
     """Trains a variant with a seed, and returns what the run has left, which is gone from the disk."""
 
-    def __call__(self, spec: ArmSpec, seed: int, alone: bool = False) -> RunFiles:
+    def __call__(self, spec: VariantSpec, seed: int, alone: bool = False) -> RunFiles:
         """`alone`: in a new interpreter, whose memory is that of the run; a forked process shares this one's."""
 
 
@@ -187,7 +187,7 @@ def trainings(
     try:
         with SignalForwarder() as signals:
 
-            def train(spec: ArmSpec, seed: int, alone: bool = False) -> RunFiles:
+            def train(spec: VariantSpec, seed: int, alone: bool = False) -> RunFiles:
                 progress(f"training {spec.label or 'the first variant'}: seed {seed}")
                 place = folder / "run"
                 words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
