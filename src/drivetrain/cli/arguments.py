@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_intermixed_args(args, namespace)
 
     def _setting(self, flag: str) -> str | None:
-        """What a flag is as a setting, with its value where the next word is one; None where it is none."""
+        """A flag as a setting, with its value where the next word is one; None where it is no setting."""
         words = getattr(self, "_words", [])
         following = words[words.index(flag) + 1 :][:1] if flag in words and "=" not in flag else []
         value = next((word for word in following if "=" not in word and not word.startswith("-")), None)

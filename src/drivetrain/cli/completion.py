@@ -49,7 +49,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
-    """What TAB offers after `drivetrain completion`: the shells."""
+    """The words that TAB offers after `drivetrain completion`: the shells."""
     return [*SCRIPTS]
 
 
@@ -60,7 +60,7 @@ def print_candidates(argv: Sequence[str]) -> int:
 
 
 def candidates(argv: Sequence[str]) -> list[str]:
-    """What the last word of a command line may become."""
+    """The words that the last word of a command line may become."""
     line = argv[0] if argv else ""
     words = line.split()[1:]
     last = "" if line.endswith(" ") or not words else words.pop()
@@ -78,7 +78,7 @@ def runs() -> list[str]:
 
 
 def overrides(words: Sequence[str], last: str) -> list[str]:
-    """What an override that begins with `last` may become, after the words before it."""
+    """The words that an override that begins with `last` may become, after the words before it."""
     if last.startswith("hy"):
         from drivetrain.sweeps.options import completions
 

@@ -32,7 +32,7 @@ OF_CHOICE = """\
 
 @dataclass
 class RunArguments:
-    """What was given for a finished run."""
+    """The words that were given for a finished run."""
 
     run_dir: Path
     paths: list[str]  # further words that are no settings
@@ -70,7 +70,7 @@ class OfRun:
         return self.work(RunArguments(expanded(paths[0]), paths[1:], overrides, choice, given.config_dir, given))
 
     def complete(self, words: Sequence[str], last: str) -> list[str]:
-        """What TAB offers: runs below outputs/ for the first word, then settings and overrides."""
+        """The words that TAB offers: runs below outputs/ for the first word, then settings and overrides."""
         positional = [word for word in words if "=" not in word and not word.startswith("-")]
         if not positional and not last.startswith("-") and "=" not in last:
             return completion.runs()
@@ -83,7 +83,7 @@ def _is_setting(word: str) -> bool:
 
 
 def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
-    """Which weights and which set the settings choose, and those that are overrides of the config. Raises UserError."""
+    """The weights and the set that the settings choose, and those that are overrides of the config. Raises UserError."""
     choice, rest, wrong = Choice(), [], []
     for word in settings:
         key, value = key_of(word), word.partition("=")[2]

@@ -42,7 +42,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
-    """What TAB offers after `drivetrain list`: the groups, and the keys of no group."""
+    """The words that TAB offers after `drivetrain list`: the groups, and the keys of no group."""
     return [*catalog.options(), *catalog.root_keys()]
 
 
@@ -90,7 +90,7 @@ def _keys_of(group: str) -> str:
 
 
 def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
-    """What a key of the whole config does. Raises UserError where there is none of this name."""
+    """The description of a key of the whole config. Raises UserError where there is none of this name."""
     keys, groups = catalog.root_keys(), catalog.option_files(config_dirs)
     if word in keys:
         return f"{word} is a key of the whole config, and no group: {keys[word]}"
@@ -121,14 +121,14 @@ def _show_option(group: str, option: str, file: Path) -> None:
 
 
 def several(group: str) -> str:
-    """How several options of a group are chosen at once; "" where it takes one."""
+    """The way to choose several options of a group at once; "" where it takes one."""
     if group in catalog.SUMS:
         return f"'{group}=[a,b]' adds up several, with '{group}.weights=[1,0.5]' and {group}.a.key=value"
     return f"'{group}=[a,b]' takes several, '{group}=[]' none" if group in catalog.LISTS else ""
 
 
 def _claim(file: Path) -> tuple[str, str]:
-    """What an option claims of training, and what it changes; a dash for a plugin's, whose code a list does not import."""
+    """The claim of an option on training, and what it changes; a dash for a plugin's, whose code a list does not import."""
     target = catalog.target(file)
     if target not in catalog.shipped_targets():
         return "–", ""

@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_the_disk(error: Exception) -> str | None:
-    """Why the disk refused to be written, in words; None for another error."""
+    """The reason why the disk refused to be written, in words; None for another error."""
     from drivetrain.saving import space
 
     is_of_it = isinstance(error, OSError) and error.errno in space.OF_THE_DISK

@@ -30,13 +30,13 @@ class Measuring:
 
 
 def _certify_words(words: Sequence[str], last: str) -> list[str]:
-    """What TAB offers: overrides, and once `against`."""
+    """The words that TAB offers: overrides, and once `against`."""
     offered = completion.overrides([word for word in words if word != "against"], last)
     return offered if "against" in words or "=" in last else ["against", *offered]
 
 
 def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
-    """What TAB offers: recipes and runs for GOOD and BAD, then overrides."""
+    """The words that TAB offers: recipes and runs for GOOD and BAD, then overrides."""
     from drivetrain.recipe import places
 
     if len([word for word in words if not word.startswith("-")]) >= 2 or "=" in last:
@@ -45,7 +45,7 @@ def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
 
 
 def _forecast_words(words: Sequence[str], last: str) -> list[str]:
-    """What TAB offers: devices after `device=`, settings and overrides."""
+    """The words that TAB offers: devices after `device=`, settings and overrides."""
     from drivetrain.measure.forecast.replay import NAMES
 
     if last.startswith("device="):

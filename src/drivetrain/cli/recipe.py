@@ -101,7 +101,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
-    """What TAB offers: a verb, then as many names of recipes as it takes, then overrides where it takes any."""
+    """The words that TAB offers: a verb, then as many names of recipes as it takes, then overrides where it takes any."""
     if not words or words[0] == "schema":
         return [] if words else [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])

@@ -141,7 +141,7 @@ def find(name: str) -> Verb:
 
 
 def overview(version: str) -> str:
-    """What `drivetrain help` prints: a line for each verb."""
+    """The text that `drivetrain help` prints: a line for each verb."""
     title = f"drivetrain {version}: every training technique is one config override, and measured"
     rows = [f"  drivetrain {verb.name:<12} {verb.help}" for verb in all_verbs().values() if verb.help]
     return "\n".join([title, "", *rows, "", *_unused(), "  drivetrain train --help says more"])

@@ -102,7 +102,7 @@ class Drawing:
 
 @dataclass
 class Ending:
-    """Whether a row has written one of the texts that end an answer."""
+    """The end of each row's answer: a row ends once it has written one of the texts that end an answer."""
 
     texts: Any  # tokens → text
     stops: Sequence[str]

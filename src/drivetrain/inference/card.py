@@ -82,7 +82,7 @@ def prose(said: str) -> str:
 
 
 def _about(run: RunFiles) -> JsonMapping:
-    """What the newest checkpoint says of the model and its data; {} where none is left."""
+    """The facts about the model and its data in the newest checkpoint; {} where none is left."""
     found, _ = manifest.newest_valid(run.path)
     return manifest.about(found) if found is not None else {}
 

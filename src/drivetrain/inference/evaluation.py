@@ -92,7 +92,7 @@ def _place(data: Data) -> tuple[str, str] | None:
 
 
 def _on_other_data(job: Job, run_dir: Path) -> bool:
-    """Whether the command names another file or folder than the run's own."""
+    """True if the command names another file or folder than the run's own."""
     place = _place(job.run.data)
     if place is None:
         return False
@@ -101,7 +101,7 @@ def _on_other_data(job: Job, run_dir: Path) -> bool:
 
 
 def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, object]) -> OwnData:
-    """What the run keeps of its own data, and how much of the other data the command asks for."""
+    """The facts that the run keeps of its own data, and how much of the other data the command asks for."""
     given = set(map(key_of, overrides))
     holdout = getattr(job.run.data, "holdout", None) if "data.holdout" in given else None
     return OwnData(recall(about, run_dir), _fingerprint(run_dir), holdout, "data.test" in given)
@@ -115,7 +115,7 @@ def _fingerprint(run_dir: Path) -> str:
 
 
 def _source(job: Job, origin: str) -> str:
-    """Where the samples come from, in words."""
+    """The place that the samples come from, in words."""
     data = job.run.data
     place = _place(data)
     named = job.run.named("data") if place is None else place[1]

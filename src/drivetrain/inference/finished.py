@@ -32,7 +32,7 @@ MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
 
 @dataclass
 class Choice:
-    """Which weights of a run to use."""
+    """The choice of which weights of a run to use."""
 
     update: str | None = None  # a number, "best" or "last"; None: the best where the run kept it, else the last
     average: bool | float = False  # the averaged weights, instead of the trained ones; a number: the average of this width
@@ -179,7 +179,7 @@ def chosen_weights(
 
 
 def fits_weights(tensors: object, weights: Mapping[str, torch.Tensor]) -> TypeGuard[dict[str, torch.Tensor]]:
-    """Whether these are tensors with the names and shapes of weights."""
+    """True if these are tensors with the names and shapes of weights."""
     return isinstance(tensors, dict) and all(
         isinstance(tensor, torch.Tensor) and name in weights and tensor.shape == weights[name].shape
         for name, tensor in tensors.items()
@@ -187,7 +187,7 @@ def fits_weights(tensors: object, weights: Mapping[str, torch.Tensor]) -> TypeGu
 
 
 def _are_names(tied: Any, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
-    """Whether these are further names of averaged tensors, each with the same shape among the weights."""
+    """True if these are further names of averaged tensors, each with the same shape among the weights."""
     return fits(tied, dict[str, str]) and all(
         name in weights and first in tensors and weights[name].shape == tensors[first].shape for name, first in tied.items()
     )

@@ -54,7 +54,7 @@ class LoadedRun:
 
     @property
     def kind(self) -> TargetKind:
-        """What the model predicts, as the data's `targets` say it: class, labels, values, tokens, …"""
+        """The kind of what the model predicts, as the data's `targets` say it: class, labels, values, tokens, …"""
         kind: TargetKind = self.about["targets"] or self._run.loss.takes[0]
         return kind
 
@@ -92,11 +92,11 @@ class LoadedRun:
 
     @property
     def writes_answers(self) -> bool:
-        """Whether the run's task is to write answers to prompts."""
+        """True if the run's task is to write answers to prompts."""
         return self._run.task.writes_answers
 
     def texts(self) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
-        """What turns tokens into text, special ones included, and what ends an answer."""
+        """The function that turns tokens into text, special ones included, and the texts that end an answer."""
         found: tuple[Callable[[Sequence[int]], str], Sequence[str]] = self._run.data.answer_texts(self._data)
         return found
 

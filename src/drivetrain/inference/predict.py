@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 
 class Predictor(Protocol):
-    """What a model says of the inputs of a batch, as columns of their rows."""
+    """The predictions of a model for the inputs of a batch, as columns of their rows."""
 
     @property
     def columns(self) -> Sequence[str]: ...
@@ -42,7 +42,7 @@ class Outputs:
 
 @dataclass
 class Counts:
-    """How many inputs were predicted, and how many could not be read."""
+    """The numbers of inputs that were predicted, and of those that could not be read."""
 
     predicted: int = 0
     unreadable: int = 0

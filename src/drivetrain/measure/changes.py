@@ -51,7 +51,7 @@ def with_channels_last(run: RunSpec) -> list[str]:
 
 
 def between(first: Job, other: Job) -> tuple[Effect, list[str]]:
-    """What the difference of two runs claims: the weakest claim among the settings that differ, and those that make it."""
+    """The claim of the difference of two runs: the weakest among the settings that differ, and those that make it."""
     found = list(_differences(first, other))
     weakest = max((effect for _, effect in found), key=STRICTNESS.index, default=STRICTNESS[0])
     return weakest, [name for name, effect in found if effect == weakest]

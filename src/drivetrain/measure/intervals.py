@@ -23,7 +23,7 @@ class Interval(NamedTuple):
         return f"{self.middle:.2f} ×{self.bounds}"
 
     def as_fast(self, base: str = "") -> str:
-        """How many times as fast as `base`, in words."""
+        """The speed relative to `base`, in words."""
         return f"{self.middle:.2f} × as fast{base and f' as {base}'}{self.bounds}"
 
     @property
@@ -33,12 +33,12 @@ class Interval(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether a ratio's interval excludes 1."""
+        """True if a ratio's interval excludes 1."""
         return self.low > 1 or self.high < 1
 
     @property
     def same(self) -> bool:
-        """Whether a ratio's interval is so close to 1 that any difference is too small to matter."""
+        """True if a ratio's interval is so close to 1 that any difference is too small to matter."""
         return self.low > 1 - EQUIVALENCE and self.high < 1 + EQUIVALENCE
 
 
@@ -84,7 +84,7 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def _wilcoxon_cut(n: int, tail: float) -> int | None:
-    """How many Walsh averages lie outside the interval on each side: the largest k with P(signed-rank sum < k) ≤ tail."""
+    """The number of Walsh averages outside the interval on each side: the largest k with P(signed-rank sum < k) ≤ tail."""
     counts = [1]  # ways to reach each signed-rank sum with the ranks so far
     for rank in range(1, n + 1):
         longer = counts + [0] * rank

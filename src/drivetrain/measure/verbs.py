@@ -1,4 +1,4 @@
-"""What a measurement leaves: a folder below the run's output_dir, with its figures as JSON and its sheet as a page."""
+"""The files of a measurement: a folder below the run's output_dir, with its figures as JSON and its sheet as a page."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _is_shown_by_the_caller() -> bool:
-    """Whether the calling program has handlers of its own that print to this process's output."""
+    """True if the calling program has handlers of its own that print to this process's output."""
     streams = [s for s in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__, notices()) if s is not None]
     handlers = logging.getLogger().handlers if ROOT.propagate else []
     return any(getattr(handler, "stream", None) in streams or hasattr(handler, "console") for handler in handlers)

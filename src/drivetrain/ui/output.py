@@ -37,7 +37,7 @@ def plain(text: str) -> str:
 
 
 def notices() -> TextIO:
-    """Where notices go: the real standard error, or in a notebook, which shows that in red, standard output.
+    """The stream for notices: the real standard error, or in a notebook, which shows that in red, standard output.
 
     While rich draws it puts a stream of its own in the place of standard error, even where that is a file.
     """
@@ -46,7 +46,7 @@ def notices() -> TextIO:
 
 
 def can_redraw(stream: Any) -> bool:
-    """Whether a stream is a terminal with frames, colours and lines that change: not one of TERM=dumb, and not with `--plain`."""
+    """True if a stream is a terminal with frames, colours and lines that change: not one of TERM=dumb, and not with `--plain`."""
     return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown") and PLAIN not in os.environ
 
 

@@ -19,7 +19,7 @@ LINES = 16, 10  # of the first panel and of each further one, with its axes
 
 
 class Curve(NamedTuple):
-    """What one panel shows: `points` are (update, value)."""
+    """The curve of one panel: `points` are (update, value)."""
 
     name: str
     points: list[tuple[int, float]]
@@ -173,7 +173,7 @@ def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:
 
 
 def is_confusion(table: Mapping[str, object]) -> bool:
-    """Whether a table counts how many of a class (a row) are predicted to be of each class (a column)."""
+    """True if a table counts how many of a class (a row) are predicted to be of each class (a column)."""
     return bool(table["rows"] == table["columns"])
 
 

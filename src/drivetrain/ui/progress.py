@@ -58,7 +58,7 @@ class Rate:
         self._bar.update(self._task, completed=done, text=self.text())
 
     def text(self) -> str:
-        """How many are done, and how many in a second."""
+        """The number that are done, and the number in a second."""
         of = f" of {self._total:,}" if self._total is not None and self._done < self._total else ""
         rate = (self._done - self._first) / max(time.monotonic() - self._began, 1e-9)
         return f"{self._done:,}{of} {self._what}, {rate:,.0f}/s"

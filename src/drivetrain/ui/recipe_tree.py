@@ -16,7 +16,7 @@ OFF = ("none", "single", "constant", "")
 
 
 class Line(NamedTuple):
-    """What is shown of a group. `set` says what was set by an override or by the recipe, and not by default."""
+    """The line of a group. `set` says what was set by an override or by the recipe, and not by default."""
 
     group: str
     option: str
@@ -64,7 +64,7 @@ def _stages(run: RunSpec) -> list[str]:
 
 
 def lines(composed: Composed) -> list[Line]:
-    """What is shown of each group."""
+    """The line of each group."""
     plain = composed.plain
     return [_line(composed, group, plain.get(group) or {}) for group in composed.choices]
 
@@ -84,7 +84,7 @@ def _line(composed: Composed, group: str, section: dict[str, object]) -> Line:
 
 
 def effect(run: RunSpec, group: str) -> str:
-    """What a group's options claim of training as they are set: exact, close or changes; the greatest of several."""
+    """The claim of a group's options on training as they are set: exact, close or changes; the greatest of several."""
     made = run.parts.get(group)
     claims = [option.effect_as_set() for option in (made if isinstance(made, list) else [made] if made is not None else [])]
     return max(claims, key=get_args(Effect).index, default="exact")

@@ -87,7 +87,7 @@ def commands(*lines: str) -> Part:
 
 
 def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> Part:
-    """What a click on the page shows."""
+    """A part that shows the sections after a click on its summary."""
     return Part(f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{joined(sections)}</details>")
 
 

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_live() -> bool:
-    """Whether standard output is a terminal that can redraw a line, and `--plain` was not given."""
+    """True if standard output is a terminal that can redraw a line, and `--plain` was not given."""
     return output.can_redraw(sys.stdout)
 
 
@@ -120,7 +120,7 @@ class Progress:
         return f"  {left}" if left else ""
 
     def _left(self, update: int) -> str:
-        """How long the run is still going to take; "" where that is not known."""
+        """The time that the run is still going to take; "" where that is not known."""
         made = update - self._first
         if made <= 0 or update >= self.total:
             return ""

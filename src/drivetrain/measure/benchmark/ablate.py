@@ -29,7 +29,7 @@ class Settings(comparison.Settings):
 
 
 def techniques(baseline: Job, recipe: Job) -> Changes:
-    """What turns the baseline into the recipe: options, keys, epochs, items of lists and stages, but nothing of this machine."""
+    """The changes that turn the baseline into the recipe: options, keys, epochs, items of lists and stages; no machine keys."""
     values = {*recipe.composed.plain} - {*recipe.composed.choices, STAGES, "epochs"}
     return Changes(baseline, recipe, {"logger", "saving", *values, *baseline.machine_local_keys, *recipe.machine_local_keys})
 
@@ -108,7 +108,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
 
 
 def sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison]) -> Sheet:
-    """What an ablation found; its answer is that of the first comparison."""
+    """The sheet of an ablation; its answer is that of the first comparison."""
     about = f"What each technique of the recipe {recipe} is worth against {baseline}."
     if len(comparisons) > 1:
         about += " Where a technique gains when it is added alone, and its removal costs nothing, another makes up for it."

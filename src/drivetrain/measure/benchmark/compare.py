@@ -73,7 +73,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def _on_target(comparison: Comparison) -> str:
-    """Which variant reaches the target soonest, in one sentence."""
+    """The variant that reaches the target soonest, in one sentence."""
     times, target = comparison.times(), comparison.target
     soonest = ranked(times)[0]
     if not soonest.reached:
@@ -143,7 +143,7 @@ def _too_few(comparison: Comparison) -> str:
 
 
 def _speed(row: Row, base: str) -> str:
-    """How many times as fast a variant is: by its updates; where these are not faster, for the whole run, which starts sooner."""
+    """The speed of a variant in words: by its updates; where these are not faster, for the whole run, which starts sooner."""
     ratio = row.ratio
     if row.whole_run is not None and (ratio is None or ratio.low <= 1):
         ratio, base = row.whole_run, f"{base} for the whole run, as it starts sooner"
@@ -152,7 +152,7 @@ def _speed(row: Row, base: str) -> str:
 
 
 def _on_start(comparison: Comparison) -> Iterator[str]:
-    """What start-up takes from variants with certainly faster updates: too much for this run, or for one that compiles anew."""
+    """The lines on start-up that outweighs certainly faster updates: in this run, or in one that compiles anew."""
     for row in (row for row in comparison.rows[1:] if row.pays_too_late):
         yield (
             f"{_subject(comparison, row)} has faster updates and starts later, which makes this run no shorter: "
@@ -166,13 +166,13 @@ def _on_start(comparison: Comparison) -> Iterator[str]:
 
 
 def _base(comparison: Comparison) -> str:
-    """What a sentence calls the first variant."""
+    """The name of the first variant in a sentence."""
     called = names(comparison)[0]
     return f"the run {called}" if called in AS_IT else called
 
 
 def _subject(comparison: Comparison, row: Row) -> str:
-    """What a sentence calls another variant."""
+    """The name of another variant in a sentence."""
     called = names(comparison)[next(n for n, each in enumerate(comparison.rows) if each is row)]
     return comparison.subject.format(called.removeprefix("+ ").removeprefix("− "))
 
@@ -185,7 +185,7 @@ def _improvement(row: Row) -> float:
 
 
 def _better(comparison: Comparison, row: Row) -> str:
-    """Which figure of a variant is better than the first variant's, and by how much, in words."""
+    """The figure in which a variant is better than the first variant, and by how much, in words."""
     assert row.verdict is not None
     return f"a better {row.verdict.metric} than {_base(comparison)}, by {_difference(row.verdict).removeprefix('better by ')}"
 
@@ -215,7 +215,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """What was measured: the variants where they differ, why each result is as good or not, the method, and the rounds."""
+    """The sections of a comparison: the variants where they differ, why each result is as good or not, the method, the rounds."""
     called, rows, found = names(comparison), comparison.rows, table(comparison)
     shown, same = found.only([n for n, name in enumerate(found.header) if name not in IN_ALL_FIGURES]).differing(
         1 + [*found.header].index("95 % interval")
@@ -345,7 +345,7 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared,
 
 
 def sheet(comparison: Comparison, verb: str = "compare") -> Sheet:
-    """What a comparison found."""
+    """The sheet of a comparison."""
     return Sheet(f"Techniques compared – drivetrain {verb}", headline(comparison), sections(comparison))
 
 

@@ -120,19 +120,19 @@ class Row:
                 self.first_pays_after = Cost(self.first_start_s, step).pays_after(Cost(base.start_s, base_step)) or None
 
     def faster_for_the_run(self, base: Row, confidence: float = 0.95) -> Interval:
-        """How many times as fast as `base` it is for the whole run; by its updates alone where the length is not known."""
+        """The speed of the whole run relative to `base`; that of its updates alone where the length is not known."""
         mine, theirs = (base.runs_s, self.runs_s) if self.runs_s and base.runs_s else (self.rates, base.rates)
         both = min(len(mine), len(theirs))  # a variant that stopped is compared with its own rounds
         return ratio(mine[:both], theirs[:both], confidence)
 
     @property
     def gain(self) -> Interval | None:
-        """What decides whether it is worth it: the ratio of the whole run where its length is known, else that of the updates."""
+        """The ratio that decides whether it is worth it: of the whole run where its length is known, else of the updates."""
         return self.whole_run if self.whole_run is not None else self.ratio
 
     @property
     def pays_too_late(self) -> str:
-        """Why the variant makes the run no shorter although its updates are certainly faster; "" where nothing tells that."""
+        """The reason why the run is no shorter although the variant's updates are certainly faster; "" where there is none."""
         if self.ratio is None or self.ratio.low <= 1 or self.pays_after is None or self.run_updates is None:
             return ""
         if self.pays_after < self.run_updates:
@@ -182,13 +182,13 @@ def usual_starts(starts: Sequence[float]) -> list[float]:
 
 
 def seconds(variant: Any, updates: int) -> list[float]:
-    """What the whole run of so many updates would take by each round of a variant."""
+    """The seconds that the whole run of so many updates would take by each round of a variant."""
     starts = usual_starts(variant.starts)[: len(variant.blocks)]
     return [Cost(start, b.seconds / b.updates).of(updates) for start, b in zip(starts, variant.blocks, strict=True)]
 
 
 def speeds(variant: Any, base: Any) -> tuple[list[float], list[float]]:
-    """How fast two variants were in each round: whole runs a second, or samples a second where no length is known."""
+    """The speeds of two variants in each round: whole runs a second, or samples a second where no length is known."""
     lengths = [updates_of(each.job, each.facts.get("samples")) if each.starts else None for each in (variant, base)]
     mine, theirs = (
         [1 / s for s in seconds(each, length)] if length is not None and None not in lengths else [b.rate for b in each.blocks]
@@ -228,7 +228,7 @@ def behind(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
 
 
 def _is_slower(variant: Variant, other: Variant, share: float) -> bool:
-    """Whether the variant had less than `share` of the other's speed in more than half of the rounds: 2 of 2, 3 of 4, 4 of 6."""
+    """True if the variant had less than `share` of the other's speed in more than half of the rounds: 2 of 2, 3 of 4, 4 of 6."""
     pairs = list(zip(*speeds(variant, other), strict=True))
     slower = sum(mine < share * theirs for mine, theirs in pairs)
     return slower >= len(pairs) / 2 + 1
@@ -261,11 +261,11 @@ class TimesToTarget:
 
     @property
     def reached(self) -> int:
-        """How many seeds reached it."""
+        """The number of seeds that reached it."""
         return self.reached_of(len(self.seconds))
 
     def reached_of(self, seeds: int) -> int:
-        """How many of the first `seeds` reached it."""
+        """The number of the first `seeds` that reached it."""
         return sum(value is not None for value in self.seconds[:seeds])
 
     @property
@@ -275,7 +275,7 @@ class TimesToTarget:
         return statistics.median(values) if values else math.inf
 
     def faster_than(self, base: TimesToTarget) -> Interval | None:
-        """How many times as fast as another one it is, over the seeds where both reached the target; None for too few."""
+        """The speed relative to another one, over the seeds where both reached the target; None for too few."""
         pairs = [(b, s) for b, s in zip(base.seconds, self.seconds, strict=False) if b is not None and s is not None]
         return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
 
@@ -324,7 +324,7 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether any variant has an error."""
+        """True if any variant has an error."""
         return any(row.error for row in self.rows)
 
     def raise_if_baseline_failed(self) -> None:

@@ -1,4 +1,4 @@
-"""What the files of a finished run say of it. Anyone may have written them: what is not of the right kind is left out."""
+"""The facts in the files of a finished run. Anyone may have written them: what is not of the right kind is left out."""
 
 from __future__ import annotations
 

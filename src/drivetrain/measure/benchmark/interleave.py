@@ -157,7 +157,7 @@ class BenchmarkAgent:
 
 
 def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> dict[str, Any]:
-    """What a variant reports of itself after the warm-up, so many seconds after it began."""
+    """The facts that a variant reports of itself after the warm-up, so many seconds after it began."""
     steps = times.step_s()
     step_s = statistics.median(steps[trainer.timer.warmup :])
     return {
@@ -212,14 +212,14 @@ def read_memory(device: Any, world: World) -> Reading:
 
 
 def fits(need: int | None, live: Sequence[Reading]) -> bool:
-    """Whether a variant fits beside live ones; the last was read last. `need`: its own memory, where it has run already."""
+    """True if a variant fits beside live ones; the last was read last. `need`: its own memory, where it has run already."""
     if not live or live[-1].free is None:
         return True
     return MARGIN * (need or max(reading.used for reading in live)) <= live[-1].free
 
 
 def ran_out(reason: str) -> bool:
-    """Whether a variant's error is want of memory: torch's own words, and those of cuBLAS and cuDNN."""
+    """True if a variant's error is want of memory: torch's own words, and those of cuBLAS and cuDNN."""
     return any(words in reason for words in ("out of memory", "ALLOC_FAILED", "can't allocate memory"))
 
 

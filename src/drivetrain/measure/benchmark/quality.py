@@ -1,4 +1,4 @@
-"""Whether a technique leaves the result as good as before: a non-inferiority test against the first variant.
+"""The test whether a technique leaves the result as good as before: non-inferiority to the first variant.
 
 All variants are trained with the same seeds, and compared seed by seed in what their runs end with on the validation data: the
 metric that ranks models, and the loss. Techniques that claim to be the same mathematics (`exact` or `close` in `drivetrain
@@ -92,7 +92,7 @@ def figures_for(effect: Effect, selection: Selection, judge: Sequence[Selection]
 
 
 class _Evidence:
-    """How a variant compares with the first one in one figure."""
+    """The comparison of a variant with the first one in one figure."""
 
     def __init__(self, figure: Figure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> None:
         self.figure = figure
@@ -131,7 +131,7 @@ class _Evidence:
 
 
 def reached(name: str, runs: Sequence[TrainedRun]) -> int:
-    """How many of the runs have the figure itself, and not a bound of it."""
+    """The number of runs that have the figure itself, and not a bound of it."""
     return sum(name not in run.censored for run in runs)
 
 
@@ -236,7 +236,7 @@ def _without_test(runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> tup
 
 
 def _stuck(found: Sequence[_Evidence], level: float) -> bool:
-    """Whether more seeds would not help: what may FAIL the variant is as good as before, what a PASS needs too is worse."""
+    """True if more seeds would not help: what may FAIL the variant is as good as before, what a PASS needs too is worse."""
     worse = any(e.p_fail <= level for e in found if e.figure.needed and not e.figure.alone)
     return worse and all(e.p_pass <= level for e in found if e.figure.alone)
 
@@ -272,7 +272,7 @@ Train = Callable[[int, int], TrainedRun]
 
 @dataclass
 class Plan:
-    """How many seeds are trained, and which figures are judged."""
+    """The number of seeds to train, and the figures to judge."""
 
     seeds: Count = 5  # trainings of each variant before the first look, and before each further one
     max_seeds: Count = 20  # while a variant is INCONCLUSIVE

@@ -66,7 +66,7 @@ class Side:
 
 
 def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
-    """What a word of the command line names, with the overrides that both sides have. Raises UserError."""
+    """The side that a word of the command line names, with the overrides that both sides have. Raises UserError."""
     path = expanded(word)
     if "=" in word and not _is_path(path) and not places.is_address(word):
         own = translated(_words(word), config_dirs)
@@ -184,7 +184,7 @@ class Measurer:
 
     @abstractmethod
     def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
-        """Why a variant fails while it runs; None where it runs."""
+        """The reason why a variant fails while it runs; None where it runs."""
 
     @abstractmethod
     def value(self, effect: float) -> str:
@@ -335,7 +335,7 @@ class Report:
     seconds: float
 
     def table(self) -> Table:
-        """What was tried, in the order of the comparisons."""
+        """The table of what was tried, in the order of the comparisons."""
         header = ["changes on top of GOOD", self.measurer.unit, "95 % interval", "of the difference", "pairs", "because"]
         rows = [self._row(numbers(chosen), found) for chosen, found in self.search.tried.items() if found.pairs or found.problem]
         return Table(header, rows, "What was tried", ("because",), sortable=True).used(always=2)
@@ -507,7 +507,7 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
 
 
 def _different_data(good: Job, bad: Job) -> Iterator[str]:
-    """Why the two are about different data, whose figures nobody can compare."""
+    """The reasons why the two are about different data, whose figures nobody can compare."""
     local = {key for key in good.machine_local_keys | bad.machine_local_keys if key.startswith("data.")}
     old, new = ({**job.composed.choices, **flatten(job.composed.plain)} for job in (good, bad))
     for key in (*SAME_DATA, *sorted(local)):

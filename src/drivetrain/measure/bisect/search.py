@@ -1,4 +1,4 @@
-"""Which of the changes from GOOD to BAD make the difference: prefix halving on measured effects.
+"""The search for those changes from GOOD to BAD that make the difference: prefix halving on measured effects.
 
 Subsets of the changes are put on top of GOOD, and each has an effect with an interval. A binary search over the first changes
 follows the larger part of the effect: the first half of them, then the first quarter or three quarters, and so on, until one
@@ -27,7 +27,7 @@ Subset = frozenset[int]  # of the changes, by their numbers
 
 @dataclass
 class Measured:
-    """What was found for GOOD with a subset of the changes."""
+    """The measurement of GOOD with a subset of the changes."""
 
     effect: Interval | None = None  # its difference from GOOD: 0 is none; None where it has no figure
     pairs: int = 0  # rounds or seeds that were measured
@@ -53,11 +53,11 @@ class Between(NamedTuple):
     high: float
 
     def excludes_middle(self, found: Interval) -> bool:
-        """Whether the interval lies on one side of the middle."""
+        """True if the interval lies on one side of the middle."""
         return not found.low <= (self.low + self.high) / 2 <= found.high
 
     def decided(self, found: Interval) -> bool:
-        """Whether the interval is narrow enough, and lies on one side; a very narrow one near the middle may go either way."""
+        """True if the interval is narrow enough, and lies on one side; a very narrow one near the middle may go either way."""
         step, width = abs(self.high - self.low), found.high - found.low
         return (width <= step and self.excludes_middle(found)) or width <= step / 2
 
@@ -76,7 +76,7 @@ class Cause:
 
 @dataclass
 class Answer:
-    """What the search came to."""
+    """The result of the search."""
 
     outcome: str
     whole: Measured  # BAD
@@ -119,7 +119,7 @@ class Search:
 
     @property
     def comparisons(self) -> int:
-        """How many subsets were measured, BAD included."""
+        """The number of subsets that were measured, BAD included."""
         return sum(found.pairs > 0 for found in self.tried.values())
 
     def _explain(self, answer: Answer, whole: float) -> None:
@@ -160,7 +160,7 @@ class Search:
         return Cause(tuple(sorted(cause)), self.tried[cause].effect)
 
     def _ask(self, chosen: Iterable[int], low: float, high: float) -> tuple[bool, float]:
-        """Whether the effect of a subset is nearer to `high` than to `low`, and the effect. Raises Unresolved.
+        """True if the effect of a subset is nearer to `high` than to `low`, and the effect. Raises Unresolved.
 
         Of one that diverges it counts as `high`, and of one that cannot run as `low`.
         """

@@ -155,7 +155,7 @@ def _verdict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float)
 
 
 def _of_flips(verdict: Verdict, tensors: str) -> str:
-    """What is said of two runs that are the same in float64 only."""
+    """The text on two runs that are the same in float64 only."""
     flipped = [f for f in verdict.findings if f.is_different and f.decides]
     return (
         f"exact: in float64 the two runs are the same. In float32 {len(flipped)} of {tensors} differ by more than the order of "
@@ -360,7 +360,7 @@ def verdict_on(
 
 
 def agree_in_float64(recorded: Recorded, recorded_tested: Recorded) -> bool:
-    """Whether the two runs, each with its techniques, are the same in float64; False where one cannot be made there."""
+    """True if the two runs, each with its techniques, are the same in float64; False where one cannot be made there."""
     wide = {"float64": True, "techniques": True}
     try:
         permuted = [recorded(permute=seed, **wide) for seed in range(1, PERMUTED + 1)]

@@ -48,13 +48,13 @@ class Entry:
         return float(np.linalg.norm(self.values))
 
     def comparable(self, other: Entry) -> bool:
-        """Whether the two are the same kind of tensor."""
+        """True if the two are the same kind of tensor."""
         return self.shape == other.shape and self.values.shape == other.values.shape
 
 
 @dataclass
 class Trace:
-    """What one run computed."""
+    """The tensors that one run computed, and the facts to compare them by."""
 
     entries: dict[Key, Entry] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # module's name → its class
@@ -204,7 +204,7 @@ class Finding:
 
     @property
     def is_different(self) -> bool:
-        """Whether it is more than rounding."""
+        """True if it is more than rounding."""
         return self.ratio > MARGIN
 
     def relative(self, value: float) -> float:
@@ -231,7 +231,7 @@ class Verdict:
 
 
 def same_bits(tested: Trace, reference: Trace) -> bool:
-    """Whether all that both traces have is equal, so that no floor is needed."""
+    """True if all that both traces have is equal, so that no floor is needed."""
     return all(finding.distance == 0 for finding in _findings(tested, reference, Floors()))
 
 
@@ -249,14 +249,14 @@ def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False
 
 
 def may_have_flipped(verdict: Verdict) -> bool:
-    """Whether a ReLU that rounding flips could be the difference: the runs have the same data, start and losses."""
+    """True if a ReLU that rounding flips could be the difference: the runs have the same data, start and losses."""
     return verdict.answer == DIFFERS and not any(
         f.is_different and f.decides and f.key[1] in NEVER_ROUNDED | {"loss"} for f in verdict.findings
     )
 
 
 def same_in_float64(tested: Trace, reference: Trace, permuted: Sequence[Trace]) -> bool:
-    """Whether two runs in float64 differ by less than float32 rounds, or by what the order of sums changes."""
+    """True if two runs in float64 differ by less than float32 rounds, or by what the order of sums changes."""
     entries = {
         key: replace(entry, rounding=max(entry.rounding, FLOAT32 / MARGIN * entry.size))
         for key, entry in reference.entries.items()

@@ -140,7 +140,7 @@ class WatchedStep(WrappingStep):
 
 
 def hidden(trainer: Trainer) -> str:
-    """Why the modules of a run cannot be looked into; "" if they can."""
+    """The reason why the modules of a run cannot be looked into; "" if they can."""
     if not trainer.parallel.own_forward:
         return "layers: each rank runs a part of the model"
     return "layers: the model is compiled" if trainer.compile_seconds() is not None else ""
@@ -227,7 +227,7 @@ EVALUATED_BATCHES = 8  # global batches of the evaluation set
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """How a run is recorded."""
+    """The options for recording a run."""
 
     updates: int
     permute: int = 0  # not 0: each micro-batch has its samples in another order, by this seed

@@ -125,7 +125,7 @@ def recipe_text(job: Job, against: dict[str, object], row: Row, base: Row, comme
 
 
 def of_the_run(row: Row, base: Row) -> list[str]:
-    """What a variant is worth for the run as it is, in a line, and in another where kernels must be compiled first."""
+    """The gain of a variant for the run as it is, in a line, and in another where kernels must be compiled first."""
     if row.run_s is None or base.run_s is None or row.run_updates is None:
         return []
     lines = [
@@ -164,7 +164,7 @@ def ablate(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path |
 
 
 def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
-    """What writes FILE of `--recipe FILE` when a verb has measured; None without one. Raises UserError where it cannot.
+    """The function that writes FILE of `--recipe FILE` when a verb has measured; None without FILE. Raises UserError.
 
     It holds the fastest variant that is faster than the first beyond doubt and did not FAIL; with `last` it is the last one.
     """
@@ -190,7 +190,7 @@ def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
 
 
 def _is_proven(row: Row) -> bool:
-    """Whether a variant makes the run as it is faster beyond doubt, start-up included, and no worse as far as was seen."""
+    """True if a variant makes the run as it is faster beyond doubt, start-up included, and no worse as far as was seen."""
     return row.gain is not None and row.gain.low > 1 and (row.verdict is None or row.verdict.outcome != quality.FAIL)
 
 
@@ -322,7 +322,7 @@ def _figures(run: RunFiles) -> list[str]:
 
 
 def _next(file: Path, run: RunFiles) -> str:
-    """How the recipe of a run is run."""
+    """The command that runs the recipe of a run."""
     choices, trust = recipes.read_of_run(run.path).choices, _trusted(run)
     words = [f"recipe={file}", *recipe_file.code_words(choices, run.config, trust)]
     return f"run it by `drivetrain train {printable(shlex.join(words))}`"
@@ -350,7 +350,7 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
 
 
 def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
-    """What runs of one config with different seeds measured; None where that is nothing. Raises UserError."""
+    """The claim of runs of one config with different seeds; None where they measured nothing. Raises UserError."""
     _check_same(runs)
     wanted = _wanted(runs[0], settings)
     found = [Facts.of(run, _seed(run), wanted.reach) for run in runs]
@@ -393,7 +393,7 @@ def _each(values: Iterable[object]) -> str:
 
 
 def _wanted(run: RunFiles, settings: Settings) -> Wanted:
-    """What is to be claimed of runs like this one. Raises UserError for a target that is none."""
+    """The figures to claim of runs like this one. Raises UserError for a target that is none."""
     (name, more), given = run.metric or (None, True), settings.target
     if given is None:
         return Wanted(settings.metric or name, settings.set)

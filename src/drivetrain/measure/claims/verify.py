@@ -45,7 +45,7 @@ SLOWER = 2.0  # a machine's speed may differ by this factor from one hour to the
 
 
 class Answer(NamedTuple):
-    """What measuring again says of one kind of claim."""
+    """The answer of a new measurement to one kind of claim."""
 
     kind: str
     claimed: str
@@ -62,7 +62,7 @@ def exit_code(answers: Sequence[Answer]) -> int:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be claimed of runs; None: what the runs were judged by."""
+    """The figures to claim of runs; None: those that the runs were judged by."""
 
     metric: str | None = None
     set: str | None = None
@@ -71,7 +71,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Differences:
-    """Where this machine and its data are not those of a claim, in words; "" where they are the same."""
+    """The differences between this machine and its data and those of a claim, in words; "" where they are the same."""
 
     kind: str = ""  # the device's type
     device: str = ""
@@ -130,13 +130,13 @@ class OfRuns:
         raise NotImplementedError
 
     def cannot_tell(self, differ: Differences) -> str:
-        """Why it cannot be told here; "" where it can."""
+        """The reason why it cannot be told here; "" where it can."""
         if differ.data:
             return f"other data: {differ.data}"
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
 
     def answer(self, claimed: object, seen: Seen) -> Answer:
-        """Whether a claim holds of the runs that were trained here."""
+        """The answer whether a claim holds of the runs that were trained here."""
         again = self.made(seen.runs, self.same(claimed))
         measured = str(again) if again is not None else "–"
         if failed := next((run for run in seen.runs if run.error is not None), None):
@@ -150,7 +150,7 @@ class OfRuns:
         return Answer(self.key, str(claimed), measured, outcome, because)
 
     def same(self, claimed: Any) -> Wanted:
-        """What has to be made of the runs here to compare it with the claim."""
+        """The figures to make of the runs here to compare them with the claim."""
         return Wanted()
 
     def judge(self, claimed: Any, again: Any, seen: Seen) -> tuple[str, str]:
@@ -247,7 +247,7 @@ class TimeToTarget(OfRuns):
 
 
 class Used(OfRuns):
-    """What a run used of its device: the largest peak of memory, or the mean of the joules, of all runs."""
+    """The use that a run made of its device: the largest peak of memory, or the mean of the joules, of all runs."""
 
     needs_device = True
 
@@ -305,7 +305,7 @@ class Settings(comparison.Settings):
 
 @dataclass
 class Verified:
-    """What verifying a recipe came to."""
+    """The result of verifying a recipe."""
 
     recipe: Recipe
     answers: list[Answer]
@@ -422,7 +422,7 @@ def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence
 
 
 def differences(claim: Claim, run: Facts, job: Job) -> Differences:
-    """Where the machine and the data of a run are not the claim's. Raises UserError for a run that could not be built."""
+    """The differences of a run's machine and data from the claim's. Raises UserError for a run that could not be built."""
     here = Differences.of(claim, run.kind or job.run.runtime.device_type(), run.device, run.data)
     if run.kind is None and run.error is not None and not here.kind:
         raise UserError(run.error.removeprefix("failed: "))

@@ -40,7 +40,7 @@ def of_process(tensors: Figure, beside: Figure) -> Figure:
 
 @dataclass
 class Forecast:
-    """What is expected of a run. Seconds and bytes are those of one rank."""
+    """The forecast of a run. Seconds and bytes are those of one rank."""
 
     device: str
     source: str
@@ -77,12 +77,12 @@ class Forecast:
 
     @property
     def limit(self) -> str:
-        """What takes most of an update's time."""
+        """The part that takes most of an update's time."""
         return max(self.shares, key=lambda name: self.shares[name])
 
     @property
     def fits(self) -> bool:
-        """Whether the likely peak fits."""
+        """True if the likely peak fits."""
         return self.peak.value <= FILLED * self.memory_limit
 
     @property

@@ -304,7 +304,7 @@ class Settings:
 
 @dataclass
 class Answer:
-    """What the process that built the run found; plain values, since they travel."""
+    """The findings of the process that built the run; plain values, since they travel."""
 
     forecast: Forecast
     rows: list[Row]  # of what if
@@ -312,7 +312,7 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether the run fits the device's memory."""
+        """True if the run fits the device's memory."""
         return bool(self.forecast.fits)
 
 
@@ -327,13 +327,13 @@ class StageAnswer:
 
 @dataclass
 class StagedAnswer:
-    """What was found for a run with stages."""
+    """The findings for a run with stages."""
 
     stages: list[StageAnswer]
 
     @property
     def fits(self) -> bool:
-        """Whether each stage fits the device's memory."""
+        """True if each stage fits the device's memory."""
         return all(stage.answer.fits for stage in self.stages)
 
     @property

@@ -1,4 +1,4 @@
-"""What is forecast: a run as it is planned, and the same run as this process can build it, uncompiled and in one process."""
+"""The plan of a forecast: the run as it is planned, and the same run as one process can build it, uncompiled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ALLOWANCE = Figure(0.05, 0.0, 0.15)  # of the activations, for kernels' own buff
 
 @dataclass(frozen=True)
 class Ranks:
-    """How a run is spread over ranks, as far as memory and network depend on it."""
+    """The layout of a run over ranks, as far as memory and network depend on it."""
 
     count: int = 1
     shards: int = 1  # over which weights, gradients and optimizer state are divided
@@ -126,7 +126,7 @@ class Plan:
 
     @property
     def finds_split(self) -> bool:
-        """Whether the run finds its micro-batches by trials before it starts, as batch=auto does."""
+        """True if the run finds its micro-batches by trials before it starts, as batch=auto does."""
         return bool(self.run.batch.untried) and not self.run.batch.needs_trial
 
     def split(self, largest: float) -> Plan:
@@ -136,7 +136,7 @@ class Plan:
 
     @property
     def times_layers(self) -> bool:
-        """Whether the run times layers of its model on this machine's CPU when it is built, so that its weights need values."""
+        """True if the run times layers of its model on this machine's CPU when it is built, so that its weights need values."""
         return self.device == HERE and self.run.runtime.device_type() == "cpu"
 
     def look(self) -> RunSpec:
@@ -160,7 +160,7 @@ class Plan:
         return found
 
     def compiled(self) -> Compiled:
-        """What compiling is assumed to save, and a policy that is asked for each operation to cost."""
+        """The savings that compiling is assumed to bring, and the cost of a policy that is asked for each operation."""
         option = self.run.compile
         if not option.active or option.torchscript:
             return Compiled(host=ASKED_HOST) if self.run.checkpointing.asks_for_each_operation else EAGER
@@ -169,7 +169,7 @@ class Plan:
         return Compiled(FUSED_BYTES if option.partitions_activations or option.captures_step else Figure.exactly(1.0), host)
 
     def ranks(self, model: Any) -> Ranks:
-        """How the run is spread over ranks. Raises UserError for a strategy whose memory is not forecast."""
+        """The layout of the run over ranks. Raises UserError for a strategy whose memory is not forecast."""
         parallel = self.run.parallel
         count = parallel.ranks()
         if parallel.one_process:
@@ -207,7 +207,7 @@ def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> P
 
 
 def _notes(run: RunSpec, device: str) -> Iterator[str]:
-    """What the forecast does not cover, or assumes."""
+    """The notes on what the forecast does not cover, or assumes."""
     if run.checkpointing.chosen_by_compiler:
         yield "checkpointing=budget is the compiler's to choose: the peak is forecast with every activation kept"
     if run.checkpointing.keeps_on_host:

@@ -61,7 +61,7 @@ class Figure(NamedTuple):
         return Figure(*(factor * each for each in self))
 
     def holds(self, value: float) -> bool:
-        """Whether a value lies in the interval."""
+        """True if a value lies in the interval."""
         return self.low <= value <= self.high
 
 
@@ -140,7 +140,7 @@ ASKED_HOST = Figure(4.0, 2.5, 6.0)
 
 
 class Compiled(NamedTuple):
-    """What compiling leaves of the traffic of pointwise operations and of the host's time, as factors."""
+    """The shares of the traffic of pointwise operations and of the host's time that remain after compiling, as factors."""
 
     traffic: Figure = Figure.exactly(1.0)
     host: Figure = Figure.exactly(1.0)
@@ -237,7 +237,7 @@ FILLED = 0.5  # floating-point inputs: valid for every operation, and no denorma
 
 
 class Timed(NamedTuple):
-    """What one operation takes here: seconds, and bytes that its kernel allocates beside its results while it runs."""
+    """The cost of one operation here: seconds, and bytes that its kernel allocates beside its results while it runs."""
 
     seconds: float
     workspace: int

@@ -233,7 +233,7 @@ def _range(interval: Interval, form: str = " ({})") -> str:
 
 
 def _what(line: Line) -> str:
-    """What is seen of a line's time."""
+    """The reason for a line's time, as far as it was seen."""
     if line.wasted > 0.5:
         return "it runs layers whose weights train, but no gradient comes back to them: the loss does not need their result"
     if line.wide > 0.5:
@@ -287,7 +287,7 @@ def _largest(profile: StepProfile) -> str:
 
 
 def roofline_text(profile: StepProfile) -> str:
-    """How near the step comes to the device's limits."""
+    """The text on how near the step comes to the device's limits."""
     flops, bandwidth, step = profile.roofline
     text = f"this device: {flops / 1e12:.2f} TFLOP/s of matrix products, {bandwidth / 1e9:.0f} GB/s of copying"
     if step:
@@ -308,7 +308,7 @@ def sheet(found: Diagnosis, faster: Sequence[str] = ()) -> Sheet:
 
 
 def conclusion(found: Diagnosis) -> str:
-    """What costs the most, and what was measured to help, in one sentence."""
+    """The greatest cost, and what was measured to help, in one sentence."""
     verdict = found.problems[0].verdict
     verdict = verdict[:1].upper() + verdict[1:] if verdict.split(" ")[0].isalpha() else verdict  # else it begins with a key
     if not found.gains or (ratio := found.gains[0].row.ratio) is None:
@@ -327,7 +327,7 @@ def verdicts(found: Diagnosis) -> Part:
 
 
 def profiled(found: Diagnosis) -> list[Section]:
-    """Where an update's time goes: by its phases, and by the lines of the user's code; and what is beside the updates."""
+    """The parts of an update's time: its phases, and the lines of the user's code; and what is beside the updates."""
     profile = found.profile
     notes = [*found.notes, roofline_text(profile)]
     if profile.queued > BUSY:
@@ -353,7 +353,7 @@ def _phases(profile: StepProfile) -> Table:
 
 
 def _beside(profile: StepProfile) -> Table:
-    """What is no part of an update: it is paid once, or now and then."""
+    """The table of costs that are no part of an update: they are paid once, or now and then."""
     rows = [("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s")]
     rows.append(("an evaluation", f"{profile.evaluation_s:.2f} s"))
     if profile.saving_s is not None:
@@ -409,7 +409,7 @@ class Gain(NamedTuple):
 
 @dataclass
 class Diagnosis:
-    """What the doctor found: where a step's time goes, what costs time, the dearest first, and what is faster."""
+    """The doctor's findings: where a step's time goes, what costs time, the dearest first, and what is faster."""
 
     profile: StepProfile
     problems: list[Problem]
@@ -418,7 +418,7 @@ class Diagnosis:
     comparisons: dict[str, Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
 
     def as_dict(self) -> dict[str, Any]:
-        """What was found, as plain values: doctor.json."""
+        """The findings as plain values: doctor.json."""
         profile = self.profile
         own = ("place", "text", "share", "backward", "layers", "operations", "waits", "reads_data")
         lines = [

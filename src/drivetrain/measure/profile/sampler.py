@@ -64,13 +64,13 @@ class Site(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is written on its line."""
+        """The text of its line."""
         text = linecache.getline(self.code.co_filename, self.line).partition("  #")[0].strip()
         return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
 
 
 class Found(NamedTuple):
-    """What a stack shows."""
+    """The facts that a stack shows."""
 
     site: Site | None = None  # of the innermost frame of the user's own
     in_layer: bool = False  # it called a module of a library, such as one of torch.nn
@@ -79,7 +79,7 @@ class Found(NamedTuple):
 
 @cache
 def is_users(code: CodeType) -> bool:
-    """Whether code is neither of Python's library, nor of torch, an installed package or drivetrain."""
+    """True if code is neither of Python's library, nor of torch, an installed package or drivetrain."""
     name = code.co_filename
     return code.co_name != "<module>" and os.sep in name and not name.startswith(("<", *_LIBRARIES))
 
@@ -360,7 +360,7 @@ class Operation:
 
     @property
     def needed(self) -> bool:
-        """Whether the model's own layers need it."""
+        """True if the model's own layers need it."""
         return self.layer and not self.wide and not self.wasted
 
 
@@ -463,7 +463,7 @@ def _next_node() -> int:
 
 
 def _is_layers(name: str, args: object, trains: bool) -> bool:
-    """Whether a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
+    """True if a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
     return trains and (name.startswith(_OF_LAYERS) or _has_weights(args))
 
 
@@ -558,7 +558,7 @@ class Attribution:
 
 @dataclass
 class _Site:
-    """What is known of one call."""
+    """The known facts of one call."""
 
     spent: Spent = field(default_factory=Spent)
     data: float = 0.0  # seconds while the step waited for data

@@ -109,7 +109,7 @@ def read_update(stream: TrackedStream) -> tuple[Any, int]:
 
 @dataclass
 class Looked:
-    """What several looks at updates saw; milliseconds are those of one update, without those in which it waited for a core."""
+    """The findings of several looks at updates; milliseconds are those of one update, without those that waited for a core."""
 
     lines: Attribution
     operations: int  # in an update
@@ -184,7 +184,7 @@ def reading_lines(trainer: Trainer, seconds: float) -> Samples:
 
 
 def _host_reads(trainer: Trainer, stream: TrackedStream) -> dict[str, int]:
-    """How often in an update each user line makes the host wait for the device, or would on CUDA."""
+    """The number of times in an update that each user line makes the host wait for the device, or would on CUDA."""
     found: Counter[str] = Counter()
 
     def count(_: str) -> None:
@@ -224,7 +224,7 @@ def time_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:
-    """What the profiler records: the host, and the device where the profiler knows its type (CUDA, XPU; not MPS)."""
+    """The activities to record: the host, and the device where the profiler knows its type (CUDA, XPU; not MPS)."""
     known = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
     return [ProfilerActivity.CPU] if known is ProfilerActivity.CPU else [ProfilerActivity.CPU, known]
 
@@ -333,7 +333,7 @@ class Roofline(NamedTuple):
 
 @dataclass
 class StepProfile:
-    """Where a step's time goes; milliseconds are those of one update."""
+    """The parts of a step's time; milliseconds are those of one update."""
 
     step_ms: float
     phases: dict[str, float]  # ms by phase

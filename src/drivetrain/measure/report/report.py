@@ -83,7 +83,7 @@ class Sample:
 
 
 def samples_of(run: RunFiles, count: int, most: int) -> list[Section]:
-    """What a run's page has of its samples: `count` of the worst of `most` at random, as many others, and how predictions lie.
+    """The sections on a run's samples: `count` of the worst of `most` at random, as many others, and how predictions lie.
 
     Where there are none, it says why.
     """
@@ -113,7 +113,7 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
 
 
 def _confusion(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Any]:
-    """How often which class was taken for which, as metrics=confusion_matrix counts it."""
+    """The counts of which class was taken for which, as metrics=confusion_matrix makes them."""
     counts = Counter(pair for sample in samples for pair in sample.pairs)
     return {"rows": names, "columns": names, "values": [[counts[n, m] for m in range(len(names))] for n in range(len(names))]}
 
@@ -201,7 +201,7 @@ def _of_text(read: One, output: torch.Tensor, target: torch.Tensor, loaded: Load
 
 
 def _shown_as(loaded: LoadedRun) -> Any:
-    """What shows samples of this run: pictures, texts, or names alone."""
+    """The function that shows samples of this run: as pictures, texts, or names alone."""
     shape = loaded.transforms.shape
     if loaded.transforms.tokens:
         return lambda samples: _samples_table(samples, lambda sample: loaded.text_of(sample.x), "text")
@@ -294,7 +294,7 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
 
 
 def _configs_named(configs: Sequence[dict[int, RunFiles]]) -> list[str]:
-    """What each config is called: its overrides that not all have, without the seed."""
+    """The name of each config: its overrides that not all have, without the seed."""
     words = [[w for w in next(iter(c.values())).label.split() if not w.startswith("runtime.seed=")] for c in configs]
     return [" ".join(w for w in each if len(words) == 1 or not all(w in other for other in words)) or "default" for each in words]
 
@@ -309,7 +309,7 @@ def _median_to(runs: Sequence[RunFiles], target: float | Reach) -> float:
 
 
 def _arrivals(by_seed: dict[int, RunFiles], target: float | Reach) -> str:
-    """How many seeds reached a target, and when the middle one did."""
+    """The number of seeds that reached a target, and when the middle one did."""
     runs = list(by_seed.values())
     reached = sum(run.to_target(target) is not None for run in runs)
     median = _median_to(runs, target)
@@ -607,7 +607,7 @@ def named(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def verdict(runs: Sequence[RunFiles], names: Sequence[str], target: Target = None) -> str:
-    """Which run is the best, or is at a target first, in one sentence."""
+    """The best run, or the first at a target, in one sentence."""
     completed = sum(run.status == "completed" for run in runs)
     of = f"Of {len(runs)} runs" + (f", {completed} of which completed," if completed < len(runs) else ",")
     if target is not None:
@@ -632,7 +632,7 @@ def verdict(runs: Sequence[RunFiles], names: Sequence[str], target: Target = Non
 
 
 def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Reach) -> str:
-    """Which run reached a target first, in the rest of a sentence."""
+    """The run that reached a target first, in the rest of a sentence."""
     what = _said(target)
     reached = sorted((seconds, n) for n, run in enumerate(runs) if math.isfinite(seconds := seconds_to(run, target)))
     if not reached:

@@ -441,7 +441,7 @@ def _report(
 
 
 def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | None) -> Sheet:
-    """What was found, with the commands to use it, the notes, the comparisons, the proof first, and the range test."""
+    """The sheet of the findings, with the commands to use them, the notes, the comparisons (proof first), and the range test."""
     found = [*([commands(*told)] if told else []), words(*tuning.notes), *titled(dict(reversed(tuning.comparisons.items())))]
     if tested is not None:
         chart = Part(charts.grid([range_test.chart(tested)]))
@@ -450,7 +450,7 @@ def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | 
 
 
 def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> str:
-    """What was found, in one sentence."""
+    """The findings in one sentence."""
     if proof is not None and proof.gain is not None:
         outcome = proof.verdict.outcome if proof.verdict is not None else ""
         result = {

@@ -39,7 +39,7 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a value lies."""
+        """The place of a value on the axis."""
         if self.log:
             share = math.log(value / self.low) / math.log(self.high / self.low)
         else:
@@ -47,7 +47,7 @@ class Axis:
         return self.start + (self.end - self.start) * share
 
     def data(self) -> str:
-        """What the page's script reads a place's value from."""
+        """The numbers from which the page's script reads a place's value."""
         return escape(json.dumps([self.low, self.high, self.start, self.end, int(self.log)]))
 
 
@@ -95,7 +95,7 @@ def grid(charts: Sequence[str]) -> str:
 
 
 def spans_decades(values: Sequence[float], least: float = 10.0) -> bool:
-    """Whether values want a logarithmic axis: all are above 0, and the largest is `least` times the smallest."""
+    """True if values want a logarithmic axis: all are above 0, and the largest is `least` times the smallest."""
     return bool(values) and min(values) > 0 and max(values) >= least * min(values)
 
 

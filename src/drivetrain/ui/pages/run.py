@@ -48,7 +48,7 @@ def write(run_dir: Path) -> Path | None:
 
 
 def sheet_of(run: RunFiles, samples: Sequence[Section] = ()) -> Sheet:
-    """What a run's files say of it; `samples` are sections that show some."""
+    """The sheet of a run, from its files; `samples` are sections that show some."""
     began = float(run.environment.get("time") or 0)
     started = [time.strftime("started %Y-%m-%d %H:%M", time.localtime(began))] if 0 < began < 1e11 else []
     body: list[Section] = [remarks(" · ".join([*place_of(run), *started]))]
@@ -71,7 +71,7 @@ def sheet_of(run: RunFiles, samples: Sequence[Section] = ()) -> Sheet:
 
 
 def verdict(run: RunFiles) -> str:
-    """What was trained, how long, with which result, and how it ended, in one sentence."""
+    """The sentence on what was trained, how long, with which result, and how it ended."""
     what = " on ".join(str(run.config[key]) for key in ("model", "data") if key in run.config) or "This run"
     if run.config.get("model") == "timm" and "model.name" in run.config:
         what = what.replace("timm", str(run.config["model.name"]), 1)
@@ -119,7 +119,7 @@ def _figures(run: RunFiles) -> str:
 
 
 def _best(run: RunFiles) -> str:
-    """What the best evaluation is called: a checkpoint only where it was kept."""
+    """The name of the best evaluation: a checkpoint only where it was kept."""
     best = run.result.judged("best").get("update") if run.result is not None else None
     kept = run.config.get("saving") == "best" or (run.result is not None and best == run.result.updates)
     return "best checkpoint" if kept else "best evaluation"
@@ -158,7 +158,7 @@ def _results(result: Result, run: RunFiles) -> list[Section]:
 
 
 def _speed(result: Result) -> list[Section]:
-    """What the run took."""
+    """The speed, the time and the memory of the run."""
     form: list[tuple[str, Any, Callable[[Any], str]]] = [
         ("samples a second", result.samples_per_second, number),
         ("an update, median", result.step_ms_p50, "{:.2f} ms".format),
@@ -224,7 +224,7 @@ def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
 
 
 def _changes(run: RunFiles) -> list[Section]:
-    """What the run chose otherwise than the default recipe."""
+    """The settings that the run chose otherwise than the default recipe."""
     defaults = _Defaults(run.config)
     rows = [(key, setting(value, "null"), setting(defaults.of(key), "null")) for key, value in run.changed.items()]
     found = Table(("key", "this run", "default"), rows, "Keys that the run set", ("this run", "default"))
@@ -286,6 +286,6 @@ def _again(run: RunFiles) -> list[Section]:
 
 
 def environment(run: RunFiles) -> Section:
-    """Where a run ran."""
+    """The machine that a run ran on."""
     found = machine(run.environment)
     return found if found.rows else words("It left no record of that.")
