@@ -46,7 +46,7 @@ def pages(root: Path) -> dict[str, str]:
 
 
 def _card(group: str, file: Path, override: str) -> Iterator[str]:
-    """What an option's code and YAML say of it."""
+    """The facts that an option's code and YAML say of it."""
     code = import_name(catalog.target(file))
     option: Option = code()
     source = _source(inspect.getdoc(code) or "")
@@ -83,7 +83,7 @@ def _text(text: str) -> str:
 
 
 def kind(schema: dict[str, Any]) -> str:
-    """What a value may be, in words."""
+    """The values that a setting may have, in words."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "const" in schema:
@@ -111,7 +111,7 @@ def overrides() -> dict[str, list[str]]:
 
 
 def _pairs(record: matrix.Record, override: str) -> Iterator[str]:
-    """What goes with an option, what refuses to, and why."""
+    """The options that go with an option, those that refuse to, and why."""
     if override in record.alone:
         yield f"**Combines with:** not tried, since that machine could not run it ({cell(record.alone[override])}).\n"
     elif others := record.others(override):

@@ -14,7 +14,7 @@ ROW = re.compile(r"^\| ([^|]+?) \| (.*) \|$", re.MULTILINE)
 
 @dataclass
 class Record:
-    """What the campaign found."""
+    """The findings of the campaign."""
 
     head: str  # how many pairs, and what became of them
     tried: dict[str, list[str]]  # group → its options as overrides

@@ -83,7 +83,7 @@ class LoraLinear(nn.Linear):
         return self.weight.T if hasattr(self, "lora_transposed") else self.weight
 
     def correction(self, x: torch.Tensor) -> torch.Tensor:
-        """What the adapter adds."""
+        """The term that the adapter adds to the layer's output."""
         if self.lora_dropout:
             x = dropout(x, self.lora_dropout, self.training)
         return linear(linear(x, self.lora_a), self.lora_b) * self.lora_scale
@@ -150,7 +150,7 @@ def frozen_names(model: nn.Module, also: Sequence[str]) -> list[str]:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is a Conv1D of transformers, the linear layer of GPT-2."""
+    """True if it is a Conv1D of transformers, the linear layer of GPT-2."""
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
@@ -173,6 +173,6 @@ def _obstacle(model: nn.Module, name: str, layer: nn.Linear, called: Collection[
 
 
 def _shares(model: nn.Module, layer: nn.Module) -> bool:
-    """Whether a parameter of the layer is another module's too."""
+    """True if a parameter of the layer is another module's too."""
     own = {id(p) for p in layer.parameters(recurse=False)}
     return any(id(p) in own for m in model.modules() if m is not layer for p in m.parameters(recurse=False))

@@ -78,7 +78,7 @@ def batch_flip(x: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
 
 
 def flips_one_by_one(x: torch.Tensor) -> bool:
-    """Whether images (n, c, h, w) are mirrored faster one by one than all at once."""
+    """True if images (n, c, h, w) are mirrored faster one by one than all at once."""
     return x.device.type == "cpu" and x[0].numel() >= LARGE
 
 

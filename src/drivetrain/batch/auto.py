@@ -200,7 +200,7 @@ class Critical(Batch):
         super().setup(context)
 
     def _told(self, found: Mapping[str, Any]) -> str:
-        """What was found and chosen, in one line."""
+        """The line on what was found and chosen."""
         looked = f"{found['updates']} updates of {found['smallest']} samples"
         chosen = f"{self.global_batch} samples an update, of {found['smallest']} to {found['largest']}"
         if found["noise_scale"] is None:
@@ -223,7 +223,7 @@ def _ms(seconds: float) -> str:
 
 
 def _is_of(recorded: Any, limits: Mapping[str, Any]) -> bool:
-    """Whether it is what a run with these limits has recorded."""
+    """True if it is what a run with these limits has recorded."""
     if not fits(recorded, dict[str, Any]) or any(recorded.get(key) != value for key, value in limits.items()):
         return False
     scale, counts = recorded.get("noise_scale"), (recorded.get("samples"), recorded.get("updates"))

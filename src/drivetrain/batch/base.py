@@ -132,7 +132,7 @@ class Batch(Option):
 
     @property
     def by_length(self) -> bool:
-        """Whether the lengths of the samples say which of them are in an update."""
+        """True if the lengths of the samples say which of them are in an update."""
         return self.buckets_lengths or self.tokens is not None
 
     def measure(self, source: Source, seed: int, world: World) -> None:
@@ -187,7 +187,7 @@ class Batch(Option):
 
     @property
     def differs_by_stage(self) -> bool:
-        """Whether the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
+        """True if the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
         return bool(self._stages)
 
     def size(self, epoch: int) -> int:

@@ -116,7 +116,7 @@ class Blocks(Checkpointing):
 
 
 def _forecast_problems(run: RunSpec) -> Iterator[str]:
-    """Why the memory of a run's step cannot be forecast."""
+    """The reasons why the memory of a run's step cannot be forecast."""
     parallel = run.parallel
     if not (parallel.one_process or parallel.distributed) or not parallel.own_forward or not parallel.whole_model:
         yield f"{KEY} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {KEY}=null"
@@ -132,7 +132,7 @@ def rounded_up(value: float) -> float:
 
 
 def _is_choice(recorded: dict[str, Any]) -> bool:
-    """Whether it is what a run has recorded of its choice."""
+    """True if it is what a run has recorded of its choice."""
     return all(fits(recorded.get(key), int) and recorded[key] >= 0 for key in ("recomputed", "blocks", "bytes"))
 
 

@@ -191,7 +191,7 @@ def _compiled_if_grad(compiled: Callable[..., object], plain: Callable[..., obje
 
 
 def keeps_gradients(run: RunSpec) -> bool:
-    """Whether gradients must outlive a backward: they are added up, or kept and set to zero."""
+    """True if gradients must outlive a backward: they are added up, or kept and set to zero."""
     return bool(run.batch.accumulation_steps != 1 or run.runtime.zero_grad == "memset")
 
 

@@ -98,7 +98,7 @@ def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set
 
 
 def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str] = ()) -> bool:
-    """Whether a dotted key is one of the options that are `chosen` (group → option), or of a group that is not among them."""
+    """True if a dotted key is one of the options that are `chosen` (group → option), or of a group that is not among them."""
     group, _, setting = key.partition(".")
     if not setting or group not in chosen:
         return True
@@ -108,13 +108,13 @@ def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str
 
 
 def _is_shared(file: Path) -> bool:
-    """Whether a file beside options is none: it has keys that several of them share, and name under `defaults`."""
+    """True if a file beside options is none: it has keys that several of them share, and name under `defaults`."""
     return file.stem.startswith("_")
 
 
 @lru_cache(maxsize=512)
 def _texts(file: Path) -> list[str]:
-    """What stands in the file of an option, and in those with its shared keys, which its `defaults` name in a list."""
+    """The texts of an option's file, and of those with its shared keys, which its `defaults` name in a list."""
     text = file.read_text(encoding="utf-8")
     named = re.search(r"^defaults: \[(.*)\]", text, re.M)
     shared = [f"{name.strip()}.yaml" for name in named[1].split(",") if name.strip() != "_self_"] if named else []
@@ -197,13 +197,13 @@ def shipped_targets(group: str = "*") -> frozenset[str]:
 
 
 def problems(config_dirs: Sequence[str] = ()) -> list[str]:
-    """What is wrong with the options of plugins and of the user's own folders, all of it."""
+    """The problems of the options of plugins and of the user's own folders, all of them."""
     misplaced = [problem for folder in config_dirs for problem in _misplaced(Path(folder))]
     return [*plugins.problems(), *(misplaced or _problems(other_folders(config_dirs)))]
 
 
 def _misplaced(folder: Path) -> Iterator[str]:
-    """Why a folder is none for --config-dir: it holds neither a folder of a group or of experiments, nor a recipe."""
+    """The reasons why a folder is none for --config-dir: it holds neither a folder of a group or of experiments, nor a recipe."""
     known = {*default_options(), EXPERIMENTS}
 
     def holds_options(place: Path) -> bool:
@@ -228,7 +228,7 @@ def _problems(folders: tuple[Path, ...]) -> tuple[str, ...]:
 
 
 def _of_file(file: Path, files: Mapping[str, Mapping[str, Path]]) -> Iterator[str]:
-    """Why a file is no option, or none that can be chosen."""
+    """The reasons why a file is no option, or none that can be chosen."""
     group, text = file.parent.name, ""
     try:
         text = file.read_text(encoding="utf-8")

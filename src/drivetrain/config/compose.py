@@ -130,7 +130,7 @@ def compose(
 
 
 def _unresolved(composed: Composed) -> list[str]:
-    """Why values cannot be resolved, one line for each key."""
+    """The reasons why values cannot be resolved, one line for each key."""
     problems = []
     for key, text in references(composed.unresolved).items():
         try:
@@ -206,7 +206,7 @@ class _Choices:
 
 
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
-    """What to write instead of an option that there is not."""
+    """The option to write instead of one that there is not."""
     hint, hints = suggestion(f"{group}={name}", name, known), []
     if name.lower() in known:  # SGD
         return did_you_mean(name.lower(), known)

@@ -54,7 +54,7 @@ class Composed:
         return OmegaConf.to_container(self.config)  # type: ignore[return-value]
 
     def from_environment(self, key: str) -> bool:
-        """Whether the value of a dotted key comes from the environment."""
+        """True if the value of a dotted key comes from the environment."""
         tree: Any = self.unresolved
         for part in key.split("."):
             tree = tree.get(part) if isinstance(tree, dict) else None

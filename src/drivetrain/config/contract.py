@@ -1,4 +1,4 @@
-"""What every option owes, as a check that a plugin's own tests can call:
+"""The contract of every option, as a check that a plugin's own tests can call:
 
 from drivetrain.config.contract import contract_problems
 def test_options(): assert not contract_problems("optimizer", "my_optimizer")
@@ -20,7 +20,7 @@ from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 
 
 def contract_problems(group: str, option: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """How an option's file and class disagree: its settings are the constructor's arguments, typed, with the same defaults."""
+    """The points where an option's file and class disagree: its settings are the class's arguments, with its defaults."""
     return list(_problems(group, option, config_dirs))
 
 
@@ -66,7 +66,7 @@ def _problems(group: str, option: str, config_dirs: Sequence[str]) -> Iterator[s
 
 
 def _claim_problems(cls: type[Option], settings: Collection[str]) -> Iterator[str]:
-    """What is missing of what an option claims of training."""
+    """The gaps in what an option claims of training."""
     if cls().effect_as_set() != "exact" and not 10 < len(cls.changes) < 100:
         yield (
             f'{cls.__name__} does not say what it does to training: give it effect = "exact" (the same numbers), or "close" '
@@ -88,7 +88,7 @@ def _open_texts(group: str, cls: type[Option]) -> Iterator[str]:
 
 
 def _equal(default: object, value: object) -> bool:
-    """Whether a default of Python equals a value of YAML, which has no tuples and may write null for an empty list."""
+    """True if a default of Python equals a value of YAML, which has no tuples and may write null for an empty list."""
     if isinstance(default, list | tuple | dict | None) and isinstance(value, list | tuple | dict | None):
         return list(default or ()) == list(value or ())
     return default == value

@@ -324,7 +324,7 @@ NOTES = {  # of those that mean another amount, or need more
 
 
 def suggestion(given: str, name: str, known: Iterable[str]) -> str:
-    """What to write instead of `given` (a key, or group=option), whose last part is `name`: its name here, or a similar one."""
+    """The hint instead of `given` (a key, or group=option), which ends in `name`: its name here, or a similar one."""
     if given in NOT_HERE:
         return NOT_HERE[given]
     note = f" ({NOTES[given]})" if given in NOTES else ""

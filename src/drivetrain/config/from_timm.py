@@ -50,7 +50,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 @dataclass
 class Translation:
-    """What a recipe says, what its user says beside it, and what is left out."""
+    """The words of a recipe, those that its user says beside it, and what is left out."""
 
     options: dict[str, Any] = field(default_factory=dict)  # group → option
     values: dict[str, Any] = field(default_factory=dict)  # dotted key → value
@@ -378,7 +378,7 @@ def _word(path: Any) -> str:
 
 
 def _pretrained(name: str) -> dict[str, Any]:
-    """What timm says of a model's inputs; {} where it does not know the model, or is not installed."""
+    """The facts that timm knows of a model's inputs; {} where it does not know the model, or is not installed."""
     try:
         from timm.models import get_pretrained_cfg
     except ImportError:

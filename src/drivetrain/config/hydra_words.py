@@ -1,4 +1,4 @@
-"""What Hydra's users type: its idioms in drivetrain's words, its settings that hold here, and what to type instead of others."""
+"""The words of Hydra's users: its idioms in drivetrain's words, its settings that hold here, and the words to type instead."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ OFF = ("none", "single", "fixed", "constant")  # names of options that switch a 
 
 
 def instead(override: str) -> str:
-    """Why drivetrain does not take this word of Hydra's own config, and what to type."""
+    """The reason why drivetrain does not take this word of Hydra's own config, and what to type."""
     key = key_of(override).replace("/", ".").removeprefix("hydra.")
     hint = next((hint for start, (_, hint) in WORDS.items() if key.startswith(start)), "")
     near = did_you_mean(f"hydra.{key}", [f"hydra.{name}" for name in HONOURED])
@@ -75,7 +75,7 @@ def instead(override: str) -> str:
 
 
 def is_hydra_override(override: str) -> bool:
-    """Whether an override sets Hydra's own config and not the run's."""
+    """True if an override sets Hydra's own config and not the run's."""
     return re.split(r"[./=@]", key_of(override))[0] == "hydra"
 
 
@@ -133,7 +133,7 @@ def off_switch(group: str, groups: Mapping[str, Sequence[str]]) -> str | None:
 
 
 def recipe_word(name: str, config_dirs: Sequence[str] = ()) -> str:
-    """What `recipe=` takes for the name of an experiment or a config: a file of a config dir comes before recipes that ship."""
+    """The word that `recipe=` takes for the name of an experiment or a config: a config dir's file before shipped recipes."""
     plain = name.strip("'\"")
     for folder in config_dirs:
         for file in (Path(folder, EXPERIMENTS, f"{plain}.yaml"), Path(folder, f"{plain.removesuffix('.yaml')}.yaml")):
@@ -144,7 +144,7 @@ def recipe_word(name: str, config_dirs: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class HydraSettings:
-    """What was typed of Hydra's own config for a run or a sweep. Its texts may refer to the config, as in Hydra."""
+    """The settings that were typed of Hydra's own config for a run or a sweep. Its texts may refer to the config, as in Hydra."""
 
     given: dict[str, Any] = field(default_factory=dict)  # key below `hydra.` → value
     typed: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ class HydraSettings:
         return node
 
     def _is_secret(self, composed: Composed) -> bool:
-        """Whether the run's directory was named by the environment, of which nothing is written."""
+        """True if the run's directory was named by the environment, of which nothing is written."""
         named = (self.given.get(key, "") for key in ("run.dir", "sweep.dir", "sweep.subdir"))
         return any("${oc.env" in text for text in named) or composed.from_environment("output_dir")
 

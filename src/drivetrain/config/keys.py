@@ -19,7 +19,7 @@ OPEN = {"config", "kwargs", "lr_multipliers", "unfreeze"}
 
 
 def replaced(key: str, given: Container[str]) -> bool:
-    """Whether a setting of the whole mapping that a key is in takes its place: to an open mapping entries are added."""
+    """True if a setting of the whole mapping that a key is in takes its place: to an open mapping entries are added."""
     parts = key.split(".")
     inside = (parts[:depth] for depth in range(2, len(parts)))
     return any(".".join(each) in given for each in inside if each[-1] not in OPEN)

@@ -47,7 +47,7 @@ def plugins() -> tuple[Plugin, ...]:
 
 
 def problems() -> tuple[str, ...]:
-    """What is wrong with the entry points in the group `drivetrain.options`."""
+    """The problems of the entry points in the group `drivetrain.options`."""
     return _plugins(_search_path())[1]
 
 
@@ -100,6 +100,6 @@ def _spec(package: str) -> ModuleSpec | None:
 
 
 def _conf_folders(spec: ModuleSpec | None, below: list[str]) -> Iterator[Path]:
-    """Where a package, or a package below it, may hold its conf/."""
+    """The folders where a package, or a package below it, may hold its conf/."""
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         yield Path(folder).joinpath(*below, "conf")

@@ -1,4 +1,4 @@
-"""What a recipe may set. It is asked before any option is made or validated, since a stranger may have written the recipe."""
+"""The keys and values that a recipe may set, checked before any option is made or validated: a stranger may have written it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def local_settings(cls: type[Option]) -> tuple[str, ...]:
 
 
 def _value_problem(key: str, value: Any, classes: Classes) -> str:
-    """Why no recipe may have this value; "" where it may, or where there is no such key."""
+    """The reason why no recipe may have this value; "" where it may, or where there is no such key."""
     group, _, of_group = key.partition(".")
     if group in OF_NO_GROUP:
         return allowed.problem(OF_NO_GROUP[group], value, of_group)

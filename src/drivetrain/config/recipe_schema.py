@@ -88,7 +88,7 @@ def _dataclass(section: Any) -> Schema:
 
 
 def _declared(hint: Any) -> Schema:
-    """What the annotation of a field allows: plain values, mappings, and sections of their own."""
+    """The schema that the annotation of a field allows: plain values, mappings, and sections of their own."""
     if get_origin(hint) is Annotated:
         return _declared(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -135,7 +135,7 @@ def described(lines: Sequence[str], values: Mapping[str, Any], kinds: Mapping[st
 
 
 def _kind(hint: Any) -> Schema:
-    """What an annotation allows; a reference to another key may stand for any value."""
+    """The schema that an annotation allows; a reference to another key may stand for any value."""
     try:
         schema = TypeAdapter(hint, config={"arbitrary_types_allowed": True}).json_schema()
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
@@ -148,7 +148,7 @@ def _object(settings: Mapping[str, Schema]) -> Schema:
 
 
 def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
-    """What may stand below a group's name, whatever its option is."""
+    """The schema of what may stand below a group's name, whatever its option is."""
     below = {name: {"$ref": f"#/$defs/{group}.{name}"} for name in options if name not in ("none", NAMES_CODE)}
     if group in LISTS:
         return _object(below)

@@ -1,4 +1,4 @@
-"""What of a recipe holds beside what the command line chose."""
+"""The values of a recipe that hold beside what the command line chose."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problems(recipe: Recipe, values: Mapping[str, Any], config: DictConfig) -> I
 
 
 class _Sizes:
-    """How much a config's values stand for."""
+    """The sizes of a config's values with what they refer to."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -101,7 +101,7 @@ def for_task(recipe: Recipe, task: Any, notices: list[str]) -> Recipe:
 def drop_those_of_other_options(
     recipe: Recipe, values: dict[str, Any], chosen: dict[str, Any], given: dict[str, Any], config_dirs: Sequence[str]
 ) -> list[str]:
-    """Where the command line chose another option than the recipe, keep those of the recipe's `values` that it has too.
+    """Keep those of the recipe's `values` that the command line's option has too, where it chose another one than the recipe.
 
     Returns a notice for each such group. Values that were mere defaults of the recipe's option go without a word.
     """

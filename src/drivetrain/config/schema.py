@@ -1,4 +1,4 @@
-"""What a constructor takes: one schema for each class, made from its signature when it is first asked for."""
+"""The schema of a constructor: one for each class, made from its signature when it is first asked for."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Schema:
                 yield f"{where(names[key])}{names[key]}={text}: {why}"
 
     def read(self, key: str, text: str) -> Any:
-        """What a text stands for where the key takes a number, a truth or null; the text where it takes none."""
+        """The value of a text where the key takes a number, a truth or null; the text where it takes none."""
         from pydantic import ValidationError
 
         try:
@@ -100,7 +100,7 @@ def _is_too_large(value: Any) -> bool:
 
 
 def _reason(errors: Iterable[Any], nullable: bool) -> str:
-    """What a value must be, as one phrase. pydantic does not say that a value may be null."""
+    """The rule for a value, as one phrase. pydantic does not say that a value may be null."""
     reasons = []
     for error in errors:
         limit = next((f"must be {_LIMITS[k]} {v}" for k, v in error.get("ctx", {}).items() if k in _LIMITS), None)

@@ -80,12 +80,12 @@ class _Made:
         return line if self.stage is None else f"{self.stage.label}: {line}"
 
     def broken_rules(self, used: Collection[str] | None) -> list[str]:
-        """What its options' rules say, where they can be asked; else a value may be missing that any rule reads."""
+        """The rules of its options that are broken; none where a value may be missing that any rule reads."""
         return _broken_rules(self.run, self.options, used) if _all_known(self.composed) else []
 
 
 def _all_known(composed: Composed) -> bool:
-    """Whether all words were understood, but for those of some groups."""
+    """True if all words were understood, but for those of some groups."""
     return composed.doubtful <= set(options(composed.config_dirs))
 
 
@@ -154,7 +154,7 @@ def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Itera
 
 
 def _broken_rules(run: RunSpec, options: Sequence[Option], used: Collection[str] | None) -> list[str]:
-    """What the options' rules say of each other; a rule that asks for an option or a value that is wrong says nothing."""
+    """The problems that options' rules find; a rule that asks for an option or a value that is wrong says nothing."""
     problems: list[str] = []
     asked = options if used is None else [option for option in options_of(run, used) if option in options]
     rules: list[Callable[[], Iterable[str]]] = [partial(option.rules, run) for option in asked]
@@ -272,7 +272,7 @@ def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
 
 
 def _instead(group: str, target: str) -> str:
-    """What to do about a class that is no option: what ships of this name, what takes any class, or how to write an option."""
+    """The remedy for a class that is no option: what ships of this name, what takes any class, or how to write an option."""
     name = target.rpartition(".")[2].lower()
     known = options()[group]
     if name in known:
@@ -300,7 +300,7 @@ def _wrong_values(values: Mapping[str, Any], where: Where) -> Iterator[tuple[str
 
 
 def _phase_problems(given: Any, where: Where) -> Iterator[str]:
-    """What is wrong with the settings of the phases of an update."""
+    """The problems of the settings of the phases of an update."""
     for name, settings in given.items() if isinstance(given, dict) else ():
         if isinstance(settings, dict) and "parameters" in settings:
             yield from schema.of(phases.Phase).problems(f"phases.{name}", settings, where)

@@ -1,1 +1,1 @@
-"""What everything else stands on: errors, options, randomness, worlds, micro-batches."""
+"""The base that everything else stands on: errors, options, randomness, worlds, micro-batches."""

@@ -80,12 +80,12 @@ def _nvidia(visibility: tuple[str | None, ...]) -> Accelerator:
 
 
 def _started(type_: str) -> bool:
-    """Whether this process has used the device, so that it cannot fork a child that does."""
+    """True if this process has used the device, so that it cannot fork a child that does."""
     return bool(torch.get_device_module(type_).is_initialized())
 
 
 def ask_torch(type_: str) -> Accelerator:
-    """What torch says of the device, which it starts in this process."""
+    """The device as torch describes it; torch starts it in this process."""
     module: Any = torch.get_device_module(type_)
     try:
         module.init()

@@ -1,4 +1,4 @@
-"""What a recipe may give a setting. Anybody may have written a recipe, so a text from it reaches a library only if a list has it.
+"""The texts that a recipe may give. Anybody may have written it, so a text from it reaches a library only if a list has it.
 
 A setting's annotation says what its text may be: a Literal, or `Annotated[str, Text(…)]`; for a mapping
 `Annotated[dict[str, Any], Entries(…)]`. What an annotation leaves open (a bare `str`, `dict` or `Any`), no recipe can
@@ -21,7 +21,7 @@ SHOWN = 8  # names in a message
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern with * and ? matches a parameter's name, or the name of a module that contains the parameter."""
+    """True if a pattern with * and ? matches a parameter's name, or the name of a module that contains the parameter."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, pattern + ".*")
 
 
@@ -67,7 +67,7 @@ class Text:
     what: str
 
     def takes(self, value: str) -> bool:
-        """Whether a recipe may give this text."""
+        """True if a recipe may give this text."""
         return re.fullmatch(self.pattern, value) is not None
 
 
@@ -87,7 +87,7 @@ class Entries:
     texts: tuple[tuple[Text, Text], ...] = ()  # (names of entries, their texts)
 
     def problem(self, name: str, value: object) -> str:
-        """Why a recipe may not have this entry; "" where it may."""
+        """The reason why a recipe may not have this entry; "" where it may."""
         if not self.names.takes(name):
             return f"'{name}' is not {self.names.what}"
         texts = [text for names, text in self.texts if names.takes(name)]
@@ -113,7 +113,7 @@ OPEN = _Open()
 
 
 def rules(hint: object) -> Iterator[Text | Entries | _Open]:
-    """What an annotation says of texts and mappings; OPEN for each part that takes some without a rule."""
+    """The rules of an annotation for texts and mappings; OPEN for each part that takes some without a rule."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         marks = [mark for mark in parts[1:] if isinstance(mark, Text | Entries)]
@@ -127,7 +127,7 @@ def rules(hint: object) -> Iterator[Text | Entries | _Open]:
 
 
 def problem(hint: Any, value: Any, entry: str = "") -> str:
-    """Why a recipe may not give this value to a setting of this annotation; "" where it may, or where the type is wrong anyway.
+    """The reason why a recipe may not give a setting of this annotation this value; "" where it may, or the type is wrong anyway.
 
     `entry` is the dotted name within the setting, where the value is that of one entry of a mapping.
     """
@@ -155,7 +155,7 @@ def _parts(value: object) -> Iterator[Any]:
         yield value
 
 
-# What the texts of the options' settings are.
+# The kinds of texts of the options' settings.
 PLAIN_NAME = Text(r"[A-Za-z_]\w{0,99}", "a plain name")
 NAME_PATTERN = Text(r"[\w.*?\[\]!-]{1,200}", "a parameter's or module's name, with * and ? for any letters")
 EPOCHS = Text(r"\d{1,9}(\.\d{1,9})?ep", "a number of epochs such as 5ep")

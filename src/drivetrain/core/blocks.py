@@ -11,7 +11,7 @@ from drivetrain.core.lazy import torch
 
 
 class TensorLayout(NamedTuple):
-    """How a block can be laid over ranks by its heads and hidden units. A block's class says it in `tensor_layout()`."""
+    """The layout of a block over ranks by its heads and hidden units. A block's class says it in `tensor_layout()`."""
 
     attention: torch.nn.Module
     qkv: str  # name of its Linear that makes queries, keys and values, one after the other

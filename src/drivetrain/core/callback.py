@@ -19,7 +19,7 @@ def _nothing(*given: object) -> None:
 
 @dataclass(frozen=True)
 class Event:
-    """What a callback is told. All of it is for reading."""
+    """The facts that a callback is told. All of them are for reading."""
 
     run_dir: Path
     config: Mapping[str, Any]  # by dotted key, as "optimizer.lr", without what belongs to this machine

@@ -64,7 +64,7 @@ class BuildContext:
     loss: protocols.Loss = field(init=False)
     loader: protocols.Loader = field(init=False)
     train_data: Any = field(init=False)  # loader.Pipeline
-    # What is evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
+    # The sets that are evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
     evaluated: Mapping[str, Mapping[str, Any]] = field(init=False)
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -78,5 +78,5 @@ class BuildContext:
 
     @property
     def writes_files(self) -> bool:
-        """Whether this process writes the files of the run that not each rank has its own of."""
+        """True if this process writes the files of the run that not each rank has its own of."""
         return self.world.rank == 0 and self.run_dir != NO_RUN_DIR

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from drivetrain.core.lazy import torch
 
-# What the allocators of a CPU and of MPS say, then CUDA itself, and cuBLAS for its workspace.
+# The words of the allocators of a CPU and of MPS, then of CUDA itself, and of cuBLAS for its workspace.
 _OUT_OF_MEMORY = ("can't allocate memory", "MPS backend out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -92,7 +92,7 @@ def memory_now() -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is a failed allocation; torch's exception type is that of its allocators for CUDA and XPU only."""
+    """True if an error is a failed allocation; torch's exception type is that of its allocators for CUDA and XPU only."""
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
 
 

@@ -59,7 +59,7 @@ class Interrupted(Exception):
 
 
 def wants_traceback() -> bool:
-    """Whether the operator asked for whole tracebacks, by drivetrain's name for it or by Hydra's."""
+    """True if the operator asked for whole tracebacks, by drivetrain's name for it or by Hydra's."""
     return bool(os.environ.get("DRIVETRAIN_TRACEBACK")) or os.environ.get("HYDRA_FULL_ERROR") == "1"
 
 
@@ -76,7 +76,7 @@ PEER_GONE = "another rank is gone, or cannot be reached"
 
 
 def is_peer_failure(error: str | None) -> bool:
-    """Whether a rank's error is one that torch raises when another rank is gone or does not answer."""
+    """True if a rank's error is one that torch raises when another rank is gone or does not answer."""
     signs = (
         "Connection closed by peer",
         "Connection reset",

@@ -1,4 +1,4 @@
-"""What a run may take of this machine. A shared recipe could ask for thousands of processes, or a model larger than the memory.
+"""The limits of a run on this machine. A shared recipe could ask for thousands of processes, or a model larger than the memory.
 
 The limits lie far above what helps a run. The operator can lift them, and a recipe cannot: by DRIVETRAIN_LIMITS=off in the
 environment.
@@ -73,7 +73,7 @@ ALL_THE_SAME = f"where it is meant, set {VARIABLE}=off in the environment"
 
 
 def are_off() -> bool:
-    """Whether the operator has lifted the limits."""
+    """True if the operator has lifted the limits."""
     return os.environ.get(VARIABLE) == "off"
 
 
@@ -108,7 +108,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def numbers_in(shape: Any) -> int:
-    """How many numbers a sample of this shape has: of several tensors, named or in order, those of all together."""
+    """The number of numbers in a sample of this shape: of several tensors, named or in order, in all together."""
     if isinstance(shape, Mapping):
         return sum(numbers_in(each) for each in shape.values())
     if all(isinstance(size, int) for size in shape):

@@ -23,7 +23,7 @@ GROUP = 64  # numbers of 4 bits that have one scale
 
 
 def is_adapters(name: str) -> bool:
-    """Whether a tensor of this name is a part of an adapter."""
+    """True if a tensor of this name is a part of an adapter."""
     return name.rpartition(".")[2] in TENSORS
 
 

@@ -1,4 +1,4 @@
-"""How the model's forward is called with a batch's inputs. It is decided once, when a run is built."""
+"""The call of the model's forward with a batch's inputs. Its form is decided once, when a run is built."""
 
 from __future__ import annotations
 

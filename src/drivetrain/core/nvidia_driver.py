@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0  # a machine of eight devices needs seconds where its driver is
 
 @dataclass(frozen=True)
 class Devices:
-    """What the driver shows to this process, given CUDA_VISIBLE_DEVICES, containers and MIG."""
+    """The devices that the driver shows to this process, given CUDA_VISIBLE_DEVICES, containers and MIG."""
 
     count: int = 0
     capability: tuple[int, int] = (0, 0)  # the lowest compute capability
@@ -30,7 +30,7 @@ class Devices:
 
 
 def installed() -> bool:
-    """Whether there is a driver. Loading its library does not start it."""
+    """True if there is a driver. Loading its library does not start it."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -39,7 +39,7 @@ def installed() -> bool:
 
 
 def devices() -> Devices:
-    """What the driver shows. This process does not start it."""
+    """The devices that the driver shows. This process does not start it."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", __file__], capture_output=True, text=True, check=True, timeout=TIMEOUT_S

@@ -96,14 +96,14 @@ class Option:
     does the work in a run.
     """
 
-    # What an option claims beside its group's off switch, or beside others of its group that claim the same. `drivetrain
+    # The claim of an option beside its group's off switch, or beside others of its group that claim the same. `drivetrain
     # compare` and `certify` test it. A class inherits `changes` alone; of a base class that is exact or close it states its own,
     # or the contract test asks for it: what it does not say, it does not claim.
     effect: ClassVar[Effect] = "changes"
     changes: ClassVar[str] = ""  # what it changes in training, in one line, where it is not exact
     key_effects: ClassVar[Mapping[str, Effect]] = {}  # of settings whose values have another effect than the option
 
-    # What a stage of a run may change of a group: whether it may choose another option, and patterns of the settings that it may
+    # The changes of a group by a stage of a run: whether it may choose another option, and patterns of the settings that it may
     # set. `why_fixed` is why the rest is one for the whole run. A group's base class says it.
     stage_option: ClassVar[bool] = False
     stage_keys: ClassVar[tuple[str, ...]] = ()

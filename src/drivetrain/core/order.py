@@ -16,7 +16,7 @@ from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 
-# How the training samples are drawn. A number: each comes so many times in a row, up to as many as there are samples.
+# The order of the training samples. A number: each comes so many times in a row, up to as many as there are samples.
 Sampling = Literal["shuffled", "sequential", "balanced", "weighted", "repeated", "own"] | Annotated[int, Ge(2), Le(100)]
 REPEATS = 3  # times in a row, of repeated augmentation as DeiT has it
 AGAIN = 1 << 40

@@ -126,7 +126,7 @@ def parse_each(overrides: Iterable[str], form: str, problems: list[str]) -> Iter
 
 
 def _depth(value: str) -> int:
-    """How deep the brackets of a value stand within each other; those in quotes are text."""
+    """The depth to which the brackets of a value stand within each other; those in quotes are text."""
     depth = deepest = 0
     for part in re.findall(r"""\\.|'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\[{(]|[\])}]""", value):
         depth += (part in "[{(") - (part in "])}")

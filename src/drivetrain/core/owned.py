@@ -24,7 +24,7 @@ ITEMS = 64  # of each container
 
 
 class Stateful(Protocol):
-    """What has a state."""
+    """An object that has a state."""
 
     def state_dict(self) -> Any:
         """Return it."""

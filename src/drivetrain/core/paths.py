@@ -1,4 +1,4 @@
-"""Where conf/ and recipes/ are: inside the installed package, else in the checkout."""
+"""The places of conf/ and recipes/: inside the installed package, else in the checkout."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def remove_working_directory() -> None:
 
 
 def cannot_be_in(root: Path) -> Iterator[str]:
-    """Why no run can be written below `root`, as far as can be known without writing."""
+    """The reasons why no run can be written below `root`, as far as can be known without writing."""
     above = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not above.is_dir():
         yield f"output_dir={root}: {above} is no directory: set output_dir to a directory you can write to"

@@ -31,7 +31,7 @@ class Pipeline(Protocol):
 
 
 class LossStep(Protocol):
-    """What a step asks of a loss."""
+    """The methods that a step calls on a loss."""
 
     def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         """Run the forward on a micro-batch's inputs, and return its mean loss, 0-d."""
@@ -100,7 +100,7 @@ class Strategy(Protocol):
 
 
 class PrecisionStep(Protocol):
-    """What a step asks of a precision."""
+    """The methods that a step calls on a precision."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for forward and loss."""
@@ -173,7 +173,7 @@ class LogWriter(Protocol):
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint saves: a trainer."""
+    """The object that a checkpoint saves: a trainer."""
 
     model: torch.nn.Module
     progress: Progress
@@ -183,7 +183,7 @@ class Checkpointed(Protocol):
 
 
 class Trials(Protocol):
-    """What an option may try before the ranks start, each time in a process of its own."""
+    """The trials that an option may make before the ranks start, each in a process of its own."""
 
     @property
     def run(self) -> RunSpec: ...

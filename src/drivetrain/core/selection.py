@@ -1,4 +1,4 @@
-"""Which metric ranks models: for the best checkpoint, a plateau, early stopping, sweeps and verdicts."""
+"""The metric that ranks models: for the best checkpoint, a plateau, early stopping, sweeps and verdicts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Selection(NamedTuple):
 
     @property
     def maximize(self) -> bool:
-        """Whether higher is better."""
+        """True if higher is better."""
         return self.better(0.0, 1.0) == 1.0
 
     def record(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class Reach(NamedTuple):
         return cls(match[1], match[2] == ">=", value) if match and math.isfinite(value) else None
 
     def reached(self, value: float) -> bool:
-        """Whether a value of the metric is as good."""
+        """True if a value of the metric is as good."""
         return value >= self.value if self.more else value <= self.value
 
     @property

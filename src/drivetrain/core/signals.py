@@ -221,7 +221,7 @@ def _raise_again(number: int, wanted: Callable[[], bool]) -> None:
 
 
 def _drops_exceptions(frame: FrameType | None) -> bool:
-    """Whether an exception that is raised in this frame is dropped by it or by one that called it, in this process.
+    """True if an exception that is raised in this frame is dropped by it or by one that called it, in this process.
 
     A process of multiprocessing begins with `_bootstrap`. What stands before it in a forked one is the parent's, the fork itself
     for one, and stays there until the process ends.

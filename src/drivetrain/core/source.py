@@ -1,4 +1,4 @@
-"""What sources of samples, augmentations and loaders expect of each other."""
+"""The interfaces between sources of samples, augmentations and loaders."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ class Augmentation(Protocol):
 
 
 class SamplePipeline(Protocol):
-    """What an augmentation can see of the pipeline it is a step of (loader.Pipeline)."""
+    """The parts of the pipeline (loader.Pipeline) that an augmentation, which is a step of it, can see."""
 
     @property
     def source(self) -> Source: ...

@@ -23,12 +23,12 @@ class Stage:
 
     @property
     def end(self) -> str:
-        """Where it ends, in words."""
+        """The end of the stage, in words."""
         return "to the end" if self.until is None else f"until {self.until}"
 
     @property
     def settings(self) -> str:
-        """What it changes, as it would be typed."""
+        """The settings that it changes, as they would be typed."""
         return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items()) or "the config of the run"
 
     @property
@@ -48,13 +48,13 @@ class Boundary(NamedTuple):
     update: int | None = None
 
     def reached(self, progress: Progress) -> bool:
-        """Whether a run has come as far as this."""
+        """True if a run has come as far as this."""
         if self.epoch is not None:
             return progress.epoch >= self.epoch
         return self.update is not None and progress.updates >= self.update
 
     def passed(self, progress: Progress) -> bool:
-        """Whether a run has gone on from here: its last update is one of the stage after this."""
+        """True if a run has gone on from here: its last update is one of the stage after this."""
         if self.epoch is not None:
             return progress.epoch > self.epoch or (progress.epoch == self.epoch and progress.window > 0)
         return self.update is not None and progress.updates > self.update
@@ -118,7 +118,7 @@ def set_batches(runs: Sequence[RunSpec]) -> Iterator[str]:
 
 
 def problems(run: RunSpec) -> Iterator[str]:
-    """Why a run cannot have these stages, as far as that is known before the data is read."""
+    """The reasons why a run cannot have these stages, as far as they are known before the data is read."""
     tried = {group: (stage.run, option) for stage in run.stages for group, option in stage.run.tried().items()}
     for group, (of_stage, option) in tried.items():
         yield (
@@ -136,7 +136,7 @@ def problems(run: RunSpec) -> Iterator[str]:
 
 
 def boundary_problems(run: RunSpec, horizon: Horizon) -> Iterator[str]:
-    """Why the boundaries cannot be those of a run of this horizon: they are not in order, or are not within it."""
+    """The reasons why a run of this horizon cannot have these boundaries: they are not in order, or are not within it."""
     before, name_before = 0.0, ""
     for number, (stage, boundary) in enumerate(zip(run.stages, boundaries(run, horizon), strict=False)):
         name, end = f"stages[{number}].until={stage.until}", in_updates(boundary, horizon)

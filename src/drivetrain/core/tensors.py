@@ -11,7 +11,7 @@ WITHOUT_STREAMS = ("cpu", "mps")  # MPS copies straight from the CPU's pages, an
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether a device works in streams, and copies from pinned memory while the host goes on (CUDA, ROCm, XPU)."""
+    """True if a device works in streams, and copies from pinned memory while the host goes on (CUDA, ROCm, XPU)."""
     return device.type not in WITHOUT_STREAMS
 
 

@@ -1,4 +1,4 @@
-"""What torch must do otherwise than it does. Nothing else in drivetrain writes into an object or a class of torch.
+"""The changes to torch that drivetrain needs. Nothing else in drivetrain writes into an object or a class of torch.
 
 Each function says why, torch's issue where there is one, and what ends it: tests/core/test_torch_patches.py fails then.
 """

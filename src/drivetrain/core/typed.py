@@ -14,7 +14,7 @@ LARGEST = 2**1000
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON has an annotation's type. A number must be one that a float can hold; NaN can be held."""
+    """True if a value of JSON has an annotation's type. A number must be one that a float can hold; NaN can be held."""
     origin = get_origin(kind)
     if kind is Any:
         return True
@@ -30,12 +30,12 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number that a float can hold."""
+    """True if a value is a number that a float can hold."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST)
 
 
 def is_table(value: object) -> bool:
-    """Whether a value is a table of an evaluation: names of rows and columns, and a number for each pair."""
+    """True if a value is a table of an evaluation: names of rows and columns, and a number for each pair."""
     if not (isinstance(value, dict) and fits({k: value.get(k) for k in ("rows", "columns")}, dict[str, list[str]])):
         return False
     lines: Any = value.get("values")

@@ -1,4 +1,4 @@
-"""How a run calls a function of the user's: with what the function's parameters name."""
+"""The call of a user's function by a run: with what the function's parameters name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the run is, as a user's function sees it."""
+    """The progress of the run, as a user's function sees it."""
 
     _counts: horizon.Progress
     updates: int  # of the whole run

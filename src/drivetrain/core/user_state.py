@@ -1,4 +1,4 @@
-"""What is kept for this user on this machine, outside all run directories: below $XDG_STATE_HOME, else ~/.local/state."""
+"""The files that are kept for this user on this machine, outside all runs: below $XDG_STATE_HOME, else ~/.local/state."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def sign(content: object) -> str | None:
 
 
 def is_own(content: object, signature: object) -> bool:
-    """Whether `sign(content)` gave this signature, for this user."""
+    """True if `sign(content)` gave this signature, for this user."""
     key = _read_key() if isinstance(signature, str) else None
     # As bytes: `compare_digest` takes no text that is not ASCII.
     given = str(signature).encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""What is trained on."""
+"""The data that a run trains on."""
 
 from drivetrain.data.base import Data, Normalize, Source, Splits, Tensors
 

@@ -108,7 +108,7 @@ class Inputs:
 
 @dataclass
 class OwnData:
-    """What a finished run keeps of its own data, where it is evaluated on data of another place."""
+    """The facts that a finished run keeps of its own data, where it is evaluated on data of another place."""
 
     splits: Splits  # without samples
     hash: str  # the fingerprint of its training samples; "" where it has none
@@ -373,11 +373,11 @@ class Data(Option):
         raise NotImplementedError
 
     def reads_file(self, path: Path) -> bool:
-        """Whether `read_inputs` reads such a file."""
+        """True if `read_inputs` reads such a file."""
         return self.reads_rows or path.suffix.lower() in self.input_files
 
     def decodes_images(self) -> bool:
-        """Whether samples are image files, decoded as they are read."""
+        """True if samples are image files, decoded as they are read."""
         return False
 
     def train_samples(self) -> int | None:
@@ -514,7 +514,7 @@ class FromFile(HeldOut[P, K]):
         return found if split == "test" else {name: str(folder / file) for name, file in found.items()}
 
     def exists(self, path: Path) -> bool:
-        """Whether there is something to read at a path."""
+        """True if there is something to read at a path."""
         return path.is_file()
 
     def validate(self, run: RunSpec) -> Iterator[str]:

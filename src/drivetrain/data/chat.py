@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @cached_property
     def ends(self) -> list[str]:
-        """What stands after an answer: what the template writes there, and the end of a text."""
+        """The texts that end an answer: what the template writes there, and the end of a text."""
         text, spans = self.conversation([{"role": "user", "content": "question"}, {"role": ANSWERS, "content": "answer"}])
         after = text[: spans[-1][1]].rpartition("answer")[2].strip() if spans else ""
         return [end for end in dict.fromkeys([after, self.special.get("eos_token", "")]) if end]

@@ -29,7 +29,7 @@ class NetworkError(DataError):
 
 
 class BadSamples:
-    """What happens when a sample cannot be read. With on_error=raise it ends the run, and the error names its file.
+    """The handling of samples that cannot be read. With on_error=raise such a sample ends the run, and the error names its file.
 
     With on_error=skip the next index that can be read replaces it, so every reader gets the same samples. Bad samples are marked
     in memory that worker processes share. Raises DataError once there are more than `max_skipped`: below 1 a share.
@@ -113,7 +113,7 @@ def of_values(low: float, high: float, whole: bool, where: str) -> Range:
 
 CropShare = Annotated[float, Gt(0), Le(1)]
 ORIENTATION = 0x0112  # the EXIF tag
-# What brings an orientation upright: whether rows become columns, and then the direction of both.
+# The steps that bring an orientation upright: whether rows become columns, and then the direction of both.
 TURNS = {1: (0, 1, 1), 2: (0, 1, -1), 3: (0, -1, -1), 4: (0, -1, 1), 5: (1, 1, 1), 6: (1, 1, -1), 7: (1, -1, -1), 8: (1, -1, 1)}
 SMALLER = (1, 2, 4, 8)  # times: how libjpeg decodes a smaller copy
 METADATA, PIXELS = b"\xe1", b"\xda"  # segments of a JPEG
@@ -121,7 +121,7 @@ DAMAGED = "cannot be read as an image ({}): mend or remove it"
 
 
 class Decoding(NamedTuple):
-    """How the image files of a set become samples."""
+    """The settings by which the image files of a set become samples."""
 
     size: int  # they become RGB, upright, this size square
     max_pixels: int = 50_000_000
@@ -222,7 +222,7 @@ class ImageFileSource(Source):
 
 
 class Layout(NamedTuple):
-    """What an image file's header says, and which part of the image is wanted."""
+    """The size in an image file's header, and the part of the image that is wanted."""
 
     size: tuple[int, int]  # width and height of the upright image
     crop: tuple[int, int, int, int]  # left, top, width and height of the wanted part, in the upright image
@@ -277,7 +277,7 @@ def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
 
 
 def _has_metadata(content: bytes) -> bool:
-    """Whether EXIF or XMP stands before the pixels of a JPEG, wherever among its segments; true where they are odd."""
+    """True if EXIF or XMP stands before the pixels of a JPEG, wherever among its segments; true where they are odd."""
     at = 2
     while content[at : at + 1] == b"\xff" and (kind := content[at + 1 : at + 2]) not in (METADATA, b""):
         if kind == PIXELS:

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class ImageData:
-    """What options have in common whose samples are image files."""
+    """The common part of options whose samples are image files."""
 
     size: Count = 224
     normalize: Normalization = "imagenet"
@@ -106,7 +106,7 @@ class ImageData:
 
 @dataclass(kw_only=True, eq=False)
 class PictureData(ImageData):
-    """What options have in common whose image files are read from their middle, and may be skipped where they are broken."""
+    """The common part of options whose image files are read from their middle, and may be skipped where they are broken."""
 
     crop_pct: CropShare = 1.0
     on_error: OnError = "raise"
@@ -118,7 +118,7 @@ class PictureData(ImageData):
 
 @dataclass
 class Seen:
-    """What was seen of some files of a source, spread evenly."""
+    """The facts that were seen of some files of a source, spread evenly."""
 
     files: int
     sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of those that can be read

@@ -74,7 +74,7 @@ class Jsonl(FromFile[Any, Known], TextData):
 
     def resolve(self, run: RunSpec) -> Self:
         found = super().resolve(run)
-        # What the task wants: where data.label says another thing, one message says so, and not one of each option.
+        # The task's wish: where data.label says another thing, one message says so, and not one of each option.
         targets = next((kind for kind in ("tokens", "class") if kind in run.task.targets), found.targets)
         return found.with_values(_one_row=run.model.packs_in_one_row, targets=targets)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from drivetrain.core.errors import DataError, UserError
 
 IMAGES = (".jpg", ".jpeg", ".jfif", ".png", ".bmp", ".webp", ".avif", ".ppm", ".pgm", ".gif", ".tif", ".tiff")
-# What systems and tools leave beside data. Names that begin with a dot are no data either.
+# Files that systems and tools leave beside data. Names that begin with a dot are no data either.
 JUNK = frozenset(
     ("__macosx", "@eadir", "#recycle", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini")
 )
@@ -41,7 +41,7 @@ class Folder:
             yield from folder.every()
 
     def holds_files(self) -> bool:
-        """Whether there are files in it or below."""
+        """True if there are files in it or below."""
         return bool(self.files) or any(folder.holds_files() for folder in self.folders.values())
 
 
@@ -230,7 +230,7 @@ def _passed_through(folder: Folder) -> Folder:
 
 
 def _alike(one: set[str], other: set[str]) -> bool:
-    """Whether at least half of the class names are the same."""
+    """True if at least half of the class names are the same."""
     return 2 * len(one & other) >= min(len(one), len(other)) > 0
 
 

@@ -219,7 +219,7 @@ def _described(pixels: Counter[int], values: Sequence[int], ignore: int | None) 
 
 
 class Look(NamedTuple):
-    """What was seen of a mask and its image."""
+    """The facts that were seen of a mask and its image."""
 
     pixels: Counter[int]  # value → number of pixels
     palette: bool
@@ -265,13 +265,13 @@ def _turns(mask: Size, whole: Size, orientation: int, name: str) -> bool | None:
 
 
 def _alike(one: Size, other: Size) -> bool:
-    """Whether two sizes have one shape, but for the rounding of a resized copy."""
+    """True if two sizes have one shape, but for the rounding of a resized copy."""
     return 2 * abs(one[0] * other[1] - one[1] * other[0]) < max(sum(one), sum(other))
 
 
 @dataclass(frozen=True)
 class MaskReading:
-    """How the masks of a set are read."""
+    """The settings by which the masks of a set are read."""
 
     values: tuple[int, ...]  # of the classes
     ignore: int | None  # a value that does not count

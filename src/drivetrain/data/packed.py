@@ -23,7 +23,7 @@ READ_AHEAD_FROM = 1 << 14  # bytes: for larger samples, asking the disk for a wh
 
 @dataclass(kw_only=True, eq=False)
 class Packed(Data):
-    """What `drivetrain pack` wrote: uint8 images of one size, read without decoding, or JPEGs, decoded when read.
+    """The files that `drivetrain pack` wrote: uint8 images of one size, read without decoding, or JPEGs, decoded when read.
 
     With `verify`, each sample's checksum is checked the first time it is read; a sample that has changed is named.
     """

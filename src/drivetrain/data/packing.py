@@ -23,7 +23,7 @@ OnProgress = Callable[[str, int, int], None]  # called with a split's name, the 
 
 
 class Encoder(Protocol):
-    """How samples are stored."""
+    """The form in which samples are stored."""
 
     kind: str  # in index.json
 

@@ -1,4 +1,4 @@
-"""How a user's samples are read and become a batch: what they draw, inputs and targets apart, each stacked or padded."""
+"""The way from a user's samples to a batch: what they draw, inputs and targets apart, each stacked or padded."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ EXACT = 2**53  # whole numbers beyond it are not told apart as floats
 
 @dataclass(frozen=True)
 class Style:
-    """How the numbers of a column are written."""
+    """The style in which the numbers of a column are written."""
 
     decimal: str = "."
     thousands: str = ""
@@ -55,7 +55,7 @@ class Style:
         return values, which
 
     def is_of(self, words: pa.StringArray) -> bool:
-        """Whether all words are numbers of this style, and its marks are among them."""
+        """True if all words are numbers of this style, and its marks are among them."""
         mark = self.thousands or self.decimal.replace(".", "")
         return bool(numbers_of(pc.match_substring(self._bare(words), mark)).any() and self.numbers(words)[1].all())
 
@@ -176,7 +176,7 @@ BOOLEAN = "boolean"
 
 @dataclass
 class Column:
-    """How a column is read; and, where it is an input, how its values are encoded."""
+    """The column of a table: how it is read, and, where it is an input, how its values are encoded."""
 
     name: str
     type: ColumnType
@@ -251,7 +251,7 @@ class Column:
 
     @property
     def outputs(self) -> int:
-        """How many inputs of the model it becomes, at most."""
+        """The number of inputs of the model that it becomes, at most."""
         if self.type == "text":
             return int(self.style)
         return len(self.mean) if self.categories is None else len(self.categories)
@@ -410,7 +410,7 @@ class Schema:
 
     @property
     def outputs(self) -> int:
-        """How many inputs of the model a row becomes."""
+        """The number of inputs of the model that a row becomes."""
         return sum(self.columns[name].outputs for name in self.inputs)
 
     def described(self) -> str:
@@ -492,7 +492,7 @@ ENTRY = {"name": str, "type": str, "style": Any, "categories": list[str] | None,
 
 
 def _is_column(entry: object) -> bool:
-    """Whether an entry of a file has what `to_json` writes of a column."""
+    """True if an entry of a file has what `to_json` writes of a column."""
     if not (isinstance(entry, dict) and entry.keys() == ENTRY.keys() and all(fits(entry[k], kind) for k, kind in ENTRY.items())):
         return False
     categories, mean, std, style = entry["categories"], entry["mean"], entry["std"], entry["style"]

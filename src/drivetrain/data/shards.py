@@ -70,7 +70,7 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 
 def is_remote(shard: str) -> bool:
-    """Whether a shard is fetched by http."""
+    """True if a shard is fetched by http."""
     return shard.startswith(("http://", "https://"))
 
 

@@ -184,7 +184,7 @@ def _senseless(index: dict[str, Any], kinds: Sequence[str]) -> list[str]:
 
 
 def _is_entry(entry: dict[str, Any]) -> bool:
-    """Whether a set's entry says how many samples it has, in how many bytes, and the digest of its table."""
+    """True if a set's entry says how many samples it has, in how many bytes, and the digest of its table."""
     return all(fits(entry.get(name), kind) for name, kind in ENTRY.items()) and bool(entry["samples"] > 0)
 
 

@@ -162,7 +162,7 @@ FRACTION = r"[-+]?\d+[.]\d+([eE][-+]?\d+)?"
 
 @dataclass(frozen=True)
 class Form:
-    """How a table is written, as far as the user says it; None: as the file shows it."""
+    """The form of a table's file, as far as the user says it; None: as the file shows it."""
 
     separator: str | None = None
     encoding: str | None = None
@@ -172,7 +172,7 @@ class Form:
 
 @dataclass
 class Layout:
-    """How the rows of a separated text are written."""
+    """The layout of the rows of a separated text."""
 
     names: list[str]
     separator: str
@@ -377,7 +377,7 @@ def is_number(cell: str) -> bool:
 
 
 def _has_fractions(words: Words) -> bool:
-    """Whether all words are plain numbers, and one has a fraction that is no group of thousands, as 1.234 may be."""
+    """True if all words are plain numbers, and one has a fraction that is no group of thousands, as 1.234 may be."""
     try:
         words.words.cast(pa.float64())
     except pa.ArrowInvalid:

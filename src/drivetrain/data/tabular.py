@@ -49,7 +49,7 @@ Known = tuple[Schema, TargetReader, "Tokenizer | None"]  # what encodes the rows
 
 
 class Table:
-    """What tables have in common; predictions are for rows of a table with the same columns."""
+    """The common part of tables; predictions are for rows of a table with the same columns."""
 
     max_value: ClassVar[float | None] = None
     missing: str = "refuse"

@@ -41,7 +41,7 @@ class Document(NamedTuple):
 
 @dataclass
 class Work:
-    """What makes the documents of some files: those from a number on."""
+    """The work that makes the documents of some files: those from a number on."""
 
     documents: Callable[[int], Iterator[Document]]
     largest: int  # token that there can be; tokens may also be below 0, down to -largest - 1

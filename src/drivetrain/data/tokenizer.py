@@ -277,7 +277,7 @@ def _is_byte_pairs(model: object) -> bool:
 
 
 def _is_plain(part: object, kind: str) -> bool:
-    """Whether it is this part, and each of its settings is on, off or null."""
+    """True if it is this part, and each of its settings is on, off or null."""
     return isinstance(part, dict) and part.get("type") == kind and fits({k: v for k, v in part.items() if k != "type"}, SWITCHES)
 
 

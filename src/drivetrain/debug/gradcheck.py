@@ -180,7 +180,7 @@ class NotDifferentiable(RuntimeError):
 
 @dataclass(frozen=True)
 class _Order:
-    """What messages say of a derivative's order."""
+    """The words of messages for a derivative's order."""
 
     setting: str  # that asks for it
     wrong: str

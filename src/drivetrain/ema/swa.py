@@ -56,7 +56,7 @@ class Swa(Kept):
 
     @property
     def started(self) -> bool:  # type: ignore[override]
-        """Whether weights have been averaged: until then the average is the weights as they are."""
+        """True if weights have been averaged: until then the average is the weights as they are."""
         return self._updates > 0
 
     def update(self) -> None:

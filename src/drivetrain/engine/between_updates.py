@@ -1,4 +1,4 @@
-"""What a run does between two updates, where nothing is half done: it evaluates, saves, and stops where it was told to."""
+"""The work of a run between two updates, where nothing is half done: it evaluates, saves, and stops where it was told to."""
 
 from __future__ import annotations
 

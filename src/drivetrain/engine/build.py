@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PreviousStage:
-    """What a stage of a run takes from the one before: the ranks that have met, the data, and the callbacks."""
+    """The objects that a stage of a run takes from the one before: the ranks that have met, the data, and the callbacks."""
 
     parallel: Any
     data: Splits | None  # None: the next stage reads its data anew
@@ -313,7 +313,7 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     # them; it is set before compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
     context.memory_format = getattr(torch, formats[-1] if formats else "contiguous_format")
-    # How the forward is called is decided here, for every caller: the step, the evaluation, compilers and checks.
+    # The form of the forward's call is decided here, for every caller: the step, the evaluation, compilers and checks.
     context.model_call = ModelCall.chosen(
         run.values["forward_input"], inputs, None if (part := run.values["forward_output"]) is None else str(part)
     )

@@ -1,4 +1,4 @@
-"""What a run is about to do, in one line; and what to set where its data is too small for its batch."""
+"""The line on what a run is about to do; and what to set where its data is too small for its batch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def advice(trainer: Trainer) -> Iterator[str]:
 
 
 def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
-    """Why one of the epochs has no update, and what to set."""
+    """The reason why one of the epochs has no update, and what to set."""
     if batch.tokens is not None:
         return f"batch.tokens={batch.tokens} is more than the training samples have: set it to less, or data.drop_last=false"
     size = next(batch.size(each.start) for each in batch.stretches(epochs) if batch.size(each.start) > samples)
@@ -132,7 +132,7 @@ def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
 
 
 def single_sample(context: BuildContext, batch: Batch, norm: str) -> Iterator[str]:
-    """Why a BatchNorm of the model, of this name, would get one sample at a time in this run, and what to set."""
+    """The reason why a BatchNorm of the model, of this name, would get one sample at a time in this run, and what to set."""
     world, samples = context.parallel.data_world, context.batch.order.length
     size, drop_last = batch.size(0), context.run.data.drop_last
     last = samples % size if context.horizon.updates >= batch.updates(samples, 0, drop_last) and not drop_last else 0

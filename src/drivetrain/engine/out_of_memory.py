@@ -1,4 +1,4 @@
-"""What a run does when a step does not fit into memory: it goes on with smaller micro-batches."""
+"""The answer of a run to a step that does not fit into memory: it goes on with smaller micro-batches."""
 
 from __future__ import annotations
 

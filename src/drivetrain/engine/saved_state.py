@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a trainer beside its weights."""
+"""The state of a trainer in a checkpoint, beside its weights."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class StagedRun:
                 trainer.log.write("stage", stage=self.number + 1, stages=len(self.stages), changes=stage.title)
 
     def _begins(self) -> bool:
-        """Whether no update of this stage is made: a resumed run does not record the beginning of its stage again."""
+        """True if no update of this stage is made: a resumed run does not record the beginning of its stage again."""
         progress = self.trainer.progress
         return not (self.ends[self.number - 1].passed(progress) if self.number else progress.updates)
 

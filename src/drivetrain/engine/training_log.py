@@ -165,7 +165,7 @@ class TrainingLog:
         return self.noise.sums.unbind() if self.noise is not None else ()
 
     def _how_it_diverged(self, lr: float) -> str:
-        """Where the loss began to grow, and what to set."""
+        """The place where the loss began to grow, and what to set."""
         seen = [(update, loss) for update, loss in self._seen if math.isfinite(loss)]
         remedy = REMEDY.format(f" (the rate was {lr:.3g})")
         if not seen:

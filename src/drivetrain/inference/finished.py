@@ -19,7 +19,7 @@ from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
-# What only training needs is switched off. The optimizer is not used; sgd keeps no second copy of the weights.
+# Options that only training needs are switched off. The optimizer is not used; sgd keeps no second copy of the weights.
 OFF = (
     "augment=[]", "checkpointing=none", "clip=none", "compile=none", "debug=none", "logger=[]", "optimizer=sgd",
     "scheduler=constant", "stop=none", "select=null", "batch.preallocate=false", "data.drop_last=false", "callbacks=[]",
@@ -75,7 +75,7 @@ def find(
     settings = recorded_settings(recorded, words)
     own = is_of_this_user(recorded)
     try:
-        # What a stranger's files say of trust, paths and devices is not taken.
+        # The trust, paths and devices in a stranger's files are not taken.
         dirs, taken = (config_dirs or recorded.get("config_dirs", []), settings) if own else (config_dirs, {})
         job = of_run(run_dir, [*_of_stage(run_dir, dirs, taken, given, choice, used), *words], dirs, taken, used)
     except UserError as error:

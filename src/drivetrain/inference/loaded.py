@@ -26,7 +26,7 @@ from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
 from drivetrain.saving import manifest
 
-# How a model fails that is built for data of another kind, or that is given an input of another kind.
+# The errors of a model that is built for data of another kind, or that is given an input of another kind.
 MISFITS = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 KNOWN = (UserError, torch.OutOfMemoryError)  # of these, the ones that say by themselves what is wrong
 

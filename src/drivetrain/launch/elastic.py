@@ -197,7 +197,7 @@ def ended_without_result(ranks: Mapping[int, int]) -> str:
 
 
 def _how(code: int) -> str:
-    """How a process ended, by its exit code: a signal's number is negative."""
+    """The end of a process in words, by its exit code: a signal's number is negative."""
     if code in (0, -signal.SIGKILL):
         return "killed, or out of memory"
     return f"by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -267,7 +267,7 @@ def own_address() -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether a host's address is one of this machine's."""
+    """True if a host's address is one of this machine's."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((socket.gethostbyname(host), 0))
@@ -290,7 +290,7 @@ def wait_for_listener(host: str, port: int, seconds: float) -> None:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether this machine's port can be listened on."""
+    """True if this machine's port can be listened on."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -301,7 +301,7 @@ def is_port_free(host: str, port: int) -> bool:
 
 
 def is_torch_store(host: str, port: int, seconds: float) -> bool:
-    """Whether what listens on host:port is the store of a torch launcher, as where one machine plays two."""
+    """True if what listens on host:port is the store of a torch launcher, as where one machine plays two."""
     # In a process of its own: a client of something that never answers waits for ever, whatever its timeout.
     client = ForkedProcess(target=_connect_to_store, args=(host, port, seconds), daemon=True)
     client.start()
@@ -647,7 +647,7 @@ def _read_results(folder: Path) -> RankResults:
 
 
 def _first_failure(failed: RankResults) -> JsonObject:
-    """What to take over from the rank that failed first of its own accord; the error names it where that tells anything."""
+    """The result to take over from the rank that failed first of its own accord; the error names it where that tells anything."""
     own = {rank: result for rank, result in failed.items() if not _only_peer_failures({rank: result})} or failed
     rank = min(own, key=lambda rank: own[rank]["time"])
     content = {key: own[rank][key] for key in ("status", "error", "code", "world_size", "overrides", "config_hash")}
@@ -672,5 +672,5 @@ def _without_peers(run_dir: Path, error: str) -> JsonObject:
 
 
 def _only_peer_failures(failed: RankResults) -> bool:
-    """Whether all of these ranks failed only because another was gone."""
+    """True if all of these ranks failed only because another was gone."""
     return all(is_peer_failure(result["error"]) for result in failed.values())

@@ -67,7 +67,7 @@ def _is_ours(file: Path) -> bool:
 
 logger = logging.getLogger(__name__)
 
-# What is read of environment.json, and of which type it must be.
+# The keys that are read of environment.json, with the type that each must have.
 _READ: JsonObject = {"machine_local": dict[str, Any] | None, "config_dirs": list[str] | None}
 
 
@@ -131,7 +131,7 @@ class Job:
         _leave_hydras_folder(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
 
     def _origin(self, run_dir: Path) -> Any:
-        """Where the recipe came from, for the record; of a run that is resumed it is in the record already."""
+        """The source of the recipe, for the record; of a run that is resumed it is in the record already."""
         recipe = self.composed.recipe
         if recipe is not None and recipe.source is not None:
             return recipe.source.record()
@@ -207,7 +207,7 @@ def _all_runs(run: RunSpec) -> list[RunSpec]:
 
 
 def device_problems(jobs: Iterable[Job | None]) -> list[str]:
-    """What torch, this machine's device or a library makes impossible in any of these jobs, or in their stages."""
+    """The problems of torch, this machine's device or a library that make any of these jobs, or their stages, impossible."""
     problems: list[str] = []
     for run in (run for job in jobs if job is not None for run in _all_runs(job.run)):
         try:
@@ -218,7 +218,7 @@ def device_problems(jobs: Iterable[Job | None]) -> list[str]:
 
 
 def advice_of(run: RunSpec) -> list[str]:
-    """What the options of a run advise."""
+    """The advice of a run's options."""
     return [line for part in check.options_of(run) for line in part.advise(run)]
 
 
@@ -285,12 +285,12 @@ def recorded_settings(recorded: JsonObject, words: Sequence[str]) -> JsonObject:
 
 
 def is_of_this_user(recorded: dict[str, object]) -> bool:
-    """Whether this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
+    """True if this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
     return user_state.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
 def _of_this_machine(recorded: dict[str, object]) -> list[Any]:
-    """What a run's record says of this machine: the part of environment.json that is signed."""
+    """The part of a run's record that is about this machine: the part of environment.json that is signed."""
     return [recorded.get("machine_local"), recorded.get("config_dirs")]
 
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Ended:
-    """How a run ended."""
+    """The end of a run."""
 
     result: Result
     code: int
@@ -214,7 +214,7 @@ def _announce(job: Job, quiet: bool) -> None:
 
 
 def started_from_python() -> bool:
-    """Whether `drivetrain.train` started this process for a run of several ranks: whoever called it shows the result."""
+    """True if `drivetrain.train` started this process for a run of several ranks: whoever called it shows the result."""
     return RUN_DIR_FILE in os.environ
 
 

@@ -1,4 +1,4 @@
-"""What an option may try before the ranks of a run start: each trial is a process of its own, which may run out of memory."""
+"""The trials that options make before the ranks of a run start: each is a process of its own, which may run out of memory."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Trials:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
+        """True if the run goes on from a checkpoint."""
         return self.job.checkpoint is not None
 
     def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:

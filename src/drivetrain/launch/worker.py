@@ -83,7 +83,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
 
 
 class _Attempt(NamedTuple):
-    """What came of a piece of work that every rank did."""
+    """The outcome of a piece of work that every rank did."""
 
     value: Any
     error: Exception | None  # this rank's
@@ -143,7 +143,7 @@ def _restore(staged: StagedRun, weights: Any, state: Any) -> float:
 
 
 def rate_jump(trainer: Trainer, before: float) -> str:
-    """What to know where a run goes on at a much higher rate than it had: its schedule is that of a longer run now.
+    """The notice where a run goes on at a much higher rate than it had: its schedule is that of a longer run now.
 
     `before` is the rate of its last update, by the schedule that the checkpoint was made with.
     """
@@ -333,7 +333,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
 
 
 def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
-    """What the run's curves and its accuracies say."""
+    """The remarks on the run's curves and its accuracies."""
     if not result.stopped:
         loss = str(Figure("loss", set=Figure.parse(trainer.selection.name).set))
         yield from remarks.of_curves(*reader.points(trainer.run_dir / "metrics.jsonl"), loss)
@@ -403,7 +403,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
 
 
 def _refusal(error: BaseException, run: RunSpec) -> str:
-    """What the run cannot do and what to set, where the error says no more than that; else ""."""
+    """The limit that the run met and what to set, where the error says no more than that; else ""."""
     if cannot := run.compile.cannot(error):
         return f"{run.named('compile')} {cannot}"
     if "does not require grad and does not have a grad_fn" in str(error):
@@ -412,7 +412,7 @@ def _refusal(error: BaseException, run: RunSpec) -> str:
 
 
 def first_lines(error: BaseException) -> str:
-    """What an error says, in one line: its first line, and those after it where that one only announces them."""
+    """The message of an error in one line: its first line, and those after it where that one only announces them."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [""]
     if lines[0].startswith("Caught ") and lines[0].endswith("."):  # in a worker process of torch's, whose traceback follows
         return f"{lines[0][:-1]}: {lines[-1]}"

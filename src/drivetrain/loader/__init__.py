@@ -1,4 +1,4 @@
-"""How samples get from the data to the device."""
+"""The way of samples from the data to the device."""
 
 from drivetrain.loader.base import Loader, Pipeline
 

@@ -94,7 +94,7 @@ Ahead = Annotated[int, Ge(1), Le(1024)]  # batches that are read ahead
 
 
 class Pipeline(NamedTuple):
-    """What happens to a request's samples: `read` on the CPU, then `finish` there or on the device. It can be pickled.
+    """The work on a request's samples: `read` on the CPU, then `finish` there or on the device. It can be pickled.
 
     With `normalize_later`, `finish` only augments: the batch is normalised on the device, so its copy there is bytes, not floats.
     """
@@ -150,7 +150,7 @@ class Pipeline(NamedTuple):
 
     @property
     def crops(self) -> bool:
-        """Whether the source crops samples while it reads them: each once, so not where several views are made of it."""
+        """True if the source crops samples while it reads them: each once, so not where several views are made of it."""
         return self.views == 1 and self.source.crops
 
     def finish(self, x: Tree, y: Tree, request: Request) -> Batch:
@@ -323,7 +323,7 @@ def timeout_error(
 
 
 def reading_advice(pipeline: Pipeline, setting: str = "", readers: int | None = None) -> str | None:
-    """What helps a loader that reads ahead already: more `readers` (set by `setting`) if there are cores, or packed data."""
+    """The advice for a loader that reads ahead already: more `readers` (set by `setting`) if there are cores, or packed data."""
     cores = usable_cores()
     advice = [f"{setting}={cores}, one for each core"] if readers is not None and readers < cores else []
     if pipeline.source.decodes_files:

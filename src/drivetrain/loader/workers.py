@@ -221,7 +221,7 @@ class _WaitLimit:
 
 @dataclass(slots=True)
 class _Delivery:
-    """What a worker sends. torch's DataLoader takes it as it is; tuples it would turn into lists, on the way and when it pins."""
+    """The batch that a worker sends. torch's DataLoader takes it as it is; tuples it would turn into lists, twice over."""
 
     x: Tree
     y: Tree

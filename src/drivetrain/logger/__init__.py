@@ -1,4 +1,4 @@
-"""Where metrics are written: config group `logger`, a list of options."""
+"""The places where metrics are written: config group `logger`, a list of options."""
 
 from drivetrain.logger.base import Logger, numbers
 

@@ -161,7 +161,7 @@ ANEW = "trackers begin a run of their own"
 
 @dataclass
 class TrackedRun:
-    """What a tracker is told of a run when it starts."""
+    """The facts that a tracker is told of a run when it starts."""
 
     run_dir: Path
     output_dir: Path  # of all runs

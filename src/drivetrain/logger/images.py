@@ -104,7 +104,7 @@ class Images(Logger):
         return ", ".join(f"{v:.3g}" for v in y.reshape(-1).tolist())
 
     def _prediction(self, y: torch.Tensor, output: torch.Tensor) -> tuple[str, bool | None]:
-        """What the model says of a sample, and whether it is right; None where that is a matter of degree."""
+        """The model's prediction for a sample, and whether it is right; None where that is a matter of degree."""
         kind = self._context.run.data.targets
         if kind == "labels":
             found = output > 0

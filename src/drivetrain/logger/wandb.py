@@ -45,7 +45,7 @@ class Wandb(Tracker):
         folder_in(run.run_dir, "wandb")  # where the library writes
         import wandb
 
-        # What the terminal and log.txt have already is not captured a second time.
+        # The lines that the terminal and log.txt have already are not captured a second time.
         settings = wandb.Settings(console="off", silent=True)
         self._run = wandb.init(
             project=self.project, entity=self.entity, name=run.name, tags=self.tags, config=run.config, dir=str(run.run_dir),
@@ -73,7 +73,7 @@ class Wandb(Tracker):
 
 
 def has_login() -> bool:
-    """Whether wandb would find a key without asking for it, where it looks itself: the environment and ~/.netrc."""
+    """True if wandb would find a key without asking for it, where it looks itself: the environment and ~/.netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

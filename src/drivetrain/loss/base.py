@@ -116,14 +116,14 @@ class Loss(Option):
         return self.count(batch.y)
 
     def problem(self, target: object, classes: int) -> str | None:
-        """What is wrong with the targets of the first micro-batch, as a sentence that goes on after "the targets"; None: nothing.
+        """The fault of the targets of the first micro-batch, as a sentence that goes on after "the targets"; None: no fault.
 
         It may read from the device.
         """
         return None
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
-        """What is wrong with the output's shape for two samples, such as "5 outputs for the 10 classes"; None: nothing."""
+        """The fault of the output's shape for two samples, such as "5 outputs for the 10 classes"; None: no fault."""
         return None
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:

@@ -153,7 +153,7 @@ class Own(PartedLoss):
         return output, torch.stack([torch.stack(losses).sum(), *(losses if self._phases else ()), count])
 
     def _returned(self, forward: Callable[[object], object], output: object, batch: MicroBatch, training: bool) -> Any:
-        """What the function returns for a micro-batch."""
+        """The values that the function returns for a micro-batch."""
         model = self._model(forward) if self.runs_model else None
         returned = self._call(
             output=output, target=batch.y, input=batch.x, batch=batch, model=model, progress=self._progress[training],

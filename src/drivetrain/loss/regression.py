@@ -106,7 +106,7 @@ class Quantile(Regression):
         return total, self.count(above).to(above.dtype)  # type: ignore[return-value]
 
     def _above(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
-        """How far each target is above each of its quantiles (n, numbers, quantiles)."""
+        """The distance by which each target is above each of its quantiles (n, numbers, quantiles)."""
         output = wide(output).unflatten(1, (-1, len(self.quantiles)))
         _, target = same_shape(output[..., 0], target, f"quantile with {len(self.quantiles)} quantiles")
         return target.reshape(len(output), -1, 1) - output

@@ -41,17 +41,17 @@ class Sum(PartedLoss):
 
     @property
     def soft_targets(self) -> bool:  # type: ignore[override]
-        """Whether all of the losses take probabilities of classes."""
+        """True if all of the losses take probabilities of classes."""
         return all(loss.soft_targets for loss in self.losses.values())
 
     @property
     def takes_trees(self) -> bool:  # type: ignore[override]
-        """Whether all of the losses take trees of targets."""
+        """True if all of the losses take trees of targets."""
         return all(loss.takes_trees for loss in self.losses.values())
 
     @property
     def factors(self) -> list[float]:
-        """What each loss is multiplied by."""
+        """The factor of each loss in the sum."""
         return self.weights if self.weights is not None else [1.0] * len(self.losses)
 
     def resolve(self, run: RunSpec) -> Self:

@@ -1,4 +1,4 @@
-"""What an evaluation measures beside the loss's own figures: config group `metrics`, a list of options."""
+"""The metrics that an evaluation computes beside the loss's own figures: config group `metrics`, a list of options."""
 
 from drivetrain.metrics.base import Metric
 

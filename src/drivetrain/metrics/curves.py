@@ -82,7 +82,7 @@ class AveragePrecision(_Curve):
 
 
 class CalibrationError(Metric):
-    """How far the probability of the predicted class is from the share that is right: the mean over bins of probability.
+    """The distance between the probability of the predicted class and the share that is right: the mean over bins of probability.
 
     It is the expected calibration error (Naeini et al. 2015). Of several labels, that of each label's probability.
     """

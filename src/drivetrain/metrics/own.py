@@ -96,7 +96,7 @@ class Own(Metric):
             length = (context.horizon.updates, context.run.values["epochs"])
             self._progress = Progress(context.progress, *length, training=False)
             return Sums() if self.mean else Collected()
-        # What derives from it has imported it: nobody else waits for that.
+        # A class that derives from it has imported it: nobody else waits for that.
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is None or not issubclass(target, torchmetrics.Metric):
             raise UserError(f"{setting} is no torchmetrics.Metric: derive from it, or name a function")

@@ -1,4 +1,4 @@
-"""What metrics keep of the batches, on the run's device, and how it is joined over the ranks. It does not import torchmetrics."""
+"""The states of metrics: what they keep of the batches, on the run's device, joined over the ranks. Needs no torchmetrics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def unlike_shapes(why: str) -> str:
 
 
 class State:
-    """What a metric keeps of the batches of one evaluation. It has the methods of a torchmetrics.Metric that metrics call."""
+    """The state of a metric over one evaluation's batches. It has the methods of a torchmetrics.Metric that metrics call."""
 
     process_group: Any = None  # of the ranks whose states are joined; None: of all
     distributed_available_fn: Callable[[], bool] = staticmethod(lambda: False)  # whether there are several

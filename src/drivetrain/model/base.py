@@ -69,7 +69,7 @@ class Model(Option):
         yield from self._weights_problems(run)
 
     def input_problem(self, inputs: object) -> str:
-        """Why the model cannot take such inputs of two samples, which own data shows only when it is read; "" where it can."""
+        """The reason why the model cannot take two samples' inputs, which own data shows only when read; "" where it can."""
         if self.tokens is None or not isinstance(inputs, torch.Tensor):
             return ""
         shape = tuple(inputs.shape[1:])
@@ -150,7 +150,7 @@ class Model(Option):
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model has a tokenizer of its own, which is then the data's."""
+        """True if the model has a tokenizer of its own, which is then the data's."""
         return False
 
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
@@ -159,7 +159,7 @@ class Model(Option):
 
     @property
     def given_weights(self) -> bool:
-        """Whether training starts from weights that are given, not from random ones."""
+        """True if training starts from weights that are given, not from random ones."""
         return self.weights is not None
 
     def output_layers(self, model: torch.nn.Module) -> list[str]:

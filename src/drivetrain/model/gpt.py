@@ -75,7 +75,7 @@ class Block(nn.Module):
         return x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
 
     def tensor_layout(self) -> TensorLayout:
-        """How parallel=tensor lays the block over ranks."""
+        """The layout of the block over ranks for parallel=tensor."""
         heads = self.attention.qkv.in_features // self.attention.head
         return TensorLayout(self.attention, "qkv", "out", heads, self.feed_forward, "up", "down")
 

@@ -1,4 +1,4 @@
-"""Whether the hub of Hugging Face can be reached: its own client tries for a minute or more before it says so."""
+"""The test whether the hub of Hugging Face can be reached: its own client tries for a minute or more before it says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROBE_S = 3  # seconds in which the hub has to answer
 
 
 def only_cached(name: str, file: str, setting: str, instead: str, known: Sequence[str] = ()) -> bool:
-    """Whether the hub does not answer, and this file of its model is in the cache.
+    """True if the hub does not answer, and this file of its model is in the cache.
 
     Raises UserError where neither has it: it says what to do `instead`, and which of the `known` names is near.
     """

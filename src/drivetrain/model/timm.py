@@ -14,7 +14,7 @@ from drivetrain.core.option import Momentum, RunSpec, needs_extra
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 
-# What a recipe may set of a network: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
+# A network's keys for recipes: the numbers of timm's architectures, not what create_model reads itself (paths, addresses,
 # caches, pretrained_cfg). A network that has no such argument says so when it is built.
 NUMBERS = """
     act_first always_partition attn_drop_rate attn_mlp_ratio attn_pool_mlp_ratio attn_pool_num_heads attn_ratio avg_down

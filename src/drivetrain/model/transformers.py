@@ -33,7 +33,7 @@ HEADS = {  # head → the class of transformers that has it, and what it gives
     "masked": ("AutoModelForMaskedLM", "masked tokens"),
     "image": ("AutoModelForImageClassification", "outputs for each image"),
 }
-# What a recipe may set of a config: numbers and plain names, but no code, no attention (model.attention) and nothing private.
+# A config's keys for recipes: numbers and plain names, but no code, no attention (model.attention) and nothing private.
 CONFIG = Entries(
     Text(
         r"(?!auto_map|.*implementation|quantization.*|use_kernels)[a-z]\w*(\.\w+)*",
@@ -331,7 +331,7 @@ def _with_mask(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _logits(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tree) -> Any:
-    """What the losses take of an output of transformers; all of it where that is asked for, as its own `generate` does."""
+    """The logits of an output of transformers; all of it where that is asked for, as its own `generate` does."""
     return output if kwargs.get("return_dict") else output.logits
 
 

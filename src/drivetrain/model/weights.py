@@ -223,7 +223,7 @@ def _may_be_missing(model: torch.nn.Module, weights: Weights) -> set[str]:
 
 
 def _problem(weights: Weights, own: Mapping[str, torch.Tensor], may_be_missing: set[str]) -> str:
-    """What does not fit, with the first names of each kind, and what to set; "" if all fits."""
+    """The tensors that do not fit, with the first names of each kind, and what to set; "" if all fits."""
     if not weights.keys() & own.keys():
         return (
             f"no name is in both. The file has {_listed(weights)}; the model has {_listed(own)}: set the model options that the "
@@ -250,7 +250,7 @@ def _hint(wrong: Sequence[str], own: Collection[str]) -> str:
 
 
 def _difference(given: torch.Tensor, wanted: torch.Tensor) -> str:
-    """How the file's tensor differs from the one that the model wants."""
+    """The difference of the file's tensor from the one that the model wants."""
     if given.shape != wanted.shape:
         return f"{_shape(given)} for {_shape(wanted)}"
     if given.is_floating_point() != wanted.is_floating_point():

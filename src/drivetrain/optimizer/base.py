@@ -162,7 +162,7 @@ class Optimizer(Hyperparameters):
         return None
 
     def has_fused(self, device: str) -> bool:
-        """Whether there is a fused implementation on this device type."""
+        """True if there is a fused implementation on this device type."""
         if device not in self.fused_on or self.fused_class is None:
             return device in self.fused_on
         from drivetrain.optimizer import torch_wrappers

@@ -60,7 +60,7 @@ class Timm(Optimizer):
                 yield f"optimizer.{key}=true, but timm's {self.name} has no such implementation: set optimizer.{key}=null"
 
     def _coupling_problems(self, run: RunSpec, parameters: set[str]) -> Iterator[str]:
-        """What of the optimizer needs all parameters at once, of which each rank updates some."""
+        """The features of the optimizer that need all parameters at once, of which each rank updates some."""
         if "max_grad_norm" in parameters and self.kwargs.get("max_grad_norm", 1.0) is not None:
             yield (
                 f"optimizer.name={self.name} takes the norm of all gradients, and {run.named('parallel')} has each rank update "
@@ -73,7 +73,7 @@ class Timm(Optimizer):
             )
 
     def _alternative(self, known: list[str]) -> str:
-        """What to set instead of the name."""
+        """The setting to use instead of the name."""
         if "apex" in self.name or self.name.startswith("fused"):
             return "set optimizer=apex_adam, apex_sgd, apex_lamb or apex_novograd for apex's"
         return did_you_mean(self.name, known) if known else "set optimizer=adamw, say"

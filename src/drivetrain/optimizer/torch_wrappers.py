@@ -1,4 +1,4 @@
-"""Whether torch.optim's classes make fused updates."""
+"""The test whether torch.optim's classes make fused updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain.core.torch_patches import keep_compiler_unimported, remove_step_
 
 @functools.cache
 def has_fused(name: str, device: str) -> bool:
-    """Whether torch.optim's class `name` makes fused updates on this type of device. No device is started: a CPU answers.
+    """True if torch.optim's class `name` makes fused updates on this type of device. No device is started: a CPU answers.
 
     Releases differ in both: torch 2.11 has a kernel of Adagrad for CUDA, which its class refuses in the first update.
     """
@@ -23,7 +23,7 @@ def has_fused(name: str, device: str) -> bool:
 
 
 def _is_accepted(name: str, device: str) -> bool:
-    """Whether the class makes a fused update of a number that says that it is on such a device."""
+    """True if the class makes a fused update of a number that says that it is on such a device."""
     keep_compiler_unimported()
     with _disable_current_modes():  # a fake number has no place of ours
         number = _Placed(torch.zeros(1))

@@ -122,7 +122,7 @@ class Parallel(Option):
 
     @property
     def keeps_own_gradients(self) -> bool:
-        """Whether weights have the gradient of this rank's own samples until an update's last micro-batch."""
+        """True if weights have the gradient of this rank's own samples until an update's last micro-batch."""
         return True
 
     @contextmanager

@@ -145,7 +145,7 @@ class Ddp(ProcessGroupStrategy):
 
 
 def _reduces_in_step(context: BuildContext) -> bool:
-    """Whether gradients are reduced after the backward: a graph calls no hooks, and a phase has those of some weights only."""
+    """True if gradients are reduced after the backward: a graph calls no hooks, and a phase has those of some weights only."""
     return context.run.compile.captures_step or bool(context.run.values["phases"])
 
 

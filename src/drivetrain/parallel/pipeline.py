@@ -206,12 +206,12 @@ class Pipeline(Sharded):
 
     @property
     def has_first_stage(self) -> bool:
-        """Whether this rank runs the first stage, which reads the inputs."""
+        """True if this rank runs the first stage, which reads the inputs."""
         return 0 in self.my_stages
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank runs the last stage, which computes the loss."""
+        """True if this rank runs the last stage, which computes the loss."""
         return self.stage_count - 1 in self.my_stages
 
     def stage_forward(self, stage: int, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -300,5 +300,5 @@ def _meta_like(h: torch.Tensor) -> torch.Tensor:
 
 
 def _has_inplace_dropout(block: torch.nn.Module) -> bool:
-    """Whether a block may overwrite its input in training alone, which an evaluation does not show."""
+    """True if a block may overwrite its input in training alone, which an evaluation does not show."""
     return any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.inplace for m in block.modules())

@@ -23,7 +23,7 @@ ENOUGH_S = 0.02  # of measuring a layer in one format
 
 
 class Slowness(NamedTuple):
-    """How many times as long as in float32 a model's layers take in a 16-bit format."""
+    """The factors by which a model's layers take longer in a 16-bit format than in float32."""
 
     convolutions: float
     matrices: float
@@ -81,7 +81,7 @@ def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowne
 
 
 def _slowness(calls: list[Call], dtype: torch.dtype) -> float:
-    """How many times as long the largest of these calls takes in `dtype`.
+    """The factor by which the largest of these calls takes longer in `dtype`.
 
     It is measured once for all runs on this machine: near the limit another look could answer otherwise, and a run that goes on
     would then not have the results of the unbroken one.

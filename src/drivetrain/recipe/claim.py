@@ -1,4 +1,4 @@
-"""What a recipe claims: figures that were measured, a section for each kind, and where and on what they were measured.
+"""The claim of a recipe: figures that were measured, a section for each kind, and where and on what they were measured.
 
 Each kind is a dataclass that declares its fields. A new kind costs one class here with its field in Claim, and one in
 measure/claims/verify.py, which says how it is made of runs and when it holds. Anyone may have written the file, so
@@ -28,7 +28,7 @@ _RATIO = "samples a second, divided by the baseline's"
 
 
 class Against(dict[str, Any]):
-    """What the baseline has instead: group → option, dotted key → value; with the line of each, for messages."""
+    """The settings that the baseline has instead: group → option, dotted key → value; with the line of each, for messages."""
 
     lines: dict[str, int]
 
@@ -71,7 +71,7 @@ class Kind(Section):
 
 @dataclass(frozen=True)
 class Speed(Kind):
-    """How much faster than a baseline, and how the baseline differs."""
+    """The speed relative to a baseline, and how the baseline differs."""
 
     ratio: Annotated[
         float,
@@ -126,7 +126,7 @@ class Quality(Kind):
 
 @dataclass(frozen=True)
 class Target(Kind):
-    """When a metric reached a value: medians over all seeds, a seed that never did being the slowest."""
+    """The time when a metric reached a value: medians over all seeds, a seed that never did being the slowest."""
 
     of_all = True
 
@@ -164,7 +164,7 @@ class Memory(Kind):
 
 @dataclass(frozen=True)
 class Energy(Kind):
-    """What the device used while it trained, where it counts that itself."""
+    """The energy that the device used while it trained, where it counts that itself."""
 
     joules: Annotated[float, Rule(sections.above_0, "the joules that the device used, mean over the seeds")]
     n: Annotated[int, Rule(sections.count, "the number of runs that it was measured in")]
@@ -184,7 +184,7 @@ class Data(Section):
 
 @dataclass(frozen=True)
 class Device(Section):
-    """What the claim was measured on."""
+    """The device that the claim was measured on."""
 
     kind: Annotated[
         str, Rule(sections.like("[a-z]{1,20}", "a device type of torch's, as cpu or cuda"), "the device type, as cpu or cuda")

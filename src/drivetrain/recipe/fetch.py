@@ -28,12 +28,12 @@ _HUB = re.compile(r"hf://(?:(datasets|spaces)/)?([\w.-]+/[\w.-]+?)(?:@([\w./-]+?
 
 
 class Refused(Exception):
-    """Why nothing was fetched: one line, which goes behind the address."""
+    """The reason why nothing was fetched: one line, which goes behind the address."""
 
 
 @dataclass
 class Fetched:
-    """What a server delivered."""
+    """The answer that a server delivered."""
 
     content: bytes
     hosts: list[str]  # those asked, in order: more than one after redirects
@@ -58,7 +58,7 @@ class Address:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it gives the same bytes at any time."""
+        """True if it gives the same bytes at any time."""
         return self.sha256 is not None or (self.hub is not None and _COMMIT.fullmatch(self.hub[2] or "") is not None)
 
 
@@ -81,7 +81,7 @@ def parse(address: str) -> Address:
 
 
 def _problem(url: str) -> str | None:
-    """Why a URL is none that is fetched."""
+    """The reason why a URL is none that is fetched."""
     try:
         parts = urlsplit(url)
         named = parts.hostname and parts.port != 0
@@ -129,7 +129,7 @@ def _file(name: str) -> Path | None:
 
 
 def _kept(address: str, place: Address) -> bytes | None:
-    """What was kept of an address. A file that was changed since counts as missing."""
+    """The bytes that were kept of an address. A file that was changed since counts as missing."""
     file = _file(f"{sha256_of(address.encode())}.yaml")
     with contextlib.suppress(OSError):
         content = file.read_bytes() if file is not None else None
@@ -305,7 +305,7 @@ def _answer(response: Any, host: str) -> bytes | str:
 
 
 def _next(url: str, to: str, host: str) -> str:
-    """Where a redirect leads. Raises Refused."""
+    """The address that a redirect leads to. Raises Refused."""
     following = urljoin(url, to)
     wrong = _problem(following) or ("it is not https" if url.startswith("https:") > following.startswith("https:") else None)
     if wrong:
@@ -314,7 +314,7 @@ def _next(url: str, to: str, host: str) -> str:
 
 
 def _reason(error: Exception, host: str, proxy: str | None) -> str:
-    """Why a host gave nothing, in one line."""
+    """The reason why a host gave nothing, in one line."""
     import ssl
 
     cause: Any = error

@@ -1,4 +1,4 @@
-"""Where recipes come from: those that ship, files, and pinned addresses."""
+"""The places that recipes come from: those that ship, files, and pinned addresses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_address(word: str) -> bool:
-    """Whether a word is an address, and not a name, a path or a setting."""
+    """True if a word is an address, and not a name, a path or a setting."""
     return _ADDRESS.match(word) is not None
 
 

@@ -27,7 +27,7 @@ _OPTION = re.compile(r"[A-Za-z0-9_]+$")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a recipe came from, as a run records it: what `recipe=` was given, and the SHA-256 of the recipe's text."""
+    """The source of a recipe, as a run records it: what `recipe=` was given, and the SHA-256 of the recipe's text."""
 
     given: str  # a name, a path or a pinned address
     sha256: str
@@ -39,7 +39,7 @@ class Source:
 
 @dataclass
 class Recipe:
-    """What a recipe file holds: an option for each group, a value for each dotted key, and the grid of a sweep."""
+    """The content of a recipe file: an option for each group, a value for each dotted key, and the grid of a sweep."""
 
     name: str
     path: Path
@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def word(self) -> str:
-        """What `recipe=` takes to find it again."""
+        """The word by which `recipe=` finds it again."""
         return self.source.given if self.source is not None else str(self.path)
 
     def where(self, key: str) -> str:
@@ -181,7 +181,7 @@ def _take_unchanged(recipe: Recipe, below: Recipe) -> None:
 
 
 def holds_for(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether a value that was a mere default of the options `before` is one of the options `now` too (group → option)."""
+    """True if a value that was a mere default of the options `before` is one of the options `now` too (group → option)."""
     group, _, rest = key.partition(".")
     old, new = before.get(group), now.get(group)
     if old is None or new is None or old == new:

@@ -104,7 +104,7 @@ def duplicate_keys(node: Any) -> Iterator[yaml.Node]:
 
 
 def allowed_in_recipe(key: str, where: str, problems: list[str]) -> bool:
-    """Whether a recipe may set a key or choose an option of a group; if not, `problems` gets the reason."""
+    """True if a recipe may set a key or choose an option of a group; if not, `problems` gets the reason."""
     first = re.split(r"[./]", key)[0]
     if first in OPERATOR_KEYS:
         problems.append(f"{where}: a recipe cannot set '{key}' ({OPERATOR_KEYS[first]}): set it on the command line")
@@ -112,19 +112,19 @@ def allowed_in_recipe(key: str, where: str, problems: list[str]) -> bool:
 
 
 def names_code(group: str, option: Any) -> bool:
-    """Whether this option of a group names code: a class or a function of the user's."""
+    """True if this option of a group names code: a class or a function of the user's."""
     return group in CODE_GROUPS and "own" in (option if isinstance(option, list) else [option])
 
 
 def code_refusal(group: str) -> str:
-    """Why a recipe alone cannot choose it."""
+    """The reason why a recipe alone cannot choose it."""
     return (
         f"a recipe cannot choose '{group}=own' (it names code): choose it on the command line too, with its target and trust=[…]"
     )
 
 
 def is_plain_key(key: str, where: str, problems: list[str]) -> bool:
-    """Whether a key consists of plain names; if not, `problems` gets the reason."""
+    """True if a key consists of plain names; if not, `problems` gets the reason."""
     if any(part.startswith("_") for part in key.split(".")):
         text = f"'{printable(key):.60}'"
         problems.append(f"{where}: {text}: a recipe chooses options and sets values, never a target or another key of Hydra's")
@@ -170,7 +170,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 
 def _scalar_problem(value: Any, text: str, several_lines: bool) -> str:
-    """Why a recipe may not hold this value; "" where it may."""
+    """The reason why a recipe may not hold this value; "" where it may."""
     short = printable(text) if len(text) < 40 else f"{printable(text[:40])}…"
     if not isinstance(value, str | int | float | bool | None):
         return f"YAML reads {short} as a date, binary data or nothing: quote it, if it is a text"

@@ -24,7 +24,7 @@ Check = Callable[[Any], str]  # what is wrong with a value; "" where nothing is
 
 @dataclass(frozen=True)
 class Rule:
-    """What the value of a field must be."""
+    """The rule for the value of a field."""
 
     check: Check = lambda _: ""
     about: str = ""  # what the value is, for whoever left it out
@@ -39,7 +39,7 @@ class Rule:
         return tuple(value) if isinstance(value, list) else value
 
     def problems(self, key: str, value: Any) -> Iterator[str]:
-        """What is wrong with a value that was not read from a file."""
+        """The problems of a value that was not read from a file."""
         if wrong := self.check(list(value) if isinstance(value, tuple) else value):
             yield f"{key}={shown(value)}: {wrong}"
 
@@ -89,14 +89,14 @@ class Section:
         return made if len(problems) == before else None
 
     def problems(self, key: str) -> Iterator[str]:
-        """What a reader would find wrong with this section, which was made and not read."""
+        """The problems that a reader would find in this section, which was made and not read."""
         for name, rule in rules_of(type(self)).items():
             if (value := getattr(self, name)) is not None:
                 yield from rule.problems(f"{key}.{name}", value)
         yield from self.contradictions(key)
 
     def contradictions(self, key: str) -> Iterator[str]:
-        """Why these values, each of them good, cannot stand together."""
+        """The reasons why these values, each of them good, cannot stand together."""
         return iter(())
 
     def to_yaml(self, key: str, indent: str = "") -> str:
@@ -129,7 +129,7 @@ def plain(value: Any) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number of a size that something was measured in."""
+    """True if a value is a finite number of a size that something was measured in."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER  # not of nan
 
 

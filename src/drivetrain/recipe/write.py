@@ -28,7 +28,7 @@ FORMS = {  # key → what its text must look like, and that in words
 
 @dataclass(frozen=True)
 class Header:
-    """What a written recipe says of itself. All is None in one that was written by hand."""
+    """The facts that a written recipe says of itself. All are None in one that was written by hand."""
 
     schema: int | None = None
     drivetrain: str | None = None  # the version that wrote it
@@ -37,7 +37,7 @@ class Header:
 
     @property
     def writer(self) -> str:
-        """Who wrote the recipe, for messages."""
+        """The writer of the recipe, for messages."""
         return f"drivetrain {self.drivetrain}" if self.drivetrain else "another drivetrain"
 
     def lines(self) -> list[str]:

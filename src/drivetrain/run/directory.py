@@ -42,7 +42,7 @@ def create(root: Path, *middle: str) -> Path:
 
 
 def cannot_take(path: Path, word: str, resume: str = "resume") -> Iterator[str]:
-    """Why the directory that the operator named by `word` cannot become a run's: a run, or a file that it writes, is in it."""
+    """The reason why the directory that the operator named by `word` cannot become a run's: it holds a run or a file of one."""
     try:
         names = {p.name for p in path.iterdir()} if path.is_dir() else set()
     except OSError as error:
@@ -132,7 +132,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has locked the run's directory. Writes nothing; the test itself takes a shared lock for a moment."""
+    """True if a process has locked the run's directory. Writes nothing; the test itself takes a shared lock for a moment."""
     try:
         import fcntl
 

@@ -90,7 +90,7 @@ def _git_commit() -> str | None:
 
 
 def _git(words: list[str], settings: dict[str, str], may_fail: bool = False) -> str:
-    """What git prints, without asking any other machine. Raises OSError, SubprocessError, and ValueError for other than UTF-8."""
+    """The output of git, which asks no other machine. Raises OSError, SubprocessError, and ValueError for other than UTF-8."""
     first = int(os.environ.get("GIT_CONFIG_COUNT") or 0)  # after the operator's own
     env = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_OPTIONAL_LOCKS": "0"}
     for number, (key, value) in enumerate(settings.items(), first):

@@ -25,12 +25,12 @@ def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> Js
 
 
 def reads_environment(value: object) -> bool:
-    """Whether an unresolved value refers to the environment, which no recipe may."""
+    """True if an unresolved value refers to the environment, which no recipe may."""
     return "${oc." in str(value)
 
 
 def is_machine_local(key: str, machine_local_keys: Collection[str]) -> bool:
-    """Whether a dotted key is one of the machine-local keys, or below one."""
+    """True if a dotted key is one of the machine-local keys, or below one."""
     return key in machine_local_keys or any(key.startswith(f"{k}.") for k in machine_local_keys)
 
 

@@ -20,7 +20,7 @@ from drivetrain.run.result import Result
 
 DEEPEST = 20  # folders between the one that was named and a run's
 MAX_VALUES, MAX_DEPTH = 100_000, 30  # in a run's config or environment
-# What is read of environment.json, and of which type it must be.
+# The keys that are read of environment.json, with the type that each must have.
 ENVIRONMENT: JsonObject = {
     "time": float, "selection": dict[str, str] | None, "overrides": list[str], "versions": dict[str, str | None],
     "git_commit": str | None,

@@ -66,7 +66,7 @@ def to_recipe(
 
 
 def code_words(choices: Mapping[str, object], values: Mapping[str, object], trust: Sequence[str]) -> list[str]:
-    """What the operator says beside the recipe of a config to run it with its code; [] where it has none.
+    """The words that the operator says beside the recipe of a config to run it with its code; [] where it has none.
 
     `values` have dotted keys.
     """
@@ -80,7 +80,7 @@ def code_words(choices: Mapping[str, object], values: Mapping[str, object], trus
 
 
 def settable(composed: Composed, machine_local_keys: Collection[str], left_out: Collection[str] = ()) -> JsonObject:
-    """What a recipe may set of a config: group → option, and dotted key → value.
+    """The part of a config that a recipe may set: group → option, and dotted key → value.
 
     A value that refers to another key stays as it is written: it may lead to the environment, which no hash tells of.
     """

@@ -31,7 +31,7 @@ def with_epochs_from_1(found: Iterable[Record]) -> Iterator[Record]:
 
 
 class Records(NamedTuple):
-    """What could be read of a file."""
+    """The records that could be read of a file."""
 
     records: list[Record]
     unreadable: int  # lines that are no record; the last line of a killed process, which is not whole, is not counted

@@ -1,4 +1,4 @@
-"""What a run's figures say of it, in sentences for its last lines and its page. Where they say nothing, there is none."""
+"""The remarks on a run's figures, in sentences for its last lines and its page. Where they say nothing, there is none."""
 
 from __future__ import annotations
 

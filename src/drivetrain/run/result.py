@@ -25,7 +25,7 @@ def interval(share: float, count: int) -> tuple[float, float]:
 
 
 def uncertainty(share: float, count: int) -> str:
-    """What the interval of a share leaves open, in words; "" where there are enough samples, or it is no share of any."""
+    """The range that the interval of a share leaves open, in words; "" where samples are enough, or it is no share of any."""
     low, high = interval(share, count) if count > 0 and 0 <= share <= 1 else (0.0, 0.0)
     return f"({count:,} samples: {low:.2f} to {high:.2f})" if high - low > TOLD else ""
 
@@ -106,11 +106,11 @@ class Result:
         return interval(value, count) if count > 0 and is_number(value) and 0 <= value <= 1 else None
 
     def uncertainty(self, of_set: str, name: str, value: float) -> str:
-        """What `interval` leaves open, in words; "" where the test set is large enough."""
+        """The range that `interval` leaves open, in words; "" where the test set is large enough."""
         return uncertainty(value, self.shares[name]) if self.interval(of_set, name, value) else ""
 
     def note_on_best(self, of_set: str, name: str, number: Callable[[float], str] = "{:.4g}".format) -> str:
-        """What the best evaluation adds to a figure's final value, in words; "" where it adds nothing.
+        """The note on what the best evaluation adds to a figure's final value; "" where it adds nothing.
 
         The best one is where the metric that selects was best, on the set that selects. `number` writes a value.
         """
@@ -123,7 +123,7 @@ class Result:
         return f"(best {number(best[name])}{self.when(best)})" if selects else f"({number(best[name])} at the best epoch)"
 
     def when(self, figures: JsonMapping) -> str:
-        """When an evaluation was, in words: the epoch, where the run's epochs are of one length, and else the update."""
+        """The time of an evaluation, in words: the epoch, where the run's epochs are of one length, and else the update."""
         update = figures.get("update")
         if update is None or not self.updates:
             return ""
@@ -138,7 +138,7 @@ class Result:
 
     @property
     def time_to_target(self) -> str:
-        """When the run reached its target, in words; "" where it had none."""
+        """The time when the run reached its target, in words; "" where it had none."""
         found = self.target or {}
         if (update := found.get("update")) is None:
             return f"{found['reach']} was not reached" if "reach" in found else ""
@@ -146,7 +146,7 @@ class Result:
 
     @property
     def history(self) -> Any:
-        """What was measured while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
+        """The measurements made while the run trained, as a pandas DataFrame: a row for each record of metrics.jsonl."""
         from drivetrain.run import records
 
         return records.history(self.run_dir)
@@ -191,7 +191,7 @@ class Result:
         return result if result._fits() else None
 
     def _fits(self) -> bool:
-        """Whether every field has the type that this program writes. A table that is none is left out."""
+        """True if every field has the type that this program writes. A table that is none is left out."""
         kinds = get_type_hints(Result)
         if not all(fits(getattr(self, field.name), kinds[field.name]) for field in fields(self)):
             return False
@@ -204,7 +204,7 @@ class Result:
 
 
 def _is_time_to_target(target: dict[str, object]) -> bool:
-    """Whether it is what a run writes of its target."""
+    """True if it is what a run writes of its target."""
     kind = float if target.get("update") is not None else None
     return isinstance(target.get("reach"), str) and all(
         value is None if kind is None else fits(value, kind) for value in map(target.get, ("update", "samples", "seconds"))

@@ -188,7 +188,7 @@ class Runtime(Option):
 
 
 def _is_choice(recorded: Any, cores: int) -> bool:
-    """Whether this is what a resumed run has chosen, with as many cores."""
+    """True if this is what a resumed run has chosen, with as many cores."""
     return (
         fits(recorded, dict[str, Any])
         and recorded.get("cores") == cores

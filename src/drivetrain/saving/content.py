@@ -17,7 +17,7 @@ from drivetrain.core.lazy import torch
 
 MOST_PICKLE = 2**28  # bytes of the structure of a state, beside its tensors
 MOST_HEADER = 10**8  # bytes of the header of safetensors, as that library itself has it
-# What a state of tensors, numbers, texts and containers names, beside torch's dtypes and storages.
+# The names in a state of tensors, numbers, texts and containers, beside torch's dtypes and storages.
 NAMES = {
     "collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.set", "builtins.complex",
     "torch.Size", "torch.device", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.serialization._get_layout",
@@ -135,7 +135,7 @@ class Divided(NamedTuple):
 
 
 class Shards(Protocol):
-    """What a rank holds of the tensors of a checkpoint: of kind "model", "optimizer", "ema" or "masters", each of a weight."""
+    """The part of a checkpoint's tensors on a rank: of kind "model", "optimizer", "ema" or "masters", each of a weight."""
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
         """Return a tensor that belongs to the weight `name` as this rank's parts of it, in the weight's own shape."""

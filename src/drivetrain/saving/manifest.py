@@ -56,7 +56,7 @@ def problem(about: JsonMapping) -> str | None:
 
 
 def _name_outputs(names: int, outputs: Tree, targets: Any) -> bool:
-    """Whether so many names are those of the outputs. A loss may want several outputs for each value, such as its quantiles."""
+    """True if so many names are those of the outputs. A loss may want several outputs for each value, such as its quantiles."""
     several = targets in ("values", None) and names > 0 and _is_size(outputs) and outputs % names == 0
     return names == outputs or several
 
@@ -70,7 +70,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_tree(value: object, deep: int = 0) -> bool:
-    """Whether it is the structure of inputs, as engine/facts.py writes it."""
+    """True if it is the structure of inputs, as engine/facts.py writes it."""
     if not isinstance(value, dict) or deep > DEEPEST:
         return False
     if "keys" in value:
@@ -81,7 +81,7 @@ def _is_tree(value: object, deep: int = 0) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    """Whether it is the range of pixel values, as engine/facts.py writes it."""
+    """True if it is the range of pixel values, as engine/facts.py writes it."""
     if value is None:
         return True
     if not isinstance(value, dict) or value.keys() != {"low", "high", "said"} or not fits(value["said"], bool):
@@ -114,7 +114,7 @@ FORMAT = 3
 FULL = {"model.safetensors", "state.pt"}
 PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
 SHARDED = {PIECES, "state.pt"}
-# What is read of a manifest, and of which type it must be.
+# The keys that are read of a manifest, with the type that each must have.
 KINDS: JsonObject = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, Any]}
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
 

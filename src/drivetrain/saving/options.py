@@ -1,4 +1,4 @@
-"""When checkpoints are written, and which are kept."""
+"""The options that say when checkpoints are written, and which are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when a run's files cannot be written: one message, nothing half-written, and room for the result."""
+"""The handling of a disk that takes no more of a run's files: one message, nothing half-written, and room for the result."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Scheduler(Option):
 
     @property
     def constant(self) -> bool:
-        """Whether the learning rate stays after its warm-up."""
+        """True if the learning rate stays after its warm-up."""
         return type(self) is Scheduler
 
     def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0) -> None:
@@ -91,7 +91,7 @@ class Scheduler(Option):
                 set_group_value(group, "weight_decay", decay * decayed)
 
     def lr_factor(self, update: int) -> float:
-        """What the base learning rate is multiplied by for update number `update`, from 0."""
+        """The factor of the base learning rate for update number `update`, from 0."""
         if update < self._warmup:
             peak = self.factor_after_warmup(0)
             return self.warmup_start + (peak - self.warmup_start) * (update + 1) / (self._warmup + 1)

@@ -1,4 +1,4 @@
-"""When a run ends before its last epoch: config group `stop`."""
+"""The conditions that end a run before its last epoch: config group `stop`."""
 
 from drivetrain.stop.base import Stop
 

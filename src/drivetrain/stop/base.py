@@ -50,7 +50,7 @@ class TimeToTarget:
         logger.info("target %s reached after %s updates, %.1f s", self.reach, f"{self.update:,}", self._seconds)
 
     def record(self) -> dict[str, Any]:
-        """What result.json says of it; null where the target was not reached, or nothing tells."""
+        """The record of it in result.json; null where the target was not reached, or nothing tells."""
         return {
             "reach": str(self.reach),
             "update": self.update,
@@ -110,14 +110,14 @@ class Stop(Option):
 
     @property
     def reason(self) -> str | None:
-        """Why the run has to end now; None: it goes on."""
+        """The reason why the run has to end now; None: it goes on."""
         if not (self.at_target and self._to_target and self._to_target.update):
             return None
         return f"target {self._to_target.reach} reached"
 
     @property
     def target(self) -> dict[str, Any] | None:
-        """When the run's target was reached, as result.json has it; None where the run has no target."""
+        """The time when the run's target was reached, as result.json has it; None where the run has no target."""
         return None if self._to_target is None else self._to_target.record()
 
     def evaluated(self, metrics: dict[str, float]) -> None:

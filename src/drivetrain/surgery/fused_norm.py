@@ -72,7 +72,7 @@ class Norm(NamedTuple):
 
 
 def recognise(module: torch.nn.Module) -> Norm | None:
-    """What the module computes, if it is a norm written out by hand.
+    """The norm that the module computes, if it is one written out by hand.
 
     It must have no submodules, buffers or parameters but a weight and perhaps a bias, of shape (n,), and an epsilon, under
     the usual names; and it must compute what torch's kernel computes. A module that calls a kernel itself is no such norm.
@@ -93,7 +93,7 @@ def recognise(module: torch.nn.Module) -> Norm | None:
 
 
 def _agrees(module: torch.nn.Module, norm: Norm) -> bool:
-    """Whether the module and the kernel agree on random input, in training and in evaluation.
+    """True if the module and the kernel agree on random input, in training and in evaluation.
 
     The rows of the input are of two sizes: in the smaller ones the epsilon weighs as much as the variance, so that a wrong
     one shows. Computed in float64, compared to single precision, since some modules compute in float32 whatever they get.

@@ -60,7 +60,7 @@ def biases_before_norm(model: torch.nn.Module, example: Tree) -> list[tuple[torc
 
 @dataclass
 class _Recording:
-    """Which operation made each tensor of one forward, and which operations read it. Tensors are keyed by their id()."""
+    """The operations of one forward that made each tensor, and that read it. Tensors are keyed by their id()."""
 
     biases: dict[int, int] = field(default_factory=dict)  # tensor → the bias that was added to its channels
     readers: dict[int, list[Any]] = field(default_factory=dict)  # tensor → per reader: a norm's key, or None for any other

@@ -87,7 +87,7 @@ class AnyDeviceSyncNormAct(_ThenActivation, AnyDeviceSyncBatchNorm):
 
 
 def is_synchronised(norm: nn.Module) -> bool:
-    """Whether a batch norm computes its statistics over all ranks."""
+    """True if a batch norm computes its statistics over all ranks."""
     return isinstance(norm, nn.SyncBatchNorm | AnyDeviceSyncBatchNorm)
 
 

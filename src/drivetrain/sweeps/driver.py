@@ -223,7 +223,7 @@ class Grid:
         """A job has ended."""
 
     def is_finished(self) -> bool:
-        """Whether no job is left to run."""
+        """True if no job is left to run."""
         return store.all_final(self._entries)
 
 

@@ -50,7 +50,7 @@ class Launcher:
         self._elsewhere: list[Entry] = []
 
     def attach(self, entry: Entry) -> bool:
-        """Whether another process runs the job already: then this one waits for it, and must not start it again."""
+        """True if another process runs the job already: then this one waits for it, and must not start it again."""
         if directory.is_locked(entry.run_dir):
             self._elsewhere.append(entry)
             return True
@@ -221,7 +221,7 @@ SLURM_KEYS = ("partition", "account", "qos", "constraint", "array_parallelism", 
 
 @dataclass
 class Task:
-    """What is submitted: one job of a sweep by its number, which is composed where it runs."""
+    """The task that is submitted: one job of a sweep by its number, which is composed where it runs."""
 
     sweep: Path
     number: int

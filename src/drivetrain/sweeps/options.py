@@ -119,7 +119,7 @@ class Settings:
 
 
 def is_launch_setting(override: str) -> bool:
-    """Whether an override changes how a sweep runs but not its jobs, so that it may change when the sweep is resumed."""
+    """True if an override changes how a sweep runs but not its jobs, so that it may change when the sweep is resumed."""
     return key_of(override).startswith(("hydra/launcher", "hydra.launcher.")) or key_of(override) == "hydra.sweeper.n_trials"
 
 

@@ -196,7 +196,7 @@ class Search:
             self._tell_failed(entry.number)
 
     def is_finished(self) -> bool:
-        """Whether every trial has ended."""
+        """True if every trial has ended."""
         entries = self._sweep.entries
         return len(entries) >= self.total and all(e.result is not None and e.result.status != "interrupted" for e in entries)
 

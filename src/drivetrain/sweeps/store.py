@@ -151,7 +151,7 @@ def _recipe_of(overrides: Sequence[str]) -> Recipe | None:
 
 
 def is_sweep_recipe(overrides: Sequence[str]) -> bool:
-    """Whether `recipe=…` among the overrides names a recipe with a grid, which runs as a sweep without -m."""
+    """True if `recipe=…` among the overrides names a recipe with a grid, which runs as a sweep without -m."""
     recipe = _recipe_of(overrides)
     return recipe is not None and bool(recipe.sweep)
 
@@ -335,7 +335,7 @@ def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) 
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the sweep ran all its jobs: then it has a sweep.json that says so."""
+    """True if the sweep ran all its jobs: then it has a sweep.json that says so."""
     try:
         return bool(read_json(path / "sweep.json")["finished"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -418,5 +418,5 @@ def _row(entry: Entry, objective: Objective | None) -> JsonObject:
 
 
 def all_final(entries: Sequence[Entry]) -> bool:
-    """Whether no job is left to run."""
+    """True if no job is left to run."""
     return all(e.result is not None and e.result.status in FINAL for e in entries)

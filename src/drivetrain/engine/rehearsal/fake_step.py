@@ -25,7 +25,7 @@ PARAMETERS, GRADIENTS, STATE, BATCH = "parameters", "gradients", "optimizer stat
 
 @dataclass
 class StepRecord:
-    """What an update takes: bytes by kind at the peak, and its operations with their numbers."""
+    """The cost of an update: bytes by kind at the peak, and its operations with their numbers."""
 
     peak: Counter[str]
     most_during: dict[str, int]  # by an operation's signature: the bytes allocated when it has made its results
@@ -97,7 +97,7 @@ class Rehearsal:
 
 
 def resident(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
-    """What stays in memory between updates, by kind. A tensor of several kinds is of the last one."""
+    """The tensors that stay in memory between updates, by kind. A tensor of several kinds is of the last one."""
     held = [vars(part) for part in (trainer.optimizer, trainer.precision, trainer.ema)]
     model = trainer.model
     return {STATE: list(_tensors(held, set())), PARAMETERS: [*model.parameters(), *model.buffers()]}

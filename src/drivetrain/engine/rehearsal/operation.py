@@ -76,7 +76,7 @@ def spec_of(value: object) -> Any:
 
 
 def is_spec(value: object) -> bool:
-    """Whether it stands for a tensor."""
+    """True if it stands for a tensor."""
     return isinstance(value, Spec)
 
 

@@ -184,7 +184,7 @@ def _constant(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 
 def _value(tensor: torch.Tensor) -> Any:
-    """What the host reads of a tensor: its value where it is known, as an optimizer's count of updates is.
+    """The value of a tensor that the host reads, where it is known, as an optimizer's count of updates is.
 
     Any other fake tensor reads as 0, as of an overflow that did not happen.
     """

@@ -1,4 +1,4 @@
-"""What fits in memory, by the peaks of a step on fake tensors: the largest micro-batch, and the fewest recomputed blocks."""
+"""The search for what fits in memory, by fake steps' peaks: the largest micro-batch, and the fewest recomputed blocks."""
 
 from __future__ import annotations
 

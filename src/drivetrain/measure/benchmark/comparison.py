@@ -253,7 +253,7 @@ class Settings(quality.Plan):
 
 @dataclass
 class TimesToTarget:
-    """When the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
+    """The times when the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
 
     label: str
     seconds: list[float | None] = field(default_factory=list)
@@ -335,7 +335,7 @@ class Comparison:
             raise UserError(f"the first variant ({name}) is what the others are compared to, and it ended: {first.error}")
 
     def times(self) -> list[TimesToTarget]:
-        """When each variant's seeds reached the target."""
+        """The times when each variant's seeds reached the target."""
         return [_times_of(row, self.target or "") for row in self.rows]
 
     def order(self) -> list[int]:
@@ -400,7 +400,7 @@ def measure(
 
 
 def _times_of(row: Row, target: str) -> TimesToTarget:
-    """When the seeds of a variant reached a target; a run that failed did not."""
+    """The times when the seeds of a variant reached a target; a run that failed did not."""
     name, found = quality.seconds_to(target), TimesToTarget(row.label)
     for run in row.verdict.runs if row.verdict is not None else ():
         there = run.error is None and name not in run.censored

@@ -1,4 +1,4 @@
-"""The test whether a technique leaves the result as good as before: non-inferiority to the first variant.
+"""The test of whether a technique leaves the result as good as before: non-inferiority to the first variant.
 
 All variants are trained with the same seeds, and compared seed by seed in what their runs end with on the validation data: the
 metric that ranks models, and the loss. Techniques that claim to be the same mathematics (`exact` or `close` in `drivetrain

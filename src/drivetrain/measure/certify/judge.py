@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from drivetrain.core.lazy import torch
 
-# What is compared, in the order in which an update computes it: the first difference is the cause of those after it.
+# The tensors to compare, in the order in which an update computes them: the first difference is the cause of those after it.
 PHASES = (
     "samples", "start", "inputs", "targets", "forward", "loss", "buffers", "gradient", "clipped gradient", "learning rate",
     "optimizer state", "weights", "average", "evaluation",

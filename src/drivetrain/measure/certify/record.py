@@ -268,7 +268,7 @@ class Recorder:
             widen_loss(trainer.evaluator.loss)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
             self._look_at_optimizer()
-        # What the run starts from: changes are measured from there.
+        # The start of the run: changes are measured from there.
         self.first = {name: of_tensor(whole(p)) for name, p in self._parameters()}
         self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
         for name, entry in self.first.items():

@@ -205,7 +205,7 @@ class FinalMetric(OfRuns):
 
 
 class TimeToTarget(OfRuns):
-    """When a metric reached a value: exact tests of how many seeds reached it, and of whether every one was slower."""
+    """The time when a metric reached a value: exact tests of how many seeds reached it, and of whether every one was slower."""
 
     key = "target"
 

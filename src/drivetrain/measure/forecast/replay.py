@@ -387,7 +387,7 @@ def _on_device(operation: Operation, device: torch.device) -> int:
 VERSION = 2  # of what is measured: raised where older files no longer serve
 LAYERS, WIDTH, TIMES = 32, 16, 15  # of the network whose operations are too small to take time themselves
 COPIED = 2**27  # bytes, more than every cache
-# What a step took on this kind of device, divided by its forecast: median and range of the calibration's configurations
+# The time of a step on this kind of device, divided by its forecast: median and range of the calibration's configurations
 # (`python -m bench.forecast --pool calibration`), which are not those that the forecast is tested on.
 CORRECTION = {"cpu": Figure(1.08, 0.63, 1.68)}
 

@@ -329,7 +329,7 @@ def thread_clock() -> Callable[[], Times]:
 
 
 FACTORIES = ("randperm", "rand", "randn", "randint", "arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
-# What torch.nn's layers do, by the beginnings of the operations' names: a model may call them without a module.
+# The operations of torch.nn's layers, by the beginnings of the operations' names: a model may call them without a module.
 _OF_LAYERS = (
     "convolution", "cudnn_", "miopen_", "mkldnn_", "addmm", "mm", "bmm", "baddbmm", "linear", "_scaled_dot_product",
     "_efficient_att", "_flash_att", "_fused_sdp", "embedding", "native_batch_norm", "_native_batch_norm", "_batch_norm",

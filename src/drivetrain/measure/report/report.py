@@ -256,7 +256,7 @@ Target = float | Reach | None  # a number is of the runs' own metric
 
 
 def seconds_to(run: RunFiles, target: float | Reach) -> float:
-    """When a run reached a target; endlessly late where it did not."""
+    """The seconds until a run reached a target; endlessly late where it did not."""
     return reached[0] if (reached := run.to_target(target)) else math.inf
 
 
@@ -645,7 +645,7 @@ def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Re
 
 
 def alone_at(run: RunFiles, target: float | Reach) -> str:
-    """When a run reached a target, in the rest of a sentence."""
+    """The time when a run reached a target, in the rest of a sentence."""
     what = _said(target)
     if (reached := run.to_target(target)) is None:
         return f"has not reached {what}"

@@ -56,7 +56,7 @@ class Chunk:
             self.vectors |= {"weights": weights[: self.size], "grads": grads[: self.size]}
 
     def storage_changed(self) -> bool:
-        """Whether the memory of a parameter has been exchanged since the chunk was made."""
+        """True if the memory of a parameter has been exchanged since the chunk was made."""
         return [p.data_ptr() for p in self.params] != [flat.data_ptr() for flat in self.flat_params]
 
     def weights(self) -> Tensor:
