@@ -152,9 +152,17 @@ def test_epochs_that_get_shorter_are_marked_where_they_end(capsys):
     assert min(widths[:2]) > max(widths[2:4]) > max(widths[4:])
 
 
-def test_no_update_at_all_is_said(capsys, tiny):
-    assert main(["show", *tiny("batch.global_batch=96")]) == 2
-    assert "more than the 48 training samples" in capsys.readouterr().err
+def test_no_update_at_all_is_said_and_the_data_are_told_where_they_are_asked_for(tmp_path, capsys, tiny):
+    said = (
+        "batch.global_batch=96 is more than the 48 training samples, so no update is made: set batch.global_batch to 48 or less"
+    )
+    for words, code in ([], 0), (["--png", str(tmp_path / "curve.png")], 2):
+        assert main(["show", *tiny("batch.global_batch=96"), *words]) == code
+        told = capsys.readouterr()
+        assert ("What was read" in told.out, f"no learning rate is drawn: {said}" in told.out) == (not code, not code)
+        assert (said in told.err) == bool(code)
+    assert main(["show", "batch.global_batch=9999"]) == 2  # nothing else was asked for
+    assert "batch.global_batch=9999 is more than the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["scheduler=cosine"], ["scheduler=onecycle", "scheduler.momentum=[0.85,0.95]"]])

@@ -122,6 +122,14 @@ def test_what_does_not_fit_is_refused_with_what_to_set(words: list[str], says: s
     assert any(says in problem for problem in refused.value.problems), refused.value.problems
 
 
+def test_a_model_that_cannot_answer_is_told_at_the_start():
+    told = "model=gpt learns answers and cannot write any"
+    assert any(told in line for line in prepare(["task=instruction"]).notices)
+    assert not any(told in line for line in prepare(["task=language_modelling"]).notices)
+    transformers = ["task=instruction", "model=transformers", "model.name=GPT2LMHeadModel"]
+    assert not any("cannot write any" in line for line in prepare(transformers).notices)
+
+
 # --- training ---
 
 

@@ -53,7 +53,8 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     """
     job = prepare(overrides, config_dirs)
     job.log_notices()
-    if page is not None or (file is None and any(key_of(word).split(".")[0] in OF_DATA for word in overrides)):
+    told = page is not None or (file is None and any(key_of(word).split(".")[0] in OF_DATA for word in overrides))
+    if told:
         from drivetrain.cli.show_data import sheet_of
 
         sheet = sheet_of(job.run)
@@ -62,7 +63,7 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
     try:
         over = _horizon(job.run)
     except UserError as error:
-        if page is None:
+        if file is not None or not told:
             raise
         echo(f"no learning rate is drawn: {error}")
         return

@@ -44,6 +44,7 @@ class Model(Option):
     stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
     why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
     tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
+    generates: ClassVar[bool | None] = False  # whether it has a method `generate`, which writes answers; None: not known
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
     may_be_transformer: ClassVar[bool] = False
     may_convolve: ClassVar[bool] = True  # whether it may have convolutions, whose memory layout matters

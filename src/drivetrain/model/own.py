@@ -24,7 +24,7 @@ class Own(Model):
     kwargs: Arguments = field(default_factory=dict)
 
     machine_local_keys = ("target", *Model.machine_local_keys)
-    tokens = None
+    tokens = generates = None
     pixels = None
     may_be_transformer = True
     takes_trees = True

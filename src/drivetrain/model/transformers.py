@@ -69,7 +69,7 @@ class Transformers(Model):
     _finished: bool = field(default=False, init=False)  # a run that is over has kept its config
     began: bool = field(default=False, init=False)  # whether it began with given weights
     machine_local_keys = identifying_keys = (*Model.machine_local_keys, "pretrained")
-    tokens = None
+    tokens = generates = None
     may_be_transformer = True
     takes_trees = packs = True
 

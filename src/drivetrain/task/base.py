@@ -73,6 +73,13 @@ class Instruction(Task):
         if not run.data.has_prompts:
             yield f"task=instruction wants prompts and answers, which {run.named('data')} has not: set data=instructions"
 
+    def advise(self, run: RunSpec) -> Iterator[str]:
+        if run.model.generates is False:
+            yield (
+                f"{run.named('model')} learns answers and cannot write any: `drivetrain predict` will refuse the run; for one "
+                "that answers, set model=transformers"
+            )
+
 
 class TextClassification(Task):
     """One class for each text."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from drivetrain.cli import main
 from drivetrain.core import signals
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.signals import ended_by_signals
@@ -49,8 +50,6 @@ def test_the_runs_own_saving_is_compared_where_it_is_named(command, tiny):
 
 @pytest.mark.parametrize("verb", ["compare", "ablate", "doctor"])
 def test_what_is_to_be_gone_on_with_is_refused(verb, capsys):
-    from drivetrain.cli import main
-
     assert main.main([verb, "resume=auto", "precision=fp32,bf16"]) == 2
     assert "leave resume= out" in capsys.readouterr().err
 
@@ -119,8 +118,6 @@ def test_a_variant_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command
     ],
 )
 def test_wrong_words_are_answered_at_once(words, told, capsys):
-    from drivetrain.cli import main
-
     assert main.main(["compare", *words]) == 2
     assert told in capsys.readouterr().err
     assert not Path("outputs").exists()
@@ -326,6 +323,15 @@ def test_a_stage_that_is_left_out_has_the_runs_own_config_as_long_as_it_lasts():
     assert prepare(["epochs=10", whole.label]).config_hash == recipe.config_hash
 
 
+def test_overrides_without_a_recipe_are_told_to_be_on_both_sides(capsys):
+    assert main.main(["ablate", "baseline=fast", "clip=norm", "augment=[mixup]"]) == 2
+    told = capsys.readouterr()
+    assert "recipe=fast; clip=norm 'augment=[mixup]' are set on both sides, so that the effect is not measured" in told.out
+    assert "do not differ" in told.err
+    assert main.main(["ablate", "recipe=fast", "baseline=fast", "clip=norm"]) == 2
+    assert "both sides" not in capsys.readouterr().out
+
+
 def test_a_recipe_with_one_technique_more_leaves_its_tables_and_a_page(command, tiny):
     for name, more in (("plain", ""), ("better", "clip: {max_norm: 0.5}\n")):
         text = "# @package _global_\ndefaults:\n  - override /clip: norm\n  - _self_\n"
@@ -336,6 +342,6 @@ def test_a_recipe_with_one_technique_more_leaves_its_tables_and_a_page(command, 
     assert list(found) == ["From plain.yaml to better.yaml, step by step", "plain.yaml and one technique more"]
     for each in found.values():
         json_keys.check_compare(each, " recipe baseline tables")
-        assert [row["label"] for row in each["rows"]] == ["plain.yaml", "+ clip.max_norm=0.5"]
+        assert [row["label"] for row in each["rows"]] == [f"plain.yaml with {len(tiny())} overrides", "+ clip.max_norm=0.5"]
     assert "+ clip.max_norm=0.5" in done.stdout
     pages.check(next(Path("outputs/ablate").rglob("ablate.html")).read_text())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count
+from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, comparison, quality, variants
@@ -51,6 +53,8 @@ class Ablation:
         self.trained: quality.Trained = {}  # the runs of all three comparisons, which have variants in common
         self.forward, self.backward = techniques(self.baseline, self.recipe), techniques(self.recipe, self.baseline)
         self.removals = {change.key: change for change in self.backward.found()}
+        count = len(self.overrides)
+        self.beside = f" with {count} override{'s' * (count != 1)}" if count else ""  # what both sides have, for labels
 
     def compare(self, title: str, techniques: dict[str, list[Change]], enable: bool, subject: str) -> Comparison:
         """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table.
@@ -60,7 +64,7 @@ class Ablation:
         echo(f"\n{title}")
         name = self.settings.baseline if enable else self.settings.recipe
         given = [f"recipe={name}", *self.overrides]
-        specs = [variants.compose(name, given, self.config_dirs)]
+        specs = [variants.compose(f"{name}{self.beside}", given, self.config_dirs)]
         for label, differences in techniques.items():
             back = [self.removals[each.key] for each in differences]
             words = self.forward.overrides(differences) if enable else self.backward.overrides(back)
@@ -83,6 +87,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         raise UserError("tables=[] measures nothing: leave it out, or name some of alone, without and steps")
     recipe, baseline = settings.recipe, settings.baseline
     ablation = Ablation(settings, overrides, config_dirs)
+    if overrides and not any(key_of(word) == "recipe" for word in argv):
+        echo(f"no recipe= is given: what is measured are the techniques of recipe={recipe}; {_on_both_sides(overrides)}")
     found = ablation.forward.found()
     if not found:
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
@@ -101,17 +107,26 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
     echo()
     content = {title: done.as_dict() for title, done in comparisons.items()}
     place, facts = verbs.folder(ablation.baseline, "ablate"), next(iter(comparisons.values())).environment
-    verbs.write(place, "ablate", sheet(recipe, baseline, comparisons), ["ablate", *argv], facts, content)
+    verbs.write(place, "ablate", sheet(recipe, baseline, comparisons, overrides), ["ablate", *argv], facts, content)
     if hand_on is not None:
         hand_on(ladder, ablation.specs)
     return FAILED if any(done.failed for done in comparisons.values()) else DONE
 
 
-def sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison]) -> Sheet:
+def _on_both_sides(overrides: Sequence[str]) -> str:
+    """What the overrides of an ablation are, in words."""
+    return (
+        f"{shlex.join(overrides)} {'are' if len(overrides) > 1 else 'is'} set on both sides, so that the effect is not measured"
+    )
+
+
+def sheet(recipe: str, baseline: str, comparisons: dict[str, Comparison], overrides: Sequence[str] = ()) -> Sheet:
     """The sheet of an ablation; its answer is that of the first comparison."""
     about = f"What each technique of the recipe {recipe} is worth against {baseline}."
     if len(comparisons) > 1:
         about += " Where a technique gains when it is added alone, and its removal costs nothing, another makes up for it."
+    if overrides:
+        about += f" {_on_both_sides(overrides)}."
     answer = headline(next(iter(comparisons.values())))
     return Sheet(f"{recipe} against {baseline} – drivetrain ablate", answer, [remarks(about), *titled(comparisons, answer)])
 

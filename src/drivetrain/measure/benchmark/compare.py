@@ -93,13 +93,11 @@ def _on_speed(comparison: Comparison) -> str:
     better = max(filter(_improvement, comparison.rows[1:]), key=_improvement, default=None)
     if best is None:
         known = " with a result known to be as good" if judged else ""
-        few = _too_few(comparison)
+        nearest = _too_few(comparison) or _nearest(comparison)
         if better is None:
-            return few or f"No variant is measurably faster than {base}{known}{_nearest(comparison)}."
-        if few:
-            return f"{_subject(comparison, better)} has {_better(comparison, better)}. {few}"
+            return f"No variant is measurably faster than {base}{known}{nearest}."
         better_is = f"{_subject(comparison, better)} has {_better(comparison, better)}"
-        return f"{better_is}, but no variant is measurably faster{known}{_nearest(comparison)}."
+        return f"{better_is}, but no variant is measurably faster{known}{nearest}."
     row = comparison.rows[best]
     speed = f"{_subject(comparison, row)} is {_speed(row, base)}"
     if not judged:
@@ -129,17 +127,14 @@ def _nearest(comparison: Comparison) -> str:
 
 
 def _too_few(comparison: Comparison) -> str:
-    """The answer where no variant has an interval, because it takes more rounds."""
-    measured = [row for row in comparison.rows[1:] if row.gain is not None]
-    if not measured or any(row.gain is not None and row.gain.low for row in measured):
+    """The table's figure of the fastest variant where none has an interval, because it takes more rounds."""
+    measured = [row for row in comparison.rows[1:] if row.ratio is not None]
+    if not measured or any(row.ratio is not None and row.ratio.low for row in measured):
         return ""
-    row = max(measured, key=lambda each: each.gain or (0.0,))
-    assert row.gain is not None
+    row = max(measured, key=lambda each: each.ratio or (0.0,))
+    assert row.ratio is not None
     rounds = f"{len(row.rates)} rounds are" if len(row.rates) != 1 else "1 round is"
-    return (
-        f"{_subject(comparison, row)} was {row.gain.as_fast(_base(comparison))}, and {rounds} too few to tell "
-        f"that from chance: {MIN_PAIRS} give an interval."
-    )
+    return f": {_subject(comparison, row)} was {row.ratio.as_fast()}, and {rounds} too few to tell ({MIN_PAIRS} give an interval)"
 
 
 def _speed(row: Row, base: str) -> str:
