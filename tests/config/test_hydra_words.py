@@ -136,6 +136,8 @@ def test_info_says_who_chose_what(own: Path, capsys: pytest.CaptureFixture[str])
         (["hydra/job_logging=none"], "log.txt"), (["hydra.output_subdir=3"], "must be a text"),
         (["hydra.job.id=3"], "cannot be set"),
         (["resume=x", "hydra.run.dir=y"], "leave out hydra.run.dir"), (["-m", "resume=x", "hydra.sweep.dir=y"], "no sweep"),
+        (["-c", "config.yaml"], "recipe=config.yaml"), (["--cfg", "jobb"], "one of job, hydra, all"),
+        (["ema=True"], "ema=true is no option"), (["augment=nope"], "there is: color_jitter"),
         (["optimizer.lr=${oc.decode:${oc.env:A}}"], "in quotes"),
     ],
 )  # fmt: skip

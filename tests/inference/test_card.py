@@ -55,7 +55,8 @@ def test_text_from_outside_is_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["nowhere"], "no result.json"), (["a", "b", "c"], "perhaps a file"), (["a", "x=1"], "perhaps a file")]
+    ("words", "told"),
+    [(["nowhere"], "nowhere is no run's directory"), (["a", "b", "c"], "perhaps a file"), (["a", "x=1"], "perhaps a file")],
 )
 def test_wrong_words(words, told, capsys):
     assert main.main(["card", *words]) == 2

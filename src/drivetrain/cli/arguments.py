@@ -28,10 +28,13 @@ class Parser(argparse.ArgumentParser):
         flags = unknown.split() if unknown != message else []
         if absent := [f"{flag} is no setting here: {NOT_HERE[word]}" for flag in flags if (word := _word(flag)) in NOT_HERE]:
             raise UserError([f"{self.prog}: {each}" for each in absent])
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        own = [f"{flag}: did you mean {near}?" for flag in flags for near in known if _is_longer(flag.partition("=")[0], near)]
+        if own:
+            raise UserError([f"{self.prog}: {each}" for each in own])
         settings = [setting for flag in flags if (setting := self._setting(flag))]
         if settings:
             raise UserError(f"{self.prog}: write settings as key=value: {', '.join(settings)}")
-        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = f": {did_you_mean(flags[0].split('=')[0], known)}" if flags else ""
         raise UserError(f"{self.prog}: {message}{hint}")
 
@@ -49,6 +52,11 @@ class Parser(argparse.ArgumentParser):
         own = flag.partition("=")[2]
         meant = f"{key}={own or value or 'true'}" if key else as_setting(flag, value)
         return meant and f"{flag}{f' {value}' if value else ''} is {meant}"
+
+
+def _is_longer(flag: str, known: str) -> bool:
+    """Whether a flag is a known one with further letters, such as --output for --out."""
+    return flag.removeprefix(known).isalpha() and flag.startswith(known)
 
 
 def _word(flag: str) -> str:

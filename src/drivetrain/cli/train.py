@@ -44,6 +44,7 @@ drivetrain train [group=option] [key=value] …      (the same: python -m src.tr
 
 exit codes: 0 done · 1 an error while training · 2 bad config or recipe · 3 diverged · 75 interrupted, saved, resumable
 """
+CFG = ("job", "hydra", "all")
 INFO = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
 INSTEAD = {  # flags of Hydra → what to type
     "--hydra-help": "say `drivetrain train --help`; docs/sweeps.md has a table of Hydra's words",
@@ -65,6 +66,9 @@ def command(argv: Sequence[str]) -> int:
     _refuse_flags_of_hydra(given)
     if given.info is not None:
         return _show_info(given.info, given.overrides, given.config_dir)
+    if given.cfg is not None and given.cfg not in CFG:
+        by_file = f"; to train by a file, say recipe={given.cfg}" if given.cfg.endswith((".yaml", ".yml")) else ""
+        raise UserError(f"--cfg {given.cfg}: it shows the config: say --cfg with one of {', '.join(CFG)}{by_file}")
     if given.cfg:
         return _show_config(given)
     for flag, value in (("--resolve", given.resolve), ("--package", given.package)):
@@ -77,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("train")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-r", "--run", action="store_true")  # what happens anyway
-    parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
+    parser.add_argument("-c", "--cfg")
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-p", "--package")
     parser.add_argument("-i", "--info", nargs="?", const="all", choices=INFO)

@@ -192,7 +192,7 @@ class _Choices:
             return
         if option is None:
             option = "none"
-        names = [str(name) for name in option] if isinstance(option, list) else [str(option)]
+        names = [_as_typed(name) for name in (option if isinstance(option, list) else [option])]
         wrong = [name for name in names if name not in known]
         for name in wrong:
             hint = _instead_of(group, name, known, by_operator=recipe is None)
@@ -205,14 +205,20 @@ class _Choices:
             self.made[group] = names if isinstance(option, list) else names[0]
 
 
+def _as_typed(name: Any) -> str:
+    """An option's name as a command line has it: true, where Hydra has read True."""
+    return format_value(name) if name is None or isinstance(name, bool) else str(name)
+
+
 def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) -> str:
     """The option to write instead of one that there is not."""
+    known = [each for each in known if each != "none"] if group in LISTS else known  # [] is what is usual
     hint, hints = suggestion(f"{group}={name}", name, known), []
     if name.lower() in known:  # SGD
         return did_you_mean(name.lower(), known)
-    if name in ("True", "False") and (off := off_switch(group, {group: known})):
+    if name in ("true", "false") and (off := off_switch(group, {group: known})):
         usual = f"{group}={USUAL[group]}" if group in USUAL else f"one of {', '.join(known)}"
-        return f"say {usual}" if name == "True" else f"say {off}"
+        return f"say {usual}" if name == "true" else f"say {off}"
     package, _, last = name.rpartition(".")
     if "timm" in known and hint == did_you_mean(name, known) and not get_close_matches(name, known, cutoff=0.85):
         hints.append(f"for a timm {group}: {group}=timm {group}.name={name}")

@@ -40,6 +40,8 @@ SAID = ("model", "optimizer", "optimizer.lr", "scheduler", "loss", "batch.global
 
 def write(run: RunFiles, path: Path) -> Path:
     """Write the card of a run; return its path. Raises UserError."""
+    if not run.path.is_dir():
+        raise UserError(f"{run.path} is no run's directory: name one such as outputs/<date>/<time>-<id>")
     if run.result is None:
         raise UserError(f"{run.path} has no result.json: a card is of a run that has ended")
     try:

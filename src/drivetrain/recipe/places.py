@@ -52,5 +52,5 @@ def _find(name: str) -> Path:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
     raise UserError(
-        f"recipe={name} is not known: {did_you_mean(name, names())}, or give a path that ends in .yaml, or an address"
+        f"recipe={name} is not known; it may be a name, a path that ends in .yaml, or an address: {did_you_mean(name, names())}"
     )
