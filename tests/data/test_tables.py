@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
 from drivetrain.data.base import Units
 from drivetrain.data.images import LabelsCsv
-from drivetrain.data.tabular import Diabetes, Tabular, Wine
+from drivetrain.data.tables import open_table
+from drivetrain.data.tabular import Diabetes, Rows, Tabular, Wine
 
 CPU = torch.device("cpu")
 Write = Callable[..., str]
@@ -112,10 +114,32 @@ def test_the_schema_that_a_run_keeps_encodes_new_rows_alike(houses):
     assert found[0, -2:].tolist() == [0.0, 0.0]  # a category that no training row has
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("x,t,y\n1,a,2\n3,b,4\n5,c,6\n", [2, 3, 4]), ("x,t,y\n1,a,2\n3,b,4", [2, 3]), ("x,t,y\r\n1,a,2\r\n3,b,4\r\n", [2, 3]),
+        ('x,t,y\n1,"a\n\nz",2\n\n3,b,4\n5,"c",6\n', [2, 6, 7]), ("x,t,y\r1,a,2\r3,b,4\r", [2, 3]),
+    ],
+)  # fmt: skip
+def test_a_row_is_called_by_its_line_wherever_it_is_named(text, lines, tmp_path):
+    table = tmp_path / "t.csv"
+    table.write_text(text, newline="")
+    option = Tabular(path=str(table), target="y", holdout=None, validation=None)
+    cells = open_table(table, option.form()).cells()
+    places = [f"{table}:{line}" for line in lines]
+    assert [cells.place(row) for row in range(len(cells))] == places
+    rows = Rows(torch.zeros(len(lines), 1), torch.zeros(len(lines)), cells)
+    assert [rows.name(n) for n in range(len(lines))] == places
+    assert [rows.subset(torch.tensor([1])).name(0), pickle.loads(pickle.dumps(rows)).name(1)] == [places[1]] * 2
+    if "\n" in text:
+        blocks = open_table(table, option.form()).blocks(2, (), ["x"])
+        assert [name for names, _ in blocks for name in names] == places
+
+
 def predicted(splits, *lines: str, size: int = 100, option=None) -> list[torch.Tensor]:
     """The inputs of lines, as `drivetrain predict` reads them."""
     found = (option or Tabular()).read_inputs([f"{line}\n".encode() for line in lines], splits, size)
-    return [read(slice(count)) for count, read in found.blocks]
+    return [read(slice(None)) for _, read in found.blocks]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_inputs_are_those_of_the_same_texts_in_json_lines(words, bert, make, tmp
     assert "training texts have data.length=12 tokens or more" in caplog.text
     own = transformers.AutoTokenizer.from_pretrained(bert)
     x, y = source.fetch(torch.arange(len(source)))
-    numbers = [int(source.name(n).rpartition("row ")[2]) - 1 for n in range(len(source))]
+    numbers = [int(source.name(n).rpartition(":")[2]) - 2 for n in range(len(source))]
     expected = own([TEXTS[n].strip() for n in numbers], padding=True, truncation=True, max_length=12, return_tensors="pt")
     assert torch.equal(x, expected["input_ids"])
     if words is CLASSES:

@@ -70,7 +70,7 @@ def own(run: Path, prompt, most: int, average: bool = False) -> str:
 @pytest.mark.parametrize("average", [False, True])
 def test_greedy_answers_are_those_of_the_model_itself(average, run, capsys):
     rows = predicted(capsys, run, "prompts.jsonl", "--max-tokens", "12", *(["average=true"] if average else []))
-    assert [row["input"] for row in rows] == [f"prompts.jsonl[{n}]" for n in range(len(PROMPTS))]
+    assert [row["input"] for row in rows] == [f"prompts.jsonl:{n}" for n in range(1, len(PROMPTS) + 1)]
     assert [row["answer"] for row in rows] == [own(run, prompt, 12, average) for prompt in PROMPTS]
     assert len({row["answer"] for row in rows}) > 1
 

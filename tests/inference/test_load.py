@@ -185,8 +185,8 @@ def test_a_table_that_a_run_writes(tmp_path: Path) -> None:
     schema = Schema.from_json(json.dumps(table(*columns)))
     assert (schema.outputs, Schema.from_json(schema.to_json())) == (8, schema)
     (tmp_path / "t.csv").write_text("d,c0,a\n2024-02-03,2,y\n")
-    ((count, read),) = Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", schema.to_json()), 10).blocks
-    assert (count, read(slice(1)).tolist()) == (1, [[2, 0, 1, 0, 2024, 2, 3, 5]])
+    ((names, read),) = Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", schema.to_json()), 10).blocks
+    assert (names, read(slice(1)).tolist()) == ([f"{tmp_path / 't.csv'}:2"], [[2, 0, 1, 0, 2024, 2, 3, 5]])
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,18 @@ def test_a_folder_of_images_with_a_broken_one(digits, tmp_path, images, capsys):
     assert found[2]["label"] == found[2]["p_0"] == ""
     expected = drivetrain.load(digits.run_dir).predict(images)
     assert [row["label"] for row in found if not row["error"]] == [expected.labels[n] for n in (0, 1, 3, 4, 5)]
-    assert "2 of the inputs could not be read" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "5 of 7 predictions, " in told
+    assert "2 of the inputs could not be read" in told
+
+
+def test_a_file_that_is_no_image_is_refused_where_the_run_reads_images(digits, tmp_path, images, capsys):
+    (tmp_path / "houses.csv").write_text("a,b\n1,2\n")
+    assert predict(digits, tmp_path / "houses.csv") == 2
+    assert "houses.csv is no image, and this run reads images: give files such as .jpg" in capsys.readouterr().err
+    Image.fromarray((images[0][0] * (255 / 16)).round().astype("uint8")).save(tmp_path / "seven", "PNG")  # by its content
+    assert predict(digits, tmp_path / "seven") == 0
+    assert "1 prediction, " in capsys.readouterr().err
 
 
 def test_image_files_as_the_run_reads_its_own(finished, tmp_path, monkeypatch, capsys):
@@ -312,7 +323,7 @@ def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
     assert predict(result, "-") == 0
     found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [float(row["value"]) for row in found] == pytest.approx(expected)
-    assert found[1]["input"] == "-[1]"
+    assert found[1]["input"] == "standard input:3"
 
 
 def test_rows_that_do_not_fit_a_table(finished, tmp_path, monkeypatch, capsys):
@@ -352,7 +363,7 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch,
     result = finished(f"task={task}", "data=jsonl", *data, *bpe, *small)
     assert predict(result, path, "--out", tmp_path / "a.csv") == 0
     found = rows(tmp_path / "a.csv")
-    assert [row["input"] for row in found] == [f"{path}[{n}]" for n in range(40)]
+    assert [row["input"] for row in found] == [f"{path}:{n}" for n in range(1, 41)]
     if label:
         right = sum(row["label"] == text[4:7] for row, text in zip(found, texts, strict=True))
         assert right / 40 == result.tested("final")["accuracy"]

@@ -213,7 +213,7 @@ def _predict(given: RunArguments) -> int:
     size = given.options.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
     items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
-    with Output(given.options.out) as output, Rate("predictions", count) as rate:
+    with Output(given.options.out) as output, Rate("prediction", count) as rate:
         counts = predict_all(loaded, predictor, items, size, output, rate, with_targets=split is not None)
     where = f": {given.options.out}" if given.options.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)

@@ -151,7 +151,7 @@ def _progress(verb: str) -> Iterator[packing.OnProgress]:
         def step(split: str, total: int, done: int) -> None:
             if split not in rates:
                 shown.close()
-                rates[split] = shown.enter_context(Rate(f"samples of {split} {verb}", total, done))
+                rates[split] = shown.enter_context(Rate("sample", total, done, f" of {split} {verb}"))
             rates[split](done)
 
         yield step

@@ -46,7 +46,7 @@ def sheet_of(run: RunSpec) -> Sheet:
         beside = "Samples of the training set, and beside each what augmentation makes of it in the first epoch"
         sections += under(beside, Part(_image(_tiles(run, data))))
     else:
-        sections += _lengths(sets)
+        sections += _lengths(sets, "tokens" if run.data.tokens else "positions")
         texts = _texts(run, data) if run.data.tokens is not False or data.dtype is not None else {}
         title = "Texts of the training set" if texts else "Inputs and targets of the training set"
         sections += under(title, Table.of(texts or _values(data), name="samples of training", prose=("text", "values")))
@@ -116,7 +116,7 @@ def _files(source: ImageFileSource) -> dict[str, list[str]]:
     return columns
 
 
-def _lengths(sets: Mapping[str, Source]) -> list[Section]:
+def _lengths(sets: Mapping[str, Source], unit: str) -> list[Section]:
     """Return the table of the sets' lengths; nothing where all samples are of one length."""
     known = {name: source.lengths for name, source in sets.items() if source.lengths is not None and len(source)}
     if not known:
@@ -126,7 +126,7 @@ def _lengths(sets: Mapping[str, Source]) -> list[Section]:
     columns["documents"] = ["–" if each is None else f"{len(set(each)):,}" for each in documents]
     for name in ("sum", "min", "median", "max"):
         columns[LENGTHS[name]] = [f"{int(getattr(each, name)()):,}" for each in known.values()]
-    return under("Lengths of the samples", Table.of(columns, name="lengths").used())
+    return under(f"Lengths of the samples, in {unit}", Table.of(columns, name="lengths").used())
 
 
 def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:

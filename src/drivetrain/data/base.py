@@ -99,10 +99,10 @@ class Splits:
 class Inputs:
     """The inputs of samples that are to be predicted, as training encoded them.
 
-    Each block is a number of samples, and what reads some of them; reading raises DataError.
+    Each block has the names of its samples, and what reads some of them; reading raises DataError.
     """
 
-    blocks: Iterator[tuple[int, Callable[[slice], Tree]]]
+    blocks: Iterator[tuple[Sequence[str], Callable[[slice], Tree]]]
     unknown: Counter[str] = field(default_factory=Counter)  # column → its rows with a category that no training row has
 
 

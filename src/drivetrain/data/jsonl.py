@@ -109,7 +109,7 @@ class Jsonl(FromFile[Any, Known], TextData):
         assert isinstance(file, Path)  # lines are texts, not JSON
         self.kept_tokenizer(data)  # refused once, and not for each line
         lines = ((number, line) for number, line in lines_of(file, self.encoding) if line.strip())
-        return Inputs((1, partial(self._encode_line, line, f"{file}", number, data)) for number, line in lines)
+        return Inputs(([f"{file}:{number}"], partial(self._encode_line, line, f"{file}", number, data)) for number, line in lines)
 
     def _encode_line(self, line: bytes, source: str, number: int, data: Splits, _: slice) -> torch.Tensor:
         return self.encode(self._entry(line, source, number, [("text", self.text)])[self.text], data).unsqueeze(0)

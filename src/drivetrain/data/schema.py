@@ -359,7 +359,7 @@ class Schema:
             if not isinstance(found, Words) and np.isinf(found).any():
                 row = int(np.isinf(found).reshape(len(found), -1).any(1).argmax())
                 raise DataError(f"{cells.place(row)}: the column {name} holds an infinite number: mend it, or add it to data.na")
-        return Cells(values, cells.source, cells.line, cells.numbers)
+        return Cells(values, cells.source, cells.lines, cells.numbers)
 
     def learn(self, rows: Cells, names: Sequence[str], normalize: bool) -> None:
         """Learn how the inputs `names` are encoded, of training rows that `read` gave."""
@@ -460,7 +460,7 @@ def columns_of(
     """
     rows = [(name, f"left out: {error}", "", "", "") for name, error in refused.items()]
     wanted = {name: cells.columns[name] for name in schema.columns if name in cells.columns}
-    known = schema.read(Cells(wanted, cells.source, cells.line)).columns
+    known = schema.read(Cells(wanted, cells.source, cells.lines)).columns
     for name, values in cells.columns.items():
         became = f"left out: {_why_not(name, values) or 'not asked for (data.columns)'}"
         if name in targets and classes is not None and len(targets) == 1:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import arrow_compute as pc
@@ -57,20 +58,33 @@ class Words:
         return Words(self.codes[rows], self._words)
 
 
-Block = tuple[int, Callable[[slice], "Cells"]]
+Block = tuple[Sequence[str], Callable[[slice], "Cells"]]
+
+
+class Places(NamedTuple):
+    """Where the rows of a table stand, for messages: the file, and their lines there, or their numbers where it has none."""
+
+    source: str
+    numbers: np.ndarray  # (n,)
+    are_lines: bool
+
+    def __call__(self, row: int) -> str:
+        """Return where a row stands."""
+        number = int(self.numbers[row])
+        return f"{self.source}:{number}" if self.are_lines else f"{self.source}, row {number + 1}"
 
 
 class Cells:
     """Columns of a table: float64 (n,), NaN where a number is missing, parts of dates (n, k), or words; and where rows stand.
 
-    `numbers` (n,) are those of the rows in the table that was read, from 0, whose lines `line` knows.
+    `numbers` (n,) are those of the rows in the table that was read, from 0, whose lines `lines` gives.
     """
 
     def __init__(
-        self, columns: Mapping[str, np.ndarray | Words], source: str, line: Callable[[int], int] | None = None,
+        self, columns: Mapping[str, np.ndarray | Words], source: str, lines: Callable[[np.ndarray], np.ndarray] | None = None,
         numbers: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        self.columns, self.source, self.line = columns, source, line
+        self.columns, self.source, self.lines = columns, source, lines
         self.numbers = np.arange(len(self)) if numbers is None else numbers
 
     def __len__(self) -> int:
@@ -79,7 +93,7 @@ class Cells:
     def __getitem__(self, rows: Any) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
         columns = {name: values[rows] for name, values in self.columns.items()}
-        return Cells(columns, self.source, self.line, self.numbers[rows])
+        return Cells(columns, self.source, self.lines, self.numbers[rows])
 
     def subset(self, indices: torch.Tensor) -> Cells:
         """Return some rows (n,)."""
@@ -87,8 +101,14 @@ class Cells:
 
     def place(self, row: int) -> str:
         """Return where a row stands, for messages: its file and line."""
-        number = int(self.numbers[row])
-        return f"{self.source}, row {number + 1}" if self.line is None else f"{self.source}:{self.line(number)}"
+        return self[row : row + 1].places()(0)
+
+    def places(self) -> Places:
+        """Return where the rows stand."""
+        if self.lines is not None:
+            with suppress(DataError):  # of quotes that Arrow takes otherwise
+                return Places(self.source, self.lines(self.numbers), True)
+        return Places(self.source, self.numbers, False)
 
     def keys(self) -> np.ndarray:
         """Return a number (n,) uint64 for each row by its content, in whichever order its columns and rows stand."""
@@ -202,11 +222,11 @@ class Layout:
         return cls([name or NO_NAME.replace("1", str(n)) for n, name in enumerate(cells, 1)], separator, form, source, first)
 
     def parse(
-        self, content: Any, plain: Collection[str], wanted: Collection[str] | None, line: Callable[[int], int] | None = None
+        self, content: Any, plain: Collection[str], wanted: Collection[str] | None, lines: np.ndarray | None = None
     ) -> Cells:
         """Return the cells of rows; those of the columns `plain` as numbers, unless one is none. Raises DataError.
 
-        `line` gives the line of a row of this content; without it, it is the text's, from its first line on.
+        `lines` are those of the rows of this content; without them they are the text's, from its first line on.
         """
         first = len(_LINE_END.findall(self.header)) + 1
         if self.separator == " ":
@@ -237,8 +257,8 @@ class Layout:
                     f"{self.source} has a row of more than {BLOCK:,} bytes: it is no table, or a quote is open"
                 ) from None
             if plain:
-                return self.parse(content, (), wanted, line)
-            for number, cells in self._records(content, first if line is None else line(0)):
+                return self.parse(content, (), wanted, lines)
+            for number, cells in self._records(content, first if lines is None else int(lines[0])):
                 if len(cells) != len(self.names):
                     raise DataError(
                         f"{self.source}:{number} has {len(cells)} cells, and "
@@ -247,8 +267,16 @@ class Layout:
             raise DataError(f"{self.source} cannot be read as a table: {error}") from None
         return Cells(
             {name: _column(table.column(name), self.form.missing) for name in table.column_names}, self.source,
-            line or (lambda row: next(islice(self._records(content, first), row, None))[0]),
+            partial(self._lines, content, first, table.num_rows) if lines is None else lines.__getitem__,
         )  # fmt: skip
+
+    def _lines(self, content: Any, first: int, count: int, rows: np.ndarray) -> np.ndarray:
+        """Return the lines of some of `count` rows. Raises DataError."""
+        view = memoryview(content)
+        ends = sum(bytes(view[start : start + BLOCK]).count(b"\n") for start in range(0, view.nbytes, BLOCK))
+        if count == ends + (bytes(view[-1:]) != b"\n"):  # each row is a line
+            return rows + first
+        return np.array([number for number, _ in self._records(content, first)])[rows]
 
     def _records(self, content: Any, first: int) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of each row's first line, and its cells. Raises DataError for what is no text, and an open quote."""
@@ -319,14 +347,15 @@ class Stream:
         self.names = self._layout.names
 
     def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
-        """Yield up to `size` rows at a time: how many, and what reads the cells of some of them. Reading raises DataError."""
+        """Yield up to `size` rows at a time: their places, and what reads the cells of some of them. Reading raises DataError."""
         rows = (row for row in self._rows if row[1].strip() or len(self.names) == 1)
         while block := list(islice(rows, size)):
-            yield len(block), partial(self._cells, block, plain, wanted)
+            places = [f"{self._layout.source}:{number}" for number, _ in block]
+            yield places, partial(self._cells, block, plain, wanted)
 
     def _cells(self, block: list[tuple[int, bytes]], plain: Collection[str], wanted: Collection[str], which: slice) -> Cells:
         rows = block[which]
-        return self._layout.parse(b"".join(row for _, row in rows), plain, wanted, lambda n: rows[n][0])
+        return self._layout.parse(b"".join(row for _, row in rows), plain, wanted, np.array([number for number, _ in rows]))
 
     @staticmethod
     def _joined(lines: Iterator[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -448,7 +477,8 @@ class NativeTable:
         cells = self.cells(plain, wanted)
         for first in range(0, len(cells), size):
             block = cells[first : first + size]
-            yield len(block), block.__getitem__
+            places = block.places()
+            yield [places(row) for row in range(len(block))], block.__getitem__
 
 
 def _parquet(content: object, source: str) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:

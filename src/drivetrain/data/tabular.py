@@ -110,7 +110,7 @@ class Table:
             return TextRows(rows, schema, torch.zeros(len(rows)), tokenizer).fetch(torch.arange(len(rows)))[0]
 
         blocks = table.blocks(size, schema.plain, schema.inputs)
-        return Inputs(((count, partial(read, cells)) for count, cells in blocks), unknown)
+        return Inputs(((places, partial(read, cells)) for places, cells in blocks), unknown)
 
 
 def check_has(table: TextTable | NativeTable | Stream, names: Sequence[str], problem: str) -> None:
@@ -133,11 +133,11 @@ class Rows(Tensors):
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor, cells: Cells, said: Sequence[str] = ()) -> None:
         super().__init__(x, y)
-        self._keys, self._file, self._numbers, self.said = cells.keys(), cells.source, cells.numbers, said
+        self._keys, self._places, self.said = cells.keys(), cells.places(), said
 
     def name(self, index: int) -> str:
-        """Return the row's file and its number there, from 1 and without the header."""
-        return f"{self._file}, row {self._numbers[index if self._rows is None else int(self._rows[index])] + 1}"
+        """Return the row's file and line."""
+        return self._places(index if self._rows is None else int(self._rows[index]))
 
     def subset(self, indices: torch.Tensor) -> Rows:
         made = copy(self)
@@ -163,10 +163,10 @@ class TextRows(LabelledTexts):
         documents = Documents.of([tokens[code] for code in words.codes.tolist()])
         documents.keys = torch.from_numpy(rows.keys().view(np.int64))
         super().__init__(documents, y, length, 1, tokenizer.shift, tokenizer.padding or 0)
-        self._file, self._numbers = rows.source, rows.numbers
+        self._places = rows.places()
 
     def name(self, index: int) -> str:
-        return f"{self._file}, row {self._numbers[int(self.which[index])] + 1}"
+        return self._places(int(self.which[index]))
 
 
 def refuse_missing(rows: Cells, schema: Schema) -> None:

@@ -64,7 +64,8 @@ def _outputs(context: BuildContext) -> str:
     one, several = WORDS.get(kind, ("output", "outputs")) if kind is not None else ("output", "outputs")
     names = list(data.names or ())
     named = f": {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}" if len(names) == data.classes else ""
-    return f"{data.classes:,} {one if data.classes == 1 else several}{named}"
+    vocabulary = "a vocabulary of " * (kind == "tokens")
+    return f"{vocabulary}{data.classes:,} {one if data.classes == 1 else several}{named}"
 
 
 def _parameters(trainer: Trainer) -> str:

@@ -146,7 +146,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, ki
             "shares": evaluated.shares(kind),
         }
         write_json(trainer.run_dir / TOLD, told)
-    with Rate("samples", None) as rate:  # of this rank's
+    with Rate("sample", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
         evaluator = replace(trainer.evaluator, loader=Counted(trainer.loader, shown))
         trainer.progress.record_evaluation(evaluator.evaluate(), *trainer.selection)

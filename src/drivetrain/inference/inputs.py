@@ -96,31 +96,38 @@ def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[Item]:
 def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[Item]:
     """The samples of a file: one of an image, one for each row of an array or a table, one for each line of texts."""
     if transforms.reads_file(path):
-        return _of_blocks(str(path), transforms.read_inputs(path, size))
+        return (Item(names, read) for names, read in transforms.read_inputs(path, size))
     if path.suffix.lower() in ARRAYS:
         rows = transforms.as_samples(_read_array(path), str(path))
         if len(rows) == 1:
             return [Item([str(path)], rows.__getitem__)]
-        blocks = [(len(block), block.__getitem__) for block in rows.split(size)]
-        return list(_of_blocks(str(path), blocks))
+        names = [f"{path}[{n}]" for n in range(len(rows))]
+        return [Item(names[n : n + size], rows[n : n + size].__getitem__) for n in range(0, len(rows), size)]
     if transforms.tokens:
         files = "".join(f", or a file *{ending}" for ending in transforms.input_files)
         raise UserError(
             f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}{files}"
         )
     transforms.image_shape()  # raises where the model takes no images
+    if path.suffix.lower() not in IMAGES and not _is_image(path, transforms):
+        raise UserError(
+            f"{path} is no image, and this run reads images: give files such as {', '.join(IMAGES[:4])}, folders of them, or "
+            f"arrays ({', '.join(ARRAYS)})"
+        )
     return [_one(str(path), lambda: transforms.read_file(path))]
+
+
+def _is_image(path: Path, transforms: Transforms) -> bool:
+    """Whether a file that is not called as images are is one."""
+    try:
+        transforms.read_file(path)
+    except DataError:
+        return False
+    return True
 
 
 def _one(name: str, read: Callable[[], Tree]) -> Item:
     return Item([name], lambda _: map_tensors(lambda t: t.unsqueeze(0), read()))
-
-
-def _of_blocks(name: str, blocks: Iterable[tuple[int, Callable[[slice], Tree]]]) -> Iterator[Item]:
-    first = 0
-    for count, read in blocks:
-        yield Item([f"{name}[{n}]" for n in range(first, first + count)], read)
-        first += count
 
 
 def _read_array(path: Path) -> torch.Tensor:
@@ -147,7 +154,7 @@ def _read_array(path: Path) -> torch.Tensor:
 def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iterator[Item]:
     """One sample for each line: a text where the run reads text, a row where it reads tables, else the path of an image file."""
     if transforms.reads_rows:
-        return _of_blocks("-", transforms.read_inputs(lines, size))
+        return (Item(names, read) for names, read in transforms.read_inputs(lines, size))
     if not transforms.tokens:
         transforms.image_shape()
     return _of_texts_or_paths(lines, transforms)

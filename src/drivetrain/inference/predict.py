@@ -67,7 +67,7 @@ def predict_all(
         counts.predicted += len(rows) - len(errors)
         counts.unreadable += len(errors)
         counts.first_error = counts.first_error or (errors[0] if errors else "")
-        show(counts.predicted + counts.unreadable)
+        show(counts.predicted)
     return counts
 
 

@@ -67,10 +67,10 @@ class Transforms:
     def _read(self, given: str) -> list[Tree]:
         """Return the samples of a file, or of a text where the run reads text: batches of them."""
         if self.reads_file(Path(given)):
-            return [read(slice(count)) for count, read in self.read_inputs(Path(given), ROWS)]
+            return [read(slice(None)) for _, read in self.read_inputs(Path(given), ROWS)]
         return [(self.read_text(given) if self.tokens else self.read_file(Path(given))).unsqueeze(0)]
 
-    def read_inputs(self, file: Path | Iterable[bytes], size: int) -> Iterator[tuple[int, Callable[[slice], Tree]]]:
+    def read_inputs(self, file: Path | Iterable[bytes], size: int) -> Iterator[tuple[Sequence[str], Callable[[slice], Tree]]]:
         """Return the samples of a file of one of `input_files`, or of its lines, in blocks. Raises UserError."""
         found = self._option.read_inputs(file, self._data, size)
         self.unknown.append(found.unknown)

@@ -34,8 +34,8 @@ class Steps:
 class Rate:
     """A context manager around many equal pieces of work, on standard error: a bar with the rate in a terminal, else lines."""
 
-    def __init__(self, what: str, total: int | None, done: int = 0) -> None:
-        self._what, self._total, self._first, self._done = what, total, done, done
+    def __init__(self, what: str, total: int | None, done: int = 0, which: str = "") -> None:
+        self._what, self._which, self._total, self._first, self._done = what, which, total, done, done
 
     def __enter__(self) -> Rate:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -61,7 +61,7 @@ class Rate:
         """The number that are done, and the number in a second."""
         of = f" of {self._total:,}" if self._total is not None and self._done < self._total else ""
         rate = (self._done - self._first) / max(time.monotonic() - self._began, 1e-9)
-        return f"{self._done:,}{of} {self._what}, {rate:,.0f}/s"
+        return f"{self._done:,}{of} {self._what}{'s' * (of != '' or self._done != 1)}{self._which}, {rate:,.0f}/s"
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
