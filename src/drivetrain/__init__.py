@@ -1,4 +1,4 @@
-"""drivetrain: every training technique is one config override, and measured."""
+"""drivetrain: every training technique is one config override, and what it brings can be measured."""
 
 import os
 import sys
