@@ -254,7 +254,7 @@ def cfg(*words: str, cwd: Path) -> str:
 
 def test_cfg_job(tmp_path: Path) -> None:
     """The whole config as YAML; with --resolve, without references; with --package, a part of it; nothing is run."""
-    words = ("precision=amp", "recipe=fast", "epochs=7", "optimizer.weight_decay=${optimizer.lr}")
+    words = ("precision=amp", "recipe=fast", "epochs=7", "optimizer.lr=0.25", "optimizer.weight_decay=${optimizer.lr}")
     config = yaml.safe_load(cfg(*words, cwd=tmp_path))
     assert set(config) >= set(GROUPS) - {"augment", "surgery", "metrics"} | {"epochs", "updates", "output_dir"}, (
         "all but empty lists"
@@ -262,10 +262,10 @@ def test_cfg_job(tmp_path: Path) -> None:
     assert config["precision"]["_target_"].endswith(".Amp")
     assert (config["epochs"], config["optimizer"]["weight_decay"]) == (7, "${optimizer.lr}")
     resolved = yaml.safe_load(cfg(*words, "--resolve", cwd=tmp_path))
-    assert resolved["optimizer"]["weight_decay"] == resolved["optimizer"]["lr"] == 0.1
+    assert resolved["optimizer"]["weight_decay"] == resolved["optimizer"]["lr"] == 0.25
     assert yaml.safe_load(cfg(*words, "--package", "optimizer", cwd=tmp_path)) == config["optimizer"]
     assert yaml.safe_load(cfg(*words, "--package", "optimizer", "--resolve", cwd=tmp_path)) == resolved["optimizer"]
-    assert cfg(*words, "-p", "optimizer.lr", cwd=tmp_path).split() == ["0.1"]
+    assert cfg(*words, "-p", "optimizer.lr", cwd=tmp_path).split() == ["0.25"]
     assert not list(tmp_path.iterdir())
 
 

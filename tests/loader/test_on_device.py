@@ -121,7 +121,7 @@ def test_every_loader_with_all_augmentations(tiny, device, monkeypatch, name):
     work = pipeline(images(), all_augmentations(tiny))
     if name == "auto":
         monkeypatch.setattr("drivetrain.loader.auto.usable_cores", lambda: 1)
-        loader.budget_s, device.strict = 1e-9, False
+        loader, device.strict = loader.with_values(budget_s=1e-9), False
         loader.autotune(work._replace(steps=()), SIZE, 10**9, CUDA)
     assert train(device, loader, work) == {torch.float32}
 

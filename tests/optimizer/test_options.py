@@ -305,9 +305,9 @@ def test_an_update_without_float64_where_the_device_has_none(monkeypatch, name):
             assert not any(t.dtype is torch.float64 for t in results if isinstance(t, torch.Tensor))
             return out
 
-    for module in ("lamb", "flat_optimizer"):
+    for module in ("layerwise_optimizer", "flat_optimizer"):
         where = f"drivetrain.optimizer.algorithms.{module}.sum_dtype"
-        monkeypatch.setattr(where, lambda device: torch.float32, raising=False)
+        monkeypatch.setattr(where, lambda device: torch.float32)
     model = model_on("cpu")
     words = BESIDE.get(name, ["optimizer.fused=false"])  # as there is no fused one on MPS
     option = validate(compose([f"optimizer={name}", *words])).optimizer

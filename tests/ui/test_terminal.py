@@ -84,7 +84,7 @@ def test_plain_is_a_flag_of_every_command(monkeypatch, capsys):
 def test_the_tree_marks_what_was_set(at_a_terminal):
     tree = {line.group: line for line in recipe_tree.lines(prepare(["recipe=fast", "optimizer.lr=0.02"]).composed)}
     assert tree["optimizer"].option_set  # by the recipe
-    assert [setting for setting, was_set in tree["optimizer"].settings if was_set] == ["lr=0.02", "fused=true"]
+    assert {setting for setting, was_set in tree["optimizer"].settings if was_set} == {"lr=0.02", "fused=true"}
     assert not tree["data"].option_set
     assert not any(was_set for _, was_set in tree["data"].settings)
     lines = shown(at_a_terminal).splitlines()
