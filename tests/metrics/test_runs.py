@@ -348,6 +348,11 @@ def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
     assert "precision" in said
     again = drivetrain.train([f"resume={run.run_dir}"])  # it is finished: nothing is evaluated, and nothing lost
     assert again.tables == run.tables
+    terminal.show_result(again)
+    said = capsys.readouterr().out
+    assert "nothing was left to train; resume it with a larger epochs=…" in said
+    assert "–" not in said.replace("– ", "")
+    assert "those since" not in said
     assert main.main(["report", "outputs", "out=page"]) == 0
     page = (Path("page") / "report.html").read_text()
     assert "Confusion matrix, test set" in page

@@ -21,6 +21,7 @@ from drivetrain.run.result import Result, interval
 from drivetrain.saving import manifest
 from drivetrain.sweeps.store import Entry
 from drivetrain.ui import terminal
+from drivetrain.ui.sheet import sentence
 
 GOOD = [{"event": "train", "update": n, "loss": 1.0 / n, "samples": 8 * n, "time": 100.0 + n} for n in (1, 2, 3)]
 SPOILT = [
@@ -300,7 +301,10 @@ def test_a_run_tells_the_intervals_of_its_shares(train, capsys):
         for shown in (out, page, result._repr_html_()):
             assert said in shown
     assert f"accuracy {terminal.number(result.tested()['accuracy'])} (11 samples: " in page  # its first sentence
-    assert f"status         completed; {result.remarks[0].partition(':')[0]}" in out
+    assert out.count(result.remarks[0]) == 1
+    assert page.count(sentence(result.remarks[0])[1:]) == 1  # in a paragraph of its own, and not in the first sentence
+    terminal.show_result(result, noted=True)
+    assert result.remarks[0].partition(":")[0] not in capsys.readouterr().out
     assert main.main(["evaluate", str(result.run_dir), "data.test_samples=12"]) == 0
     out = capsys.readouterr().out
     assert out.count(" (12 samples: 0.") == 2

@@ -61,6 +61,8 @@ def test_the_time_of_a_resumed_run_is_told_as_that_of_its_last_part(tmp_path):
     result = json.loads((folder / "result.json").read_text())
     (folder / "result.json").write_text(json.dumps(result | {"resumed_at": 30}))
     assert "(40 updates), of which those since 30 took 41 s with the start" in run.verdict(reader.read(folder))
+    (folder / "result.json").write_text(json.dumps(result | {"resumed_at": 40}))
+    assert "after 4 epochs (40 updates); the run completed" in run.verdict(reader.read(folder))
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def _run(job: Job, quiet: bool) -> int:
         end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
     ended = launcher.launch(job, quiet=quiet)
     if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
-        terminal.show_result(ended.result)
+        terminal.show_result(ended.result, noted=not quiet)
         if not quiet:
             report.add_samples(ended.result)
     if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it

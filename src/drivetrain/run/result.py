@@ -82,6 +82,11 @@ class Result:
         return (self.error or next(iter(self.remarks), "").partition(":")[0]).split("\n")[0]
 
     @property
+    def trained_nothing(self) -> bool:
+        """Whether it was resumed at its end."""
+        return bool(self.resumed_at) and self.resumed_at == self.updates
+
+    @property
     def judged_by(self) -> str:
         """The set that this run is judged by: validation, or test where it has no other."""
         return "validation" if "validation" in self.metrics else "test"

@@ -184,16 +184,19 @@ def number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def _since(result: Result) -> str:
-    """Of which part of a resumed run its time is."""
-    return f"those since {result.resumed_at:,} in " if result.resumed_at else ""
+def _length(result: Result) -> str:
+    """The updates and epochs of a run, and the seconds that they took, or those of a resumed run's last part."""
+    said = f"{result.updates:,} in {result.passes}"
+    if result.trained_nothing:
+        return f"{said}: nothing was left to train; resume it with a larger epochs=… (or updates=…) to go on"
+    since = f"those since {result.resumed_at:,} in " if result.resumed_at else ""
+    return f"{said}, {since}{result.wall_s:.1f} s"
 
 
-def show_result(result: Result) -> None:
-    """Show a run's result as a table."""
-    said = [result.status, *(remark.partition(":")[0] for remark in result.remarks)]
-    rows = [("status", "; ".join(said) + (f": {result.error}" if result.error else ""))]
-    rows += [("note", remark) for remark in result.remarks]
+def show_result(result: Result, noted: bool = False) -> None:
+    """Show a run's result as a table; `noted` where lines above it have its remarks already."""
+    rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
+    rows += [] if noted else [("note", remark) for remark in result.remarks]
     for figures, by_weights in result.metrics.items():
         for name, value in by_weights.get("final", {}).items():
             notes = result.uncertainty(figures, name, value), result.note_on_best(figures, name, number)
@@ -201,7 +204,7 @@ def show_result(result: Result) -> None:
     if result.time_to_target:
         rows.append(("target", result.time_to_target))
     rows += [
-        ("updates", f"{result.updates:,} in {result.passes}, {_since(result)}{result.wall_s:.1f} s"),
+        ("updates", _length(result)),
         ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
         ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
         (
@@ -212,6 +215,8 @@ def show_result(result: Result) -> None:
         ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
         ("run", str(result.run_dir)),
     ]
+    if result.trained_nothing:
+        rows = [(name, value) for name, value in rows if value != "–"]
     if result.stopped:
         rows.insert(1, ("stopped", result.stopped))
     for figures, by_weights in result.metrics.items():

@@ -83,13 +83,12 @@ def verdict(run: RunFiles) -> str:
         return f"{what} {ended.get(run.status, f'left a result.json that cannot be read, after update {updates:,}')}{latest}"
     epochs = f"{result.passes} ({result.updates:,} update{'s' * (result.updates != 1)})"
     took = f"{duration(result.wall_s)} with the start"
-    length = (
-        f"{epochs} in {took}" if not result.resumed_at else f"{epochs}, of which those since {result.resumed_at:,} took {took}"
-    )
+    length = f"{epochs} in {took}"
+    if result.resumed_at:
+        length = epochs if result.trained_nothing else f"{epochs}, of which those since {result.resumed_at:,} took {took}"
     on = f" on {result.world_size} × {result.device}" if result.device and result.world_size > 1 else ""
     if run.status == "completed":
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
-        early += "".join(f"; {remark.partition(':')[0]}" for remark in result.remarks)
         return f"{what} reached {figures or 'no figures'} after {length}{on}; {early}"
     reason = f": {result.error.splitlines()[0]}" if result.error else ""
     return f"{what} {_ended(run.status)} after {length}{on}" + (f", with {figures}" if figures else "") + reason
