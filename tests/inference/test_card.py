@@ -42,6 +42,22 @@ def test_a_card_of_a_run(tiny, capsys):
     assert "outputs" not in body  # no path of this machine
 
 
+def test_the_card_of_a_table_names_its_file_and_its_columns(tiny, tmp_path):
+    table = tmp_path / "houses.csv"
+    table.write_text("\n".join(["area,rooms,price", *(f"{n},{n % 3},{2 * n}" for n in range(60))]) + "\n")
+    words = ["task=regression", "data=tabular", f"data.path={table}", "data.target=price", "model=mlp", "loss=mse", "epochs=1"]
+    assert main.main(["train", *tiny(*words), "-q"]) == 0
+    (run_dir,) = (path.parent for path in Path("outputs").glob("*/*/result.json"))
+    assert main.main(["card", str(run_dir)]) == 0
+    head, body = parts((run_dir / "README.md").read_text())
+    assert head["model-index"][0]["results"][0]["dataset"] == {"name": "houses.csv", "type": "tabular", "split": "test"}
+    assert "It takes the columns `area`, `rooms` and gives 1 number" in body
+    assert "`data=tabular`, read from `houses.csv`, " in body
+    assert str(tmp_path) not in body
+    (run_dir / "table.json").write_text("[")
+    assert "It takes inputs of the shape" in card.text(reader.read(run_dir))
+
+
 def test_text_from_outside_is_text(tmp_path):
     run = reader.read(made_pages.run_folder(tmp_path / "run", 0.1, "failed"))
     run.config |= {"model": made_pages.HOSTILE, "data": f"{made_pages.HOSTILE}\n---\nlicense: mit"}

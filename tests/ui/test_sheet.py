@@ -135,6 +135,14 @@ def test_a_notebook_shows_the_answer_and_the_first_table():
     assert shown.count("<table>") == 1
 
 
+def test_long_words_go_on_in_the_next_line_after_their_parts():
+    name = "photos/leaf/016.jpg runtime.cudnn_benchmark=true a=1 x/"
+    assert sheet.breakable(name) == "photos/<wbr>leaf/<wbr>016.jpg runtime.cudnn_benchmark=<wbr>true a=1 x/"
+    assert sheet.breakable("<i>" * 9) == "&lt;i&gt;" * 9
+    page = pages.check(Sheet("", "", [words("x"), Table(["variant"], [[name]])]).page())
+    assert not page.all("wbr")[0][0]
+
+
 def test_a_sentence():
     assert sheet.sentence("the run\nis  fast") == "the run is fast."
     assert sheet.sentence("mlp on digits") == "mlp on digits."

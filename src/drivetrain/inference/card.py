@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.typed import JsonMapping, is_number
+from drivetrain.core.typed import JsonMapping, fits, is_number
 from drivetrain.run.reader import RunFiles
 from drivetrain.saving import manifest
 from drivetrain.ui.output import plain
@@ -22,7 +23,7 @@ from drivetrain.ui.sheet import sentence, setting
 from drivetrain.ui.terminal import duration, number
 
 FILL_IN = "*To fill in:*"
-SHOWN = 20  # names of classes
+SHOWN = 20  # names of classes, or of columns
 # Of what is predicted and from what → the hub's name of the task.
 TASKS = {
     ("class", "image"): "image-classification", ("labels", "image"): "image-classification",
@@ -57,11 +58,12 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
     shape = about.get("shape") or []
     kind = "tokens" if about.get("vocabulary") else "image" if len(shape) == 3 else "values"
     task = TASKS.get((str(about.get("targets")), kind))
-    name = f"{run.config.get('model', 'model')}-{run.config.get('data', 'data')}"
+    name = f"{run.config.get('model', 'model')}-{_data_set(run) or run.config.get('data', 'data')}"
     rows = list(_results(run))
     tested = {metric: value for metric, value, of_set, _ in rows if of_set == "test"}
     listed = [{"type": metric, "value": value, "name": f"{metric} on the test set"} for metric, value in tested.items()]
-    data = {key: str(run.config.get("data", "unknown")) for key in ("name", "type")} | {"split": "test"}
+    option = str(run.config.get("data", "unknown"))
+    data = {"name": _data_set(run) or option, "type": option, "split": "test"}
     index = {"task": {"type": task or "other"}, "dataset": data, "metrics": listed}
     head = {
         "library_name": library, "license": "unknown", **({"pipeline_tag": task} if task else {}),
@@ -71,6 +73,26 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
     front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip()
     body = [*_use(run, about, use), *_data(run), *_training(run), *_measured(run, rows), *_limits(run), *_recipe(run)]
     return "\n".join(["---", front, "---", "", f"# {code(name)}", "", prose(sentence(run_page.verdict(run))), "", *body, ""])
+
+
+def _data_set(run: RunFiles) -> str:
+    """The name of the folder or file that the run's data is read from, without where it is on this machine; "" without one."""
+    local = run.environment.get("machine_local")
+    given = [local.get(key) for key in ("data.path", "data.root")] if isinstance(local, dict) else []
+    return next((Path(place).name for place in given if isinstance(place, str)), "")
+
+
+def _columns(run: RunFiles) -> list[str]:
+    """The columns that a model of tables takes; [] for another one."""
+    with suppress(OSError, ValueError):
+        found = files.read_json(run.path / "table.json")
+        return found["inputs"] if isinstance(found, dict) and fits(found.get("inputs"), list[str]) else []
+    return []
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names as code, the first ones of many."""
+    return ", ".join(map(code, names[:SHOWN])) + ", …" * (len(names) > SHOWN)
 
 
 def code(said: object) -> str:
@@ -98,11 +120,11 @@ def _use(run: RunFiles, about: JsonMapping, use: Sequence[str]) -> Iterator[str]
     yield "## Intended use\n"
     outputs, shape = about.get("outputs"), about.get("shape")
     if (predicts := PREDICTS.get(str(about.get("targets")))) and outputs:
-        names = [code(name) for name in (about.get("classes") or [])[:SHOWN]]
-        more = ", …" if len(about.get("classes") or []) > SHOWN else ""
+        names, columns = _listed(about.get("classes") or []), _columns(run)
         takes = f"inputs of the shape {code(shape)}" if shape else "inputs"
+        takes = f"the column{'s' * (len(columns) != 1)} {_listed(columns)}" if columns else takes
         gives = predicts.format(outputs, s="s" * (outputs != 1))
-        yield f"It takes {takes} and gives {gives}{': ' * bool(names)}{', '.join(names)}{more}.\n"
+        yield f"It takes {takes} and gives {gives}{': ' * bool(names)}{names}.\n"
     yield f"{FILL_IN} who should use it, for what, and what it must not be used for.\n"
     yield "\n".join(["```", *(use or ["drivetrain predict RUN FILE"]), "```", ""])
 
@@ -111,8 +133,9 @@ def _data(run: RunFiles) -> Iterator[str]:
     yield "## Training data\n"
     found = (run.result.data if run.result else None) or {}
     samples = f", {found['samples']:,} samples" if is_number(found.get("samples")) else ""
+    where = f", read from {code(_data_set(run))}" if _data_set(run) else ""
     mark = f"; the fingerprint of its {code(found.get('of'))} is {code(found['hash'])}" if found.get("hash") else ""
-    yield f"{code('data=' + str(run.config.get('data', 'unknown')))}{samples}{mark}.\n"
+    yield f"{code('data=' + str(run.config.get('data', 'unknown')))}{where}{samples}{mark}.\n"
     yield f"{FILL_IN} where the data comes from, its licence, and whom or what it leaves out.\n"
 
 

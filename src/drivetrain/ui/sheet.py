@@ -39,12 +39,19 @@ VERDICTS = ("PASS", "FAIL", "INCONCLUSIVE")
 EMPTY = ("–", "")  # cells that say nothing
 NAMED = 8  # columns without room that are named
 # Nothing is fetched, whatever text a page holds.
+LONG_WORD = 16  # letters
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def escape(text: object) -> str:
     """Text for HTML: as it is read, also where it holds marks, quotes, control characters or signs that turn its direction."""
     return html.escape(output.plain(str(text)))
+
+
+def breakable(text: object) -> str:
+    """Text for HTML whose long words may go on in the next line after / and =, rather than anywhere."""
+    words = (re.sub("(?<=[/=])(?=.)", "<wbr>", word) if len(word) > LONG_WORD else word for word in escape(text).split(" "))
+    return " ".join(words)
 
 
 def sentence(text: str) -> str:
@@ -170,7 +177,7 @@ class Table:
         parts = {n: _parts(self.bars[title]) for n, title in enumerate(self.header) if title in self.bars}
 
         def cell(at: int, number: int, value: Cell) -> str:
-            text = escape(value) if isinstance(value, str) else value.html
+            text = (escape(value) if at else breakable(value)) if isinstance(value, str) else value.html
             kind = " ".join(filter(None, ("text" if at in prose and at else "", text if text in VERDICTS else "")))
             of = f' class="{kind}"' if kind else ""
             if isinstance(value, Drawn) and value.share is not None:

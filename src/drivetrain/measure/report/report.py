@@ -40,6 +40,7 @@ from drivetrain.ui.sheet import (
     Section,
     Sheet,
     Table,
+    breakable,
     commands,
     escape,
     figure,
@@ -104,8 +105,9 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     looked_at = f"{len(samples):,}{f' at random of {total:,}' if len(samples) < total else ''} of the {OF_SET} set"
     measured = remarks(f"The worst are those with the largest loss, of {looked_at}.")
     show = _shown_as(loaded)
-    at_random = under("At random", show(samples[:count]), level=3)  # they came in random order
-    shown = under(title, measured, *under("The worst", show(worst), level=3), *at_random)
+    shown = under(title, measured, *under("The worst", show(worst), level=3))
+    if others := [sample for sample in samples if not any(sample is each for each in worst)][:count]:
+        shown += under("Others at random", show(others), level=3)  # they came in random order
     counted = plots.of_result(run.result.tables)[1] if run.result is not None else {}
     if loaded.kind == "class" and not any(map(plots.is_confusion, counted.values())):
         return [*shown, *charts.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
@@ -231,7 +233,7 @@ def _tile(sample: Sample, top: float | None) -> str:
         picture = drawing.with_mask(picture, mask.numpy())
     kind, mark = ("", "") if sample.right is None else ("right", "✓ ") if sample.right else ("wrong", "✗ ")
     target = f"{escape(sample.target)}<br>" if sample.target else ""
-    name = f'<br><span class="soft">{escape(sample.name)}</span>'
+    name = f'<br><span class="soft">{breakable(sample.name)}</span>'
     said = escape(f"{sample.name}: {sample.target}, predicted {sample.prediction}")
     return (
         f'<li><img alt="{said}" src="data:image/png;base64,{base64.b64encode(_png(picture)).decode()}">'
