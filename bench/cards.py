@@ -56,7 +56,7 @@ class Case(NamedTuple):
 # Those of most worth first. What compiles, or starts several processes, takes longest, and comes after what does not.
 GROUPS = {
     "precision": Case((*MLP, "batch.global_batch=256"), "precision=fp32"),
-    "checkpointing": Case((*GPT, "batch.global_batch=32"), "checkpointing=none"),
+    "checkpointing": Case(GPT, "checkpointing=none"),
     "optimizer": Case(MLP, "optimizer=sgd"),
     "surgery": Case(NET, "surgery=[]"),
     "loader": Case((*PHOTOS, "augment=[random_resized_crop]"), "loader=sync"),
@@ -74,6 +74,7 @@ GROUPS = {
 OPTIONS = {
     "surgery=[fused_norm]": Case(OWN, "surgery=[]"),
     "batch=accumulate": Case((*GPT, "batch.global_batch=32"), "batch=fixed", ("batch.accumulation_steps=4",)),
+    "augment=[random_erasing]": Case(DIGITS, "augment=[]", ("augment.random_erasing.fill=mean",)),
     "augment=[randaugment]": Case(PHOTOS, "augment=[]"),
     "augment=[color_jitter]": Case(PHOTOS, "augment=[]"),
     "augment=[random_resized_crop]": Case(PHOTOS, "augment=[]"),
@@ -97,6 +98,10 @@ NONE = {  # no figure → why
     "loader=auto": "it measures the loaders and takes the fastest: see these",
     "batch=auto": "it looks for a batch before the first update, which costs the look",
     "batch=critical": "it chooses the batch before the first update: docs/scaling.md has what that brings",
+    **dict.fromkeys(
+        ("checkpointing=blocks", "checkpointing=every_k", "checkpointing=selective"),
+        f"{GPU}: a process's peak does not show what activations take: `drivetrain forecast` does",
+    ),
     "checkpointing=budget": f"{GPU}: it chooses what to recompute by times of a GPU's kernels",
     "checkpointing=offload": f"{GPU}: activations are in the host's memory there",
     "surgery=[sync_bn]": f"{GPU}: it is for several devices",
