@@ -1,10 +1,12 @@
 """Losses in runs: how they are chosen, refused and logged."""
 
 import json
+import os
 import sys
 import types
 
 import pytest
+import safetensors.torch
 import torch
 
 from drivetrain.config.compose import compose
@@ -13,6 +15,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.update_step import TwoPasses, Weighed
 from drivetrain.launch import launcher
+from drivetrain.loss import teacher
 from drivetrain.loss.classification import Focal
 from drivetrain.loss.embedding import Contrastive
 from drivetrain.loss.own import Own
@@ -131,6 +134,11 @@ def mine(monkeypatch):
     return ["trust=[my_losses]", "data=own", "data.target=my_losses.Numbers", "data.normalize=false"]
 
 
+def records(result):
+    assert result.status == "completed", result.error
+    return [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 # --- several at once ---
 
 
@@ -148,16 +156,6 @@ def test_one_loss_in_a_list_is_that_loss():
     assert compose(["loss=[focal]"]).plain["loss"] == compose(["loss=focal"]).plain["loss"]
 
 
-def test_the_recipe_of_a_run_repeats_its_sum(train):
-    result = train(BOTH, "loss.focal.gamma=3", "loss.weights=[1,0.5]")
-    assert result.status == "completed", result.error
-    job = launcher.prepare([f"recipe={result.run_dir / 'recipe.yaml'}"])
-    assert job.config_hash == result.config_hash
-    assert job.run.loss.losses["focal"].gamma == 3
-    resumed = launcher.prepare([f"resume={result.run_dir}", "updates=3"])
-    assert resumed.run.loss.factors == [1, 0.5]
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -171,6 +169,7 @@ def test_the_recipe_of_a_run_repeats_its_sum(train):
         (["loss=[focal,triplet]"], "cannot be added to others"),
         (["loss=[focal,own]", "loss.own.target=a.b"], "trust=[a]"),
         (["loss=mse"], "set loss=cross_entropy"),
+        *(([word], word) for word in ("loss.label_smoothing=-0.1", "loss.label_smoothing=1.5", "loss.label_smoothing=much")),
         (["loss=quantile", "loss.quantiles=[0.5,0.1]"], "give ascending numbers"),
         (["loss=triplet", "parallel=pipeline"], "loss=triplet and parallel=pipeline exclude each other"),
         (["loss=triplet", "compile=inductor", "batch=accumulate"], "runs the forward of each of several micro-batches twice"),
@@ -188,17 +187,17 @@ def test_a_recipe_cannot_name_a_loss_of_its_own(tmp_path):
             launcher.prepare([f"recipe={file}"])
 
 
-def test_the_parts_are_logged_and_add_up(train):
-    result = train(BOTH, "loss.weights=[1,0.5]", "loss.cross_entropy.class_weights=balanced", "parallel=ddp", "batch=accumulate",
-                   "batch.accumulation_steps=3")  # fmt: skip
-    assert result.status == "completed", result.error
-    records = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
-    one = train(BOTH, "loss.weights=[1,0.5]", "loss.cross_entropy.class_weights=balanced")
-    alone = [json.loads(line) for line in (one.run_dir / "metrics.jsonl").read_text().splitlines()]
-    for record, other in zip(records, alone, strict=True):
+def test_the_parts_are_logged_and_add_up_and_the_runs_recipe_repeats_the_sum(train):
+    words = [BOTH, "loss.weights=[1,0.5]", "loss.focal.gamma=3", "loss.cross_entropy.class_weights=balanced"]
+    split, one = train(*words, "parallel=ddp", "batch=accumulate", "batch.accumulation_steps=3"), train(*words)
+    for record, other in zip(records(split), records(one), strict=True):
         assert record["loss"] == pytest.approx(record["loss_cross_entropy"] + 0.5 * record["loss_focal"], rel=1e-5)
         for name in ("loss", "loss_cross_entropy", "loss_focal"):
             assert record[name] == pytest.approx(other[name], rel=1e-5)
+    job = launcher.prepare([f"recipe={one.run_dir / 'recipe.yaml'}"])
+    assert job.config_hash == one.config_hash
+    assert job.run.loss.losses["focal"].gamma == 3
+    assert launcher.prepare([f"resume={one.run_dir}", "updates=3"]).run.loss.factors == [1, 0.5]
 
 
 # --- which step ---
@@ -267,8 +266,7 @@ def test_an_own_loss_over_classes_names_the_metric_that_it_lacks(tiny):
 
 def test_an_own_loss_logs_its_parts(train, mine):
     result = train(*mine, "loss=own", "loss.target=my_losses.parted", "batch=accumulate", "batch.accumulation_steps=2")
-    assert result.status == "completed", result.error
-    record = json.loads((result.run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    record = records(result)[0]
     assert record["loss"] == pytest.approx(record["loss_fit"] + record["loss_size"], rel=1e-6)
     assert result.judged("final")["loss"] > 0
 
@@ -365,3 +363,18 @@ def test_the_options_that_add_up_keep_their_own_settings():
     assert loss.machine_local_keys == ("own.target",)
     assert loss.takes == ("class", "mask")
     assert Contrastive().evaluated_together == 16
+
+
+# --- the file of a teacher: it may come from a stranger's run ---
+
+
+def test_a_teachers_file_is_an_ordinary_one(tmp_path):
+    file = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"w": torch.ones(2)}, file)
+    assert teacher._weights(file, "loss.teacher")["w"].tolist() == [1, 1]
+    content = file.read_bytes()
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_bytes(content[:-1])):
+        file.unlink()
+        make(file)
+        with pytest.raises(UserError, match=r"loss.teacher=.*is no safetensors file"):
+            teacher._weights(file, "loss.teacher")

@@ -17,6 +17,7 @@ from drivetrain.core.source import Source
 from drivetrain.loss.classification import Bce, CrossEntropy, Focal, positive_weights_for, weights_for
 from drivetrain.loss.distill import Distill
 from drivetrain.loss.embedding import Contrastive, Triplet
+from drivetrain.loss.language import NextToken
 from drivetrain.loss.regression import L1, Dice, Huber, Mse, Quantile
 
 
@@ -225,6 +226,7 @@ def test_weights_for_another_number_of_classes_are_refused():
 
 BITS16 = {
     "focal": (Focal(), torch.randint(4, (8,))),
+    "z": (weighted(CrossEntropy(z_loss=0.3), 1.0, 1.0, 1.0, 2.0), torch.randint(4, (8,))),
     "bce": (Bce(), torch.randint(2, (8, 4))),
     "mse": (Mse(), torch.randn(8, 4, dtype=torch.float32)),
     "quantile": (Quantile([0.2, 0.5, 0.6, 0.8]), torch.randn(8, dtype=torch.float32)),
@@ -251,3 +253,63 @@ def test_a_batch_of_which_nothing_counts_costs_nothing(loss):
     (gradient,) = torch.autograd.grad(value, output)
     assert float(value.detach()) == 0
     assert not gradient.any()
+
+
+# --- loss.z_loss is PaLM's penalty by hand: with smoothing, weights, ignored items, chunks and soft targets ---
+
+
+Z = 0.3
+
+
+def by_hand(output):
+    """The square of the logarithm of the sum of exponentials, of each item; classes come second."""
+    return output.exp().sum(1).log() ** 2
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_over_samples_with_smoothing_and_ignored_ones(counted):
+    output, target = torch.randn(9, 3) + 2, torch.randint(3, (9,))
+    target[4] = -100
+    loss = CrossEntropy(0.1, z_loss=Z)
+    loss.counted = counted
+    kept = target != -100
+    close(loss(output, target), F.cross_entropy(output, target, label_smoothing=0.1) + Z * by_hand(output)[kept].mean())
+    close(loss.sums(output, target), CrossEntropy(0.1).sums(output, target))  # an evaluation is without it
+
+
+def test_over_pixels_with_weights_of_classes():
+    output, target, weight = torch.randn(2, 3, 4, 5), torch.randint(3, (2, 4, 5)), [0.2, 1.0, 3.0]
+    target[0, :2] = -100
+    each = torch.tensor(weight)[target.clamp(min=0)] * (target != -100)
+    expected = F.cross_entropy(output, target, torch.tensor(weight)) + Z * (by_hand(output) * each).sum() / each.sum()
+    close(weighted(CrossEntropy(class_weights=weight, z_loss=Z), *weight)(output, target), expected)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_with_soft_targets(counted):
+    output, target = torch.randn(6, 4), torch.rand(6, 4).softmax(1)
+    loss = CrossEntropy(z_loss=Z)
+    loss.counted = counted
+    close(loss(output, target), F.cross_entropy(output, target) + Z * by_hand(output).mean())
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("counted", [False, True])
+def test_over_tokens_and_in_chunks(chunks, counted):
+    output, target = torch.randn(3, 5, 7, requires_grad=True), torch.randint(7, (3, 5))
+    target[1, 3:] = -100
+    loss = NextToken(chunks, Z)
+    loss.counted = counted
+    flat, kept = output.flatten(0, 1), target.flatten() != -100
+    expected = F.cross_entropy(flat, target.flatten()) + Z * by_hand(flat)[kept].mean()
+    found = loss(output, target)
+    close(found, expected)
+    close(torch.autograd.grad(found, output)[0], torch.autograd.grad(expected, output)[0])
+    close(loss.sums(output, target), NextToken().sums(output, target))
+
+
+def test_no_penalty_leaves_the_loss_bit_for_bit(monkeypatch):
+    output, target = torch.randn(9, 3).float(), torch.randint(3, (9,))
+    monkeypatch.setattr(torch.Tensor, "logsumexp", lambda *_: 1 / 0)
+    assert torch.equal(CrossEntropy(0.1)(output, target), F.cross_entropy(output, target, label_smoothing=0.1))
+    NextToken()(output.view(3, 3, 3), target.view(3, 3))
