@@ -204,6 +204,17 @@ def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`lacking(package)`: the package is not installed, whatever this machine has."""
+    import importlib.util
+
+    find_spec = importlib.util.find_spec
+    return lambda package: monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == package else find_spec(name, *more)
+    )
+
+
+@pytest.fixture
 def each_update() -> Callable[..., list[Any]]:
     """`each_update(trainer, look)`: what `look()` gives at the end of each update, its gradients still there."""
 

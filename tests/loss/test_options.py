@@ -179,14 +179,6 @@ def test_what_does_not_fit_is_refused(problems, words, says):
     assert any(says in problem for problem in problems(*words))
 
 
-def test_a_recipe_cannot_name_a_loss_of_its_own(tmp_path):
-    file = tmp_path / "stranger.yaml"
-    for chosen in ("own", "[focal, own]"):
-        file.write_text(f"defaults:\n  - override /loss: {chosen}\n")
-        with pytest.raises(UserError, match="a recipe cannot choose 'loss=own'"):
-            launcher.prepare([f"recipe={file}"])
-
-
 def test_the_parts_are_logged_and_add_up_and_the_runs_recipe_repeats_the_sum(train):
     words = [BOTH, "loss.weights=[1,0.5]", "loss.focal.gamma=3", "loss.cross_entropy.class_weights=balanced"]
     split, one = train(*words, "parallel=ddp", "batch=accumulate", "batch.accumulation_steps=3"), train(*words)

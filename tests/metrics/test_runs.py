@@ -9,11 +9,13 @@ import torch
 from sklearn import metrics as sk
 
 import drivetrain
+from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.launch import launcher
 from drivetrain.metrics import states
 from drivetrain.run import reader
+from drivetrain.ui import terminal
 
 OWN = '''
 """Somebody's own metrics."""
@@ -202,11 +204,8 @@ def test_what_cannot_be_measured_or_selected_is_refused(problems, words, says):
     assert any(problem.startswith(says) or says in problem for problem in problems(*words)), problems(*words)
 
 
-def test_the_package_of_an_extra_is_named(problems, monkeypatch):
-    import importlib.util
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torchmetrics" else find(name, *rest))
+def test_the_package_of_an_extra_is_named(problems, lacking):
+    lacking("torchmetrics")
     (problem,) = problems("metrics=[f1,top5,auroc]")  # the others need none
     assert problem.startswith("metrics=[auroc] needs the package 'torchmetrics'")
     assert "pip install 'drivetrain[metrics]'" in problem
@@ -238,10 +237,9 @@ def test_an_own_class_and_an_own_function(make, own):
 def test_a_function_of_the_whole_set_takes_trees(train, own):
     words = ["model=own", "model.target=my_metrics.Two", "loss=own", "loss.target=my_metrics.loss_of_two", *own("of_two")]
     words += ["data.test_samples=8", "updates=1", "optimizer.lr=1e-30", "saving=none"]
-    one, three = train(*words), train(*words, "parallel=ddp", "parallel.nproc=3")  # of which one rank has no batch
-    assert three.status == "completed", three.error
+    one, two = train(*words), train(*words, "parallel=ddp", "parallel.nproc=2")  # of 6 and 2 samples
     assert {"median", "longest"} <= set(one.judged("final"))
-    assert three.judged("final") == pytest.approx(one.judged("final"), abs=1e-6)
+    assert two.judged("final") == pytest.approx(one.judged("final"), abs=1e-6)
 
 
 def test_a_dict_of_figures_may_rank_by_one_of_them(train, own):
@@ -268,11 +266,10 @@ def test_a_mean_over_samples_is_that_of_each_batch(train, own):
         train(*own("alike"))
 
 
-def test_three_ranks_give_a_mean_as_one_does(train, own):
-    words = own("plain_mean", "metrics.own.mean=true", "data.test_samples=8", "updates=1", "optimizer.lr=1e-30", "saving=none")
-    one, three = (train(*words, *more) for more in ([], ["parallel=ddp", "parallel.nproc=3"]))
-    assert one.status == three.status == "completed", (one.error, three.error)
-    assert three.judged("final")["plain_mean"] == pytest.approx(one.judged("final")["plain_mean"], rel=1e-6)
+def test_two_ranks_give_a_mean_as_one_does_also_if_one_has_no_batch(train, own):
+    words = own("plain_mean", "metrics.own.mean=true", "data.test_samples=6", "updates=1", "optimizer.lr=1e-30", "saving=none")
+    one, two = train(*words), train(*words, "parallel=ddp", "parallel.nproc=2")
+    assert two.judged("final")["plain_mean"] == pytest.approx(one.judged("final")["plain_mean"], rel=1e-6)
 
 
 def test_a_metric_that_cannot_take_the_output_is_refused_before_the_first_update(make, own):
@@ -326,19 +323,10 @@ def test_ranks_whose_outputs_differ_in_shape_are_told(monkeypatch):
         states.gather(torch.zeros(3, 5))
 
 
-def test_a_recipe_names_no_code(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - override /metrics: [f1, own]\n")
-    with pytest.raises(UserError, match=r"a recipe cannot choose 'metrics=own'"):
-        launcher.prepare([f"recipe={tmp_path / 'mine.yaml'}"])
-
-
 # --- tables ---
 
 
 def test_tables_are_in_the_result_the_terminal_and_the_report(train, capsys):
-    from drivetrain.cli import main
-    from drivetrain.ui import terminal
-
     run = train("metrics=[confusion_matrix,per_class]", "data.classes=3")
     written = json.loads((run.run_dir / "result.json").read_text())["tables"]["test"]["final"]
     assert written["confusion_matrix"]["rows"] == written["per_class"]["rows"] == ["0", "1", "2"]

@@ -17,6 +17,7 @@ from drivetrain.optimizer import layerwise, lion, muon, schedulefree, shampoo, t
 OURS = [layerwise.Lars, layerwise.Lamb, layerwise.NvLamb, layerwise.NovoGrad, lion.Lion, schedulefree.ScheduleFree, muon.Muon]
 TORCHS = [torch_optim.Sgd, torch_optim.Adam, torch_optim.AdamW, torch_optim.RmsProp, torch_optim.Adagrad, torch_optim.Adafactor]
 TIMMS = ["nadamw", "lookahead_lamb"]
+needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
 ROOTS = {"precondition_frequency": 2, "start": 2}  # of Shampoo
 ALL = [
     pytest.param(shampoo.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
@@ -122,7 +123,7 @@ def test_memory_order_and_width_change_nothing(option: type) -> None:
     torch.testing.assert_close(narrow.weight, wide.weight.bfloat16(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("option", OURS)
+@pytest.mark.parametrize("option", [*OURS, pytest.param(adamw8bit_options.AdamW8bit, marks=needs_torchao)])
 def test_sparse_gradients_are_refused(option: type) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     optimizer = option().create(model)
@@ -243,7 +244,6 @@ def test_steps_do_not_import_the_compiler() -> None:
 # --- optimizer=adamw8bit: close to AdamW, in 8 bits, resumed bit for bit from plain tensors ---
 
 
-needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
 SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
 
 
@@ -302,15 +302,6 @@ def test_it_trains_as_adamw_with_a_quarter_of_the_state() -> None:
     assert sizes[adamw8bit_options.AdamW8bit] < 0.28 * sizes[torch_optim.AdamW]
 
 
-@needs_torchao
-def test_adamw8bit_refuses_sparse_gradients() -> None:
-    model = torch.nn.Linear(4, 4)
-    optimizer = adamw8bit_options.AdamW8bit().create(model)
-    model.weight.grad = torch.ones(4, 4).to_sparse()
-    with pytest.raises(TypeError, match="sparse=False"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -326,9 +317,8 @@ def test_what_excludes_it_is_refused(problems: Any, monkeypatch: pytest.MonkeyPa
     assert any(says in p for p in refusals), refusals
 
 
-def test_without_torchao_the_line_to_install_it_is_named(problems: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "torchao" else found(name, *a))
+def test_without_torchao_the_line_to_install_it_is_named(problems: Any, lacking: Any) -> None:
+    lacking("torchao")
     assert problems("optimizer=adamw8bit") == [
         "optimizer=adamw8bit needs the package 'torchao', which is not installed: pip install 'drivetrain[torchao]'"
     ]
