@@ -367,7 +367,7 @@ def test_the_figures_of_texts_are_those_of_their_predictions(trained, tmp_path):
 
 def inputs_of(run, path: Path) -> list[torch.Tensor]:
     """A file's samples in blocks, as the run's predictions read them."""
-    return [read(slice(None)) for _, read in run._run.data.read_inputs(path, run._data, 7).blocks]
+    return [read(slice(None)) for _, read in run.run.data.read_inputs(path, run.data, 7).blocks]
 
 
 def check(other: Evaluation, probabilities: torch.Tensor, classes: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from drivetrain.config.compose import compose
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.inference.finished import MODEL_ALONE
 from drivetrain.inference.inputs import Item, read_in_batches
-from drivetrain.inference.tables import Output
+from drivetrain.inference.predict import Output
 from drivetrain.launch.job import checked
 
 

@@ -15,7 +15,7 @@ import pytest
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.inference.tables import Output
+from drivetrain.inference.predict import Output
 from drivetrain.launch.job import prepare
 from drivetrain.ui import logs, output, recipe_tree, terminal
 from drivetrain.ui.sheet import Table

@@ -156,20 +156,7 @@ def _export(given: RunArguments) -> int:
     path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
     overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
     finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice, MODEL_ALONE)
-    if kind == "safetensors":
-        done = export.export_weights(finished, path)
-        echo(f"{done.tensors} tensors of update {finished.checkpoint.name}: {path}")
-        return DONE
-    from drivetrain.inference.loaded import open_run
-
-    if kind == "transformers":
-        from drivetrain.inference import pretrained
-
-        echo(f"update {finished.checkpoint.name} as {kind}: {pretrained.write(finished, path, given.options.adapter)}")
-        return DONE
-    done = export.export_program(open_run(finished), path, kind, with_normalize)
-    checked = f"matches the model's output to {done.difference:.0e}" if done.difference is not None else done.note
-    echo(f"update {finished.checkpoint.name} as {kind}: {path} ({checked})")
+    echo(export.write(finished, path, kind, with_normalize, given.options.adapter))
     return DONE
 
 
@@ -197,8 +184,7 @@ def _predict(given: RunArguments) -> int:
     from drivetrain.inference import inputs
     from drivetrain.inference.answers import Answers
     from drivetrain.inference.loaded import load
-    from drivetrain.inference.predict import Outputs, Predictor, predict_all
-    from drivetrain.inference.tables import Output
+    from drivetrain.inference.predict import Output, Outputs, Predictor, predict_all
     from drivetrain.inference.transforms import ROWS
     from drivetrain.ui.progress import Rate
 
@@ -207,9 +193,9 @@ def _predict(given: RunArguments) -> int:
     loaded.check_rows(split)
     words = {"most": "max_tokens", "temperature": "temperature", "seed": "seed", "stops": "stop"}
     chosen = {key: value for key, name in words.items() if (value := getattr(given.options, name)) is not None}
-    if chosen and not loaded.writes_answers:
+    if chosen and not loaded.run.task.writes_answers:
         raise UserError(f"--{words[next(iter(chosen))].replace('_', '-')} is for runs that write answers: task=instruction")
-    predictor: Predictor = Answers(loaded, **chosen) if loaded.writes_answers else Outputs(loaded)
+    predictor: Predictor = Answers(loaded, **chosen) if loaded.run.task.writes_answers else Outputs(loaded)
     size = given.options.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
     items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)

@@ -34,7 +34,7 @@ class Answers:
             raise UserError(
                 f"{type(self.loaded.model).__name__} has no method `generate`, which writes answers: train model=transformers"
             )
-        self._texts, ends = self.loaded.texts()
+        self._texts, ends = self.loaded.run.data.answer_texts(self.loaded.data)
         self._stops = [*ends, *self.stops]
         self._positions: int | None = getattr(self.loaded.model.config, "max_position_embeddings", None)
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 
+from drivetrain.adapter import peft_files
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject
+from drivetrain.data.base import Normalize
+from drivetrain.data.tokenizer import SETTINGS
 from drivetrain.engine.facts import RunFiles
-from drivetrain.inference.finished import Finished
-from drivetrain.saving import manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from drivetrain.inference.loaded import LoadedRun
+from drivetrain.inference import card
+from drivetrain.inference.finished import Finished, chosen_weights
+from drivetrain.inference.loaded import LoadedRun, open_run
+from drivetrain.model.transformers import Transformers
+from drivetrain.run import reader
+from drivetrain.saving import checkpoint_io, manifest
 
 Format = Literal["safetensors", "torch.export", "onnx", "torchscript", "transformers"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -37,17 +40,7 @@ SUFFIX: dict[Format, str] = {
 }
 TOLERANCE = 1e-5  # of the largest output
 LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a file beside it
-Run = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass
-class Exported:
-    """A file that was written and checked."""
-
-    path: Path
-    tensors: int
-    difference: float | None  # the largest one of its outputs from the model's; None: not checked
-    note: str = ""
+Run = Callable[[Tree], torch.Tensor]
 
 
 def format_of(path: Path | None, given: str | None) -> Format:
@@ -69,31 +62,44 @@ def format_of(path: Path | None, given: str | None) -> Format:
     return cast(Format, given) if given is not None else by_suffix or "safetensors"
 
 
-def export_weights(finished: Finished, path: Path) -> Exported:
-    """Write the weights alone, as safetensors under the model's own names."""
+def write(finished: Finished, path: Path, kind: Format, with_normalize: bool = False, adapter: bool = False) -> str:
+    """Write a run's model as a file, or as a folder of transformers, and check it; return what to print. Raises UserError.
+
+    With `with_normalize` the file takes inputs as the data set has them; else they are normalised before. With `adapter` the
+    folder has the adapter alone.
+    """
+    update = finished.checkpoint.name
+    if kind == "safetensors":
+        return f"{_write_weights(finished, path)} tensors of update {update}: {path}"
+    if kind == "transformers":
+        checked = _write_folder(finished, path, adapter)
+    else:
+        checked = _write_program(open_run(finished), path, kind, with_normalize)
+    return f"update {update} as {kind}: {path}{checked}"
+
+
+def _write_weights(finished: Finished, path: Path) -> int:
+    """Write the weights alone, under the model's own names; return how many."""
     import safetensors.torch
 
     weights = {name: t.contiguous() for name, t in finished.weights().items()}
-    about = with_files(manifest.about(finished.checkpoint), finished.run_dir)
-    about["update"] = int(finished.checkpoint.name)
+    about = _with_files(manifest.about(finished.checkpoint), finished.run_dir) | {"update": int(finished.checkpoint.name)}
     with _atomic(path) as temporary:
         safetensors.torch.save_file(weights, temporary, manifest.as_metadata(about))
         written = safetensors.torch.load_file(temporary)
-        _check(max((_difference(written[name], t) for name, t in weights.items()), default=0.0), 0.0, path)
-    return Exported(path, len(weights), 0.0)
+        if not all(torch.equal(written[name], t) for name, t in weights.items()):
+            raise UserError(f"{path} was not written: what is read from it are other weights")
+    return len(weights)
 
 
-def with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
-    """Return what a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
+def _with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
+    """What a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
     kept = RunFiles(run_dir, about.get("files") or {})
     return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}
 
 
-def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: bool) -> Exported:
-    """Write the model as a program, and compare its output with the model's, for another batch size than it was traced with.
-
-    With `with_normalize` the file takes inputs as the data set has them; else they are normalised before.
-    """
+def _write_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: bool) -> str:
+    """Write the model as a program, and compare its output with the model's."""
     program: torch.nn.Module = loaded.model
     if with_normalize:
         if loaded.transforms.normalize is None:
@@ -102,8 +108,7 @@ def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
     example = loaded.example()
     if not isinstance(example, torch.Tensor):
         raise UserError(f"--format {kind} takes models of one input tensor, and this one has several: set --format safetensors")
-    example = example.contiguous()
-    about = with_files(loaded.about, loaded.run_dir)
+    about = _with_files(loaded.about, loaded.run_dir)
     about |= {"update": loaded.update, "input": _describe_input(loaded, with_normalize)}
     write, read = {
         "torch.export": (_write_exported_program, _read_exported_program),
@@ -112,7 +117,7 @@ def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
     }[kind]
     with _atomic(path) as temporary, torch.no_grad():
         try:
-            write(program, example, temporary, manifest.as_metadata(about))
+            write(program, example.contiguous(), temporary, manifest.as_metadata(about))
         except UserError:
             raise
         except Exception as error:  # an exporter refuses what it cannot express, in its own words
@@ -121,11 +126,29 @@ def export_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
                 f"--format {kind} cannot express this model ({type(error).__name__}: {lines[0]}): try another format"
             ) from None
         found = read(temporary)
-        difference = None if found is None else _largest_difference(program, found, example, loaded)
-        if difference is not None:
-            _check(difference, TOLERANCE, path)
-    note = "" if difference is not None else "not checked: pip install 'drivetrain[onnx]'"
-    return Exported(path, len(loaded.model.state_dict()), difference, note)
+        return " (not checked: pip install 'drivetrain[onnx]')" if found is None else _compared(program, found, loaded, path)
+
+
+def _compared(ours: Run, theirs: Run, loaded: LoadedRun, path: Path) -> str:
+    """The words on how near the outputs of what was written are to the model's, for other batches than it was traced with.
+
+    Raises UserError where they differ.
+    """
+    example, generator, worst = loaded.example(), torch.Generator().manual_seed(0), 0.0
+    for size in (1, 5):
+        x = example
+        if isinstance(example, torch.Tensor):
+            shape, numbers = (size, *example.shape[1:]), loaded.about["vocabulary"] or loaded.about["outputs"]
+            is_float = example.is_floating_point()
+            x = torch.randn(shape, generator=generator) if is_float else torch.randint(numbers, shape, generator=generator)
+        expected = ours(x)
+        difference = float((theirs(x) - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+        if not difference <= TOLERANCE:
+            raise UserError(
+                f"{path} was not written: its output differs from the model's by {difference:.1e}, more than {TOLERANCE:.0e}"
+            )
+        worst = max(worst, difference)
+    return f" (matches the model's output to {worst:.0e})"
 
 
 class _Normalized(torch.nn.Module):
@@ -134,7 +157,7 @@ class _Normalized(torch.nn.Module):
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, normalize: Any, model: torch.nn.Module) -> None:
+    def __init__(self, normalize: Normalize, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
         self.register_buffer("mean", normalize.mean.clone())
@@ -152,46 +175,24 @@ def _describe_input(loaded: LoadedRun, with_normalize: bool) -> str:
     return "normalised, float32: (x - mean) / std" if loaded.transforms.normalize is not None else "float32"
 
 
-def _largest_difference(program: torch.nn.Module, found: Run, example: torch.Tensor, loaded: LoadedRun) -> float:
-    """The largest difference of outputs for a batch of one and one of five, as a share of the largest output."""
-    largest = 0.0
-    generator = torch.Generator().manual_seed(0)
-    for size in (1, 5):
-        if example.is_floating_point():
-            x = torch.randn(size, *example.shape[1:], generator=generator)
-        else:
-            x = torch.randint(
-                loaded.about["vocabulary"] or loaded.about["outputs"], (size, *example.shape[1:]), generator=generator
-            )
-        expected = program(x)
-        largest = max(largest, _difference(found(x), expected) / max(1.0, float(expected.abs().max())))
-    return largest
-
-
-def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-
-
-def _check(difference: float, limit: float, path: Path) -> None:
-    if not difference <= limit:
-        raise UserError(f"{path} was not written: its output differs from the model's by {difference:.1e}, more than {limit:.0e}")
-
-
 @contextmanager
 def _atomic(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place once all went well."""
-    temporary = path.with_name(f".writing-{path.name}")
+    """A file or folder to write, which takes the place of `path` once all went well, with what was written beside it."""
+    folder = path.with_name(f".writing-{path.name}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with files.mode_of_umask(temporary), warnings.catch_warnings(), _without_messages():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        with warnings.catch_warnings(), _without_messages():
             warnings.simplefilter("ignore")
-            yield temporary
-        temporary.replace(path)
+            yield folder / path.name
+        for file in filter(Path.is_file, folder.rglob("*")):
+            file.chmod(folder.stat().st_mode & 0o666)  # as the umask says: safetensors lets only its owner read it
+        for made in list(folder.iterdir()):
+            made.replace(path.with_name(made.name))
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -253,3 +254,55 @@ def _read_onnx(path: Path) -> Run | None:
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0])
+
+
+def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
+    """Write the model, merged, or its adapter alone, with the tokenizer and a model card, for transformers, or peft, to read."""
+    run = finished.job.run
+    option = run.model
+    if not isinstance(option, Transformers):
+        raise UserError(f"--format transformers is for runs with model=transformers, and this one has {run.named('model')}")
+    if adapter and not run.adapter.active:
+        raise UserError("--adapter: the run has no adapter (adapter=none): leave it out")
+    if adapter and not option.began:
+        raise UserError(
+            "--adapter: the frozen weights of this run began at random, and are in no folder that others have: leave --adapter "
+            "out, so that the whole model is written"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty: name another folder")
+    loaded, base = open_run(finished), None if Path(str(option.name)).exists() else option.name
+    cls, checked = type(loaded.model).__name__, ""
+    with _atomic(folder) as temporary:
+        temporary.mkdir()
+        if adapter:
+            weights = chosen_weights(finished.checkpoint, *checkpoint_io.load(finished.checkpoint), finished.average)
+            peft_files.write(
+                temporary, weights, run.adapter.trained_whole(loaded.model, option.output_layers(loaded.model)), base
+            )
+            library, use = "peft", [
+                f"base = transformers.{cls}.from_pretrained(BASE)", "model = peft.PeftModel.from_pretrained(base, FOLDER)",
+            ]  # fmt: skip
+        else:
+            checked = _write_whole(loaded, temporary, folder)
+            library, use = "transformers", [f"model = transformers.{cls}.from_pretrained(FOLDER)"]
+        for name in ("tokenizer.json", SETTINGS) if (finished.run_dir / SETTINGS).is_file() else ():
+            shutil.copyfile(finished.run_dir / name, temporary / name)
+        files.write_text(temporary / "README.md", card.text(reader.read(finished.run_dir), library, base, use))
+    return checked
+
+
+def _write_whole(loaded: LoadedRun, written: Path, folder: Path) -> str:
+    """Write the model of transformers, and compare its outputs with those of what is read again."""
+    model: Any = loaded.model
+    model.config.use_cache = True  # switched off for training; who generates wants it
+    model.save_pretrained(written)
+    model.config.use_cache = False
+    again = type(model).from_pretrained(written, use_safetensors=True).eval()
+    again.config.use_cache = False
+
+    def call(function: Callable[..., object], x: Tree) -> Any:
+        return function(**(x if isinstance(x, dict) else {model.main_input_name: x}))
+
+    with torch.no_grad():
+        return _compared(lambda x: call(model, x), lambda x: call(again, x).logits, loaded, folder)

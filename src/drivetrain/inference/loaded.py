@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -42,21 +42,14 @@ class LoadedRun:
         self.about = manifest.about(finished.checkpoint) or describe(finished.job.run, data)
         decodes = self.about["decodes_images"] if "decodes_images" in self.about else option.decodes_images()
         self.transforms = Transforms(option, data, decodes, context.device, context.memory_format)
-        self._run, self._precision, self._data = finished.job.run, context.precision, data
+        self.run, self.data, self._precision = finished.job.run, data, context.precision
+        names = self.about["classes"]
+        # The names of the outputs: classes or labels; their numbers where they have no names.
+        self.classes: list[str] = list(names) if names is not None else [str(n) for n in range(self.about["outputs"])]
+        # What the model predicts, as the data's `targets` say it: class, labels, values, tokens, …
+        self.kind: TargetKind = self.about["targets"] or self.run.loss.takes[0]
         self._units = data.units and data.units.to(context.device)
         self._forward = context.model_call.taking_batches(model)
-
-    @property
-    def classes(self) -> list[str]:
-        """The names of the outputs: classes or labels; their numbers where they have no names."""
-        names = self.about["classes"]
-        return list(names) if names is not None else [str(n) for n in range(self.about["outputs"])]
-
-    @property
-    def kind(self) -> TargetKind:
-        """The kind of what the model predicts, as the data's `targets` say it: class, labels, values, tokens, …"""
-        kind: TargetKind = self.about["targets"] or self._run.loss.takes[0]
-        return kind
 
     def predict(self, x: object) -> Predictions:
         """Predict a batch: a tensor or array (n, …) of samples as the data set has them, or paths of files.
@@ -74,12 +67,12 @@ class LoadedRun:
             if isinstance(error, KNOWN):
                 raise
             raise UserError(
-                f"{self._run.named('model')} of {self.run_dir} cannot take the input ({_first_line(error)}): the input is not "
+                f"{self.run.named('model')} of {self.run_dir} cannot take the input ({_first_line(error)}): the input is not "
                 "like those that it was trained on, or the run's files were changed"
             ) from error
         if not isinstance(output, torch.Tensor):
             raise UserError(
-                f"{self._run.named('model')} of {self.run_dir} returns {described(output)}, and a prediction is one tensor: name "
+                f"{self.run.named('model')} of {self.run_dir} returns {described(output)}, and a prediction is one tensor: name "
                 "a part of it by forward_output"
             )
         return Predictions.of(output, self.kind, self.classes, self._units)
@@ -90,33 +83,23 @@ class LoadedRun:
         with torch.no_grad(), self._precision.autocast():
             yield
 
-    @property
-    def writes_answers(self) -> bool:
-        """True if the run's task is to write answers to prompts."""
-        return self._run.task.writes_answers
-
-    def texts(self) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
-        """The function that turns tokens into text, special ones included, and the texts that end an answer."""
-        found: tuple[Callable[[Sequence[int]], str], Sequence[str]] = self._run.data.answer_texts(self._data)
-        return found
-
     def example(self) -> Tree:
         """A batch of two zeros, as `transforms` makes it."""
-        return self._data.two_samples(self.device)
+        return self.data.two_samples(self.device)
 
     def batch_size(self) -> int:
         """The number of samples of a batch of the run's own evaluation on one process."""
-        return int(self._run.batch.micro_batch(World()))
+        return int(self.run.batch.micro_batch(World()))
 
     def check_rows(self, split: str | None) -> None:
         """Raise UserError where the predictions do not fit in the rows of a table."""
         if self.kind in ("mask", "words", "pair"):
             raise UserError(
-                f"{self._run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
+                f"{self.run.named('data')} has {DESCRIPTIONS[self.kind]}, which does not fit in a row: use drivetrain.load"
             )
         if split is not None and self.kind == "tokens":
             raise UserError(
-                f"--data {split}: {self._run.named('data')} has a target at each token: drivetrain evaluate sums them up"
+                f"--data {split}: {self.run.named('data')} has a target at each token: drivetrain evaluate sums them up"
             )
 
     def items_of(self, split: str, size: int) -> tuple[Iterator[Item], int]:
@@ -124,7 +107,7 @@ class LoadedRun:
 
         Raises UserError.
         """
-        data = self._run.data.load_sets(torch.device("cpu"))
+        data = self.run.data.load_sets(torch.device("cpu"))
         sets = {"": data.train} if split == "train" else data.sets(split)
         if not sets:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
@@ -133,7 +116,7 @@ class LoadedRun:
 
     def text_of(self, x: Tree) -> str | None:
         """The text of an input's tokens; None where the run's data option cannot tell."""
-        return self._run.data.decode(first(x).flatten().tolist(), self._data)
+        return self.run.data.decode(first(x).flatten().tolist(), self.data)
 
     def in_units(self, target: torch.Tensor) -> torch.Tensor:
         """A target of the run's data in the units of its column."""
@@ -181,17 +164,12 @@ def open_run(finished: Finished) -> LoadedRun:
         except MISFITS as error:
             if not about or isinstance(error, KNOWN):
                 raise
-            raise _misdescribed(finished, error) from error
+            raise UserError(
+                f"{run.named('model')} cannot be built for the data that {finished.checkpoint / 'manifest.json'} describes "
+                f"({_first_line(error)}): the file was changed, or the model's code was"
+            ) from error
         load_weights(model, finished.weights())
     return LoadedRun(finished, model.requires_grad_(False), data, context)
-
-
-def _misdescribed(finished: Finished, error: Exception) -> UserError:
-    """The error where a run's model cannot be built for the data that its checkpoint describes."""
-    return UserError(
-        f"{finished.job.run.named('model')} cannot be built for the data that {finished.checkpoint / 'manifest.json'} describes "
-        f"({_first_line(error)}): the file was changed, or the model's code was"
-    )
 
 
 def _first_line(error: Exception) -> str:

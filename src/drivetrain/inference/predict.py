@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import csv
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TextIO
 
+from drivetrain.core.errors import UserError
 from drivetrain.inference.inputs import Item, Read, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
-from drivetrain.inference.tables import Output
+from drivetrain.ui.output import PlainStream
+from drivetrain.ui.sheet import spreadsheet
+
+if TYPE_CHECKING:
+    from pyarrow import DataType
 
 Place = tuple[int, int]  # id of a read, and the number of one of its samples
-Row = dict[str, Any]
+Row = Mapping[str, object]
+Write = Callable[[Sequence[Row]], object]  # of rows, all of which have the same columns
+SUFFIXES = (".csv", ".jsonl", ".parquet")
 
 
 class Predictor(Protocol):
@@ -47,6 +60,99 @@ class Counts:
     predicted: int = 0
     unreadable: int = 0
     first_error: str = ""
+
+
+class Output:
+    """The table of predictions: a file that is there only once it is complete, or CSV on standard output."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path, self._kind, self._open = path, "" if path is None else path.suffix.lower(), ExitStack()
+        self._temporary = None if path is None else path.with_name(f".{path.name}.writing")
+        self._write: Write | None = None  # once there is a row, which has the columns
+        if self._temporary is None:
+            return
+        if self._kind not in SUFFIXES:
+            raise UserError(f"--out {path}: the name must end in .csv, .jsonl or .parquet")
+        try:
+            self._temporary.parent.mkdir(parents=True, exist_ok=True)
+            self._temporary.touch()
+        except OSError as error:
+            raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """Write rows, in order."""
+        if rows:
+            self._write = self._write or self._begun(rows)
+            self._write(rows)
+
+    def _begun(self, rows: Sequence[Row]) -> Write:
+        """The function that writes rows like these."""
+        if self._temporary is None:
+            return _csv(PlainStream() if sys.stdout.isatty() else sys.stdout, rows)
+        if self._kind == ".parquet":
+            return _parquet(self._temporary, rows, self._open)
+        file = self._temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace")
+        return (_csv if self._kind == ".csv" else _json_lines)(self._open.enter_context(file), rows)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._open.close()
+        if self._temporary is None or self.path is None:
+            return
+        if kind is None and self._temporary.exists():
+            self._temporary.replace(self.path)
+        else:
+            with suppress(OSError):
+                self._temporary.unlink()
+
+
+def _csv(file: TextIO | PlainStream, first: Sequence[Row]) -> Write:
+    """Rows as CSV, with a header."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(map(_cell, first[0]))
+
+    def write(rows: Sequence[Row]) -> None:
+        writer.writerows([_cell(value) for value in row.values()] for row in rows)
+        file.flush()
+
+    return write
+
+
+def _cell(value: object) -> object:
+    """A value as a cell of CSV: a class may have been named by a stranger. A row of standard input, as "-[1]", stays as it is."""
+    is_text = isinstance(value, str) and not re.fullmatch(r"-\[\d+\]", value)
+    return spreadsheet(str(value)) if is_text else "" if value is None else value
+
+
+def _json_lines(file: TextIO, _: Sequence[Row]) -> Write:
+    """Each row as a JSON object on a line."""
+
+    def write(rows: Sequence[Row]) -> None:
+        file.writelines(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        file.flush()
+
+    return write
+
+
+def _parquet(path: Path, first: Sequence[Row], opened: ExitStack) -> Write:
+    """Rows as Parquet, by pyarrow; each batch is a row group."""
+    import pyarrow
+    from pyarrow import parquet
+
+    types = pyarrow.schema([(name, _type(name, [row[name] for row in first])) for name in first[0]])
+    writer = opened.enter_context(parquet.ParquetWriter(path, types))
+    return lambda rows: writer.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows], types))
+
+
+def _type(name: str, values: Sequence[object]) -> DataType:
+    """A column's type: text where one of its values is a text, or where none is known."""
+    import pyarrow
+
+    known = [value for value in values if value is not None]
+    numbers = all(isinstance(value, int | float) for value in known) and (known or name.startswith(("p_", "prob", "value")))
+    return pyarrow.float64() if numbers and name not in ("input", "label", "error") else pyarrow.string()
 
 
 def predict_all(

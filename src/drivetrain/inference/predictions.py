@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+from itertools import islice
 from typing import Any
 
 import torch
 
 from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Units
+from drivetrain.ui.sheet import Table
 
 SHOWN = 10  # rows in a notebook
 
@@ -28,16 +29,10 @@ class Predictions:
     @classmethod
     def of(cls, output: torch.Tensor, kind: str, classes: Sequence[str], units: Units | None = None) -> Predictions:
         """The predictions that a model's output stands for; `units` are those of numbers that training standardised."""
-        values = output.float()
-        if kind == "class":
-            return cls(output, kind, classes, values.softmax(-1))
-        if kind == "labels":
-            return cls(output, kind, classes, values.sigmoid())
-        if kind == "tokens":
-            return cls(output, kind, classes, values[:, -1].softmax(-1))
-        if kind == "mask":
-            return cls(output, kind, classes, values.softmax(1))
-        return cls(output, kind, classes, units=units)
+        if kind not in ("class", "labels", "tokens", "mask"):
+            return cls(output, kind, classes, units=units)
+        values = output[:, -1].float() if kind == "tokens" else output.float()
+        return cls(output, kind, classes, values.sigmoid() if kind == "labels" else values.softmax(1))
 
     def __len__(self) -> int:
         return len(self.output)
@@ -71,12 +66,6 @@ class Predictions:
     def _repr_html_(self) -> str:
         if self.kind == "mask":
             return f"<p>{len(self)} masks of {len(self.classes)} classes</p>"
-        rows = [row for row, _ in zip(self.rows(), range(SHOWN), strict=False)]
-        header = "".join(f"<th>{escape(name)}</th>" for name in rows[0]) if rows else ""
-        cells = ["".join(f"<td>{escape(_cell(value))}</td>" for value in row.values()) for row in rows]
+        rows = [{k: f"{v:.4f}" if isinstance(v, float) else str(v) for k, v in row.items()} for row in islice(self.rows(), SHOWN)]
         more = f"<p>and {len(self) - SHOWN} more</p>" if len(self) > SHOWN else ""
-        return f"<table><tr>{header}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>{more}"
-
-
-def _cell(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+        return Table(list(rows[0]) if rows else [], [list(row.values()) for row in rows], "Predictions").html + more

@@ -120,10 +120,6 @@ class Transforms:
         """Return the tokens of a line of text. Raises DataError."""
         return self._option.encode(line, self._data)
 
-    def stack(self, samples: Sequence[Tree]) -> Tree:
-        """Return samples as one batch."""
-        return concatenate([map_tensors(lambda t: t.unsqueeze(0), x) for x in samples])
-
 
 def _text(shape: Sequence[object]) -> str:
     return f"({', '.join(map(str, shape))})"
