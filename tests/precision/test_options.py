@@ -165,7 +165,7 @@ def test_tf32_rounds_matrix_products_on_cuda(make):
 
 def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
-    from drivetrain.debug.torch_modes import WaitingCalls
+    from drivetrain.debug.torch_modes import waiting_calls
 
     def setting():
         torch.manual_seed(0)
@@ -193,7 +193,7 @@ def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     reads, stepped = [], []
     for x, scale in zip(inputs, scales, strict=True):
         precision.backward(ours(x).square().mean(), torch.ones(()))
-        with WaitingCalls(reads.append):
+        with waiting_calls(reads.append):
             stepped.append(precision.step(optimizer, lambda: torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)))
         assert precision.scaler.get_scale() == scale
         optimizer.zero_grad()

@@ -200,15 +200,15 @@ def _predict(given: RunArguments) -> int:
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
     items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
     with Output(given.options.out) as output, Rate("prediction", count) as rate:
-        counts = predict_all(loaded, predictor, items, size, output, rate, with_targets=split is not None)
+        unreadable, why = predict_all(loaded, predictor, items, size, output, rate, with_targets=split is not None)
     where = f": {given.options.out}" if given.options.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)
     for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():
         echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
-    if counts.unreadable:
-        more = f" and {counts.unreadable - 1} more" if counts.unreadable > 1 else ""
-        echo(f"error: {counts.unreadable} of the inputs could not be read: {counts.first_error}{more}", file=sys.stderr)
-    return FAILED if counts.unreadable else DONE
+    if unreadable:
+        more = f" and {unreadable - 1} more" if unreadable > 1 else ""
+        echo(f"error: {unreadable} of the inputs could not be read: {why}{more}", file=sys.stderr)
+    return FAILED if unreadable else DONE
 
 
 evaluate = OfRun("evaluate", _evaluate, f"""\

@@ -40,6 +40,11 @@ def map_tensors(function: Callable[[torch.Tensor], object], tree: Tree) -> Tree:
     return tree_map_only(torch.Tensor, function, tree, is_leaf=_no_leaf)
 
 
+def cast(tree: Tree, dtype: torch.dtype) -> Tree:
+    """Return the tree with its floating-point tensors in another format."""
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
 def to(tree: Tree, device: torch.device) -> Tree:
     """Return the tree on a device."""
     return tree.to(device) if isinstance(tree, torch.Tensor) else map_tensors(lambda tensor: tensor.to(device), tree)

@@ -17,7 +17,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Count, Positive, RunSpec
-from drivetrain.core.trees import Tree, call, map_tensors
+from drivetrain.core.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
 
 if TYPE_CHECKING:
@@ -108,15 +108,16 @@ def _record_forward(
     calls: dict[str, Call] = {}
     stack: list[str] = []  # names of the modules that are being called
     narrow: list[str] = []
+    containers = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity
 
     def enter(name: str, module: torch.nn.Module, args: object, kwargs: object) -> None:
         stack.append(name)
         own = dict(module.named_parameters(recurse=False))
-        if name not in calls and not _any_left_out(stack, left_out) and not isinstance(module, _containers()):
+        if name not in calls and left_out.keys().isdisjoint(stack) and not isinstance(module, containers):
             calls[name] = Call(lambda values, *a, **k: torch.func.functional_call(module, values, a, k), args, kwargs, own)
 
     def record_narrow() -> None:
-        if not _any_left_out(stack, left_out):
+        if left_out.keys().isdisjoint(stack):
             narrow.append(stack[-1] if stack else "")
 
     handles = []
@@ -128,7 +129,7 @@ def _record_forward(
         with NarrowFloats(record_narrow):
             call(model, arguments)
     except Exception as error:
-        if not stack or _any_left_out(stack, left_out):
+        if not stack or not left_out.keys().isdisjoint(stack):
             raise
         return calls, (narrow[0] if narrow else stack[-1], str(error).splitlines()[0])
     finally:
@@ -139,19 +140,9 @@ def _record_forward(
 
 def _run_in_float32(module: torch.nn.Module) -> None:
     """Run a module that cannot compute in float64 in float32, so that the modules around it can be checked."""
-    from torch.utils._pytree import tree_map
-
     module.float()
-    module.register_forward_pre_hook(lambda _, args, kwargs: tree_map(_as_single, (args, kwargs)), with_kwargs=True)
-    module.register_forward_hook(lambda _, args, output: tree_map(as_double, output))
-
-
-def _containers() -> tuple[type, ...]:
-    return torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Identity
-
-
-def _any_left_out(stack: list[str], left_out: dict[str, str]) -> bool:
-    return any(name in left_out for name in stack)
+    module.register_forward_pre_hook(lambda _, args, kwargs: cast((args, kwargs), torch.float32), with_kwargs=True)
+    module.register_forward_hook(lambda _, args, output: cast(output, torch.float64))
 
 
 def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -159,23 +150,11 @@ def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def as_double(value: object) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _as_single(value: object) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
 Difference = Annotated[float, Ge(1e-12), Le(1e-2)]  # outside, differences in float64 are rounding, or those of a curve
 
 
 class WrongGradient(RuntimeError):
     """A backward is not the derivative of its forward, or a double backward not that of its backward."""
-
-
-class NotDifferentiable(RuntimeError):
-    """A backward cannot be differentiated."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +219,7 @@ class Gradcheck(Debug):
     def check_model(self, model: torch.nn.Module, loss: Any, data: Any) -> None:
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
-        x, y = (map_tensors(lambda t: as_double(t.to(device)), tree) for tree in data(request))
+        x, y = (cast(to(tree, device), torch.float64) for tree in data(request))
         batch = MicroBatch(x, y, torch.ones((), device=device), True, False)
         arguments = self._context.model_call.arguments(loss.joined(x))
         with _float64_and_own_rng(device):
@@ -278,10 +257,26 @@ class Gradcheck(Debug):
 
     def _check_call(self, order: _Order, name: str, of: Call, problems: dict[str, str], left_out: dict[str, str]) -> None:
         """Check one call and add to `problems` what is wrong, or to `left_out` why it cannot be differentiated."""
+        from torch.autograd import gradcheck
+
+        near = {"eps": self.eps, "atol": self.atol, "rtol": self.rtol, "nondet_tol": 1e-8, "check_undefined_grad": False}
+
+        def check(function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
+            try:
+                if order is FIRST:
+                    gradcheck.gradcheck(function, steps, **near)
+                else:
+                    gradcheck.gradgradcheck(function, steps, torch.ones((), requires_grad=True), **near)
+            except gradcheck.GradcheckError as error:
+                return str(error)
+            return None
+
         try:
-            if (problem := of.problem(self._gradcheck if order is FIRST else self._gradgradcheck)) is not None:
+            if (problem := of.problem(check)) is not None:
                 problems[name] = problem
-        except NotDifferentiable as error:
+        except RuntimeError as error:
+            if order is FIRST:
+                raise
             left_out[name] = str(error).splitlines()[0]
 
     def _loss_call(self, model: torch.nn.Module, loss: Any, arguments: Tree, batch: MicroBatch) -> Call:
@@ -294,32 +289,6 @@ class Gradcheck(Debug):
             return loss.step(lambda _: output, batch)  # type: ignore[no-any-return]
 
         return Call(loss_with, (), {}, selected)
-
-    def _gradcheck(self, function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
-        """Run torch's gradcheck on a function of 0-d tensors. Returns its error message, or None."""
-        from torch.autograd.gradcheck import GradcheckError
-
-        try:
-            torch.autograd.gradcheck(function, steps, **self._tolerances())
-        except GradcheckError as error:
-            return str(error)
-        return None
-
-    def _gradgradcheck(self, function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
-        """Run torch's gradgradcheck alike. Raises NotDifferentiable."""
-        from torch.autograd.gradcheck import GradcheckError
-
-        output_gradient = torch.ones((), requires_grad=True)
-        try:
-            torch.autograd.gradgradcheck(function, steps, output_gradient, **self._tolerances())
-        except GradcheckError as error:
-            return str(error)
-        except RuntimeError as error:
-            raise NotDifferentiable(error) from error
-        return None
-
-    def _tolerances(self) -> dict[str, Any]:
-        return {"eps": self.eps, "atol": self.atol, "rtol": self.rtol, "nondet_tol": 1e-8, "check_undefined_grad": False}
 
 
 @contextmanager

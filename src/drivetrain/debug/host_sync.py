@@ -68,9 +68,9 @@ class HostSync(Debug):
     def _detection(self) -> AbstractContextManager[Any]:
         if self._context.device.type == "cuda":
             return self._cuda_detection()
-        from drivetrain.debug.torch_modes import WaitingCalls
+        from drivetrain.debug.torch_modes import waiting_calls
 
-        return WaitingCalls(self._count)
+        return waiting_calls(self._count)
 
     @contextlib.contextmanager
     def _cuda_detection(self) -> Iterator[None]:

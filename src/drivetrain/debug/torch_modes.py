@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,20 +22,12 @@ WAITS = frozenset((
 MASKS = (torch.bool, torch.uint8)
 
 
-class WaitingCalls:
-    """A context that calls `found` with the name of each call that would wait for the device."""
-
-    def __init__(self, found: Callable[[str], None]) -> None:
-        self._operations = _Operations(found)
-        self._reads = _Reads(found, self._operations)
-
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        self._stack.enter_context(self._operations)
-        self._stack.enter_context(self._reads)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+@contextmanager
+def waiting_calls(found: Callable[[str], None]) -> Iterator[None]:
+    """Within the context `found` is called with the name of each call that would wait for the device."""
+    operations = _Operations(found)
+    with operations, _Reads(found, operations):
+        yield
 
 
 class _Operations(TorchDispatchMode):

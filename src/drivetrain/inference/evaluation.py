@@ -102,16 +102,10 @@ def _on_other_data(job: Job, run_dir: Path) -> bool:
 
 def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str, object]) -> OwnData:
     """The facts that the run keeps of its own data, and how much of the other data the command asks for."""
-    given = set(map(key_of, overrides))
+    given, result = set(map(key_of, overrides)), Result.read(run_dir)
     holdout = getattr(job.run.data, "holdout", None) if "data.holdout" in given else None
-    return OwnData(recall(about, run_dir), _fingerprint(run_dir), holdout, "data.test" in given)
-
-
-def _fingerprint(run_dir: Path) -> str:
-    """The fingerprint of what a run was trained on; "" where it has none."""
-    result = Result.read(run_dir)
-    found = (result.data or {}).get("hash") if result is not None else None
-    return found if isinstance(found, str) else ""
+    trained_on = (result.data or {}).get("hash") if result is not None else None  # its fingerprint
+    return OwnData(recall(about, run_dir), trained_on if isinstance(trained_on, str) else "", holdout, "data.test" in given)
 
 
 def _source(job: Job, origin: str) -> str:

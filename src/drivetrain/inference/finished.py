@@ -132,7 +132,9 @@ def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = F
     saved = sorted(int(p.name) for p in manifest.checkpoints(run_dir))
     if not saved:
         raise UserError(f"{run_dir} has no checkpoint: name a run's directory, such as outputs/<date>/<time>-<id>")
-    best = _best_update(run_dir)
+    result = Result.read(run_dir)
+    update_of_best = result.judged("best").get("update") if result is not None else None
+    best = update_of_best if fits(update_of_best, int) else -1
     if update == "last" or (update is None and not (keeps_best and best in saved)):
         found, complaints = manifest.newest_valid(run_dir)
         if found is None:
@@ -145,14 +147,6 @@ def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = F
     if (wrong := manifest.verify(chosen)) is not None:
         raise UserError(f"checkpoint {chosen} {wrong}")
     return chosen
-
-
-def _best_update(run_dir: Path) -> int:
-    """The update of the best evaluation; -1 where the run had none."""
-    result = Result.read(run_dir)
-    best = result.judged("best") if result is not None else {}
-    update = best.get("update", -1)
-    return update if fits(update, int) else -1
 
 
 def chosen_weights(

@@ -109,21 +109,15 @@ def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[Item]:
             f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}{files}"
         )
     transforms.image_shape()  # raises where the model takes no images
-    if path.suffix.lower() not in IMAGES and not _is_image(path, transforms):
-        raise UserError(
-            f"{path} is no image, and this run reads images: give files such as {', '.join(IMAGES[:4])}, folders of them, or "
-            f"arrays ({', '.join(ARRAYS)})"
-        )
+    if path.suffix.lower() not in IMAGES:  # it may be one that is not called so
+        try:
+            transforms.read_file(path)
+        except DataError:
+            raise UserError(
+                f"{path} is no image, and this run reads images: give files such as {', '.join(IMAGES[:4])}, folders of them, or "
+                f"arrays ({', '.join(ARRAYS)})"
+            ) from None
     return [_one(str(path), lambda: transforms.read_file(path))]
-
-
-def _is_image(path: Path, transforms: Transforms) -> bool:
-    """Whether a file that is not called as images are is one."""
-    try:
-        transforms.read_file(path)
-    except DataError:
-        return False
-    return True
 
 
 def _one(name: str, read: Callable[[], Tree]) -> Item:
@@ -164,14 +158,11 @@ def _of_texts_or_paths(lines: Iterable[bytes], transforms: Transforms) -> Iterat
     for number, line in enumerate(lines, 1):
         line = line.rstrip(b"\r\n")
         if transforms.tokens:
-            yield _one(line.decode(errors="replace"), partial(_read_text, transforms, line, number))
+            text = partial(decode, line, "standard input", number)
+            yield _one(line.decode(errors="replace"), lambda text=text: transforms.read_text(text()))  # type: ignore[misc]
         elif line:
             path = os.fsdecode(line)
             yield _one(path, partial(transforms.read_file, Path(path)))
-
-
-def _read_text(transforms: Transforms, line: bytes, number: int) -> Tree:
-    return transforms.read_text(decode(line, "standard input", number))
 
 
 def of_source(source: Source, split: str, size: int) -> tuple[Iterator[Item], int]:

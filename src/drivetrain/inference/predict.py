@@ -53,15 +53,6 @@ class Outputs:
             yield from (((id(read), n), row) for (read, n), row in zip(places, predicted, strict=True))
 
 
-@dataclass
-class Counts:
-    """The numbers of inputs that were predicted, and of those that could not be read."""
-
-    predicted: int = 0
-    unreadable: int = 0
-    first_error: str = ""
-
-
 class Output:
     """The table of predictions: a file that is there only once it is complete, or CSV on standard output."""
 
@@ -158,10 +149,12 @@ def _type(name: str, values: Sequence[object]) -> DataType:
 def predict_all(
     loaded: LoadedRun, predictor: Predictor, items: Iterator[Item], size: int, output: Output, show: Callable[[int], None],
     with_targets: bool = False,
-) -> Counts:  # fmt: skip
-    """Predict the items, about `size` at a time, and write a row for each; `show` is called with the number of rows so far."""
-    counts = Counts()
-    columns = predictor.columns
+) -> tuple[int, str]:  # fmt: skip
+    """Predict the items, about `size` at a time, and write a row for each; `show` is called with the number of predictions.
+
+    Return how many inputs could not be read, and why the first of them could not.
+    """
+    columns, done, unreadable, why = predictor.columns, 0, 0, ""
     for batch in read_in_batches(items, size):
         predicted = dict(predictor(batch))
         rows = [
@@ -170,11 +163,9 @@ def predict_all(
         ]  # fmt: skip
         output.write(rows)
         errors = [read.errors[n] for read in batch for n in sorted(read.errors)]
-        counts.predicted += len(rows) - len(errors)
-        counts.unreadable += len(errors)
-        counts.first_error = counts.first_error or (errors[0] if errors else "")
-        show(counts.predicted)
-    return counts
+        done, unreadable, why = done + len(rows) - len(errors), unreadable + len(errors), why or next(iter(errors), "")
+        show(done)
+    return unreadable, why
 
 
 def _row(read: Read, n: int, columns: Sequence[str], loaded: LoadedRun, with_targets: bool, predicted: Row) -> Row:

@@ -42,9 +42,7 @@ class Float64(Precision):
 
     def convert(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         model.double()
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: (tuple(map(widened, args)), {k: widened(v) for k, v in kwargs.items()}), with_kwargs=True
-        )
+        model.register_forward_pre_hook(lambda _, args, kwargs: trees.cast((args, kwargs), torch.float64), with_kwargs=True)
         return model
 
 
@@ -58,11 +56,6 @@ def shadow_of(run: RunSpec) -> RunSpec:
     batch = run.batch.with_values(accumulation_steps=run.batch.accumulation_steps * run.parallel.data_ranks())
     plain = {"precision": Float64(), "parallel": Parallel(), "compile": Compile(), "checkpointing": Checkpointing()}
     return run.with_parts(batch=batch, **plain)
-
-
-def widened(tree: Tree) -> Tree:
-    """Return a tree with its floating-point tensors in float64."""
-    return trees.map_tensors(lambda t: t.double() if t.is_floating_point() else t, tree)
 
 
 def widen_loss(loss: object) -> None:
@@ -354,9 +347,8 @@ class Recorder:
                 there = order.to(trees.first(batch.x).device)
                 batch, indices = replace(batch, x=trees.select(batch.x, there), y=trees.select(batch.y, there)), indices[order]
             if self.look.float64:
-                batch = replace(
-                    batch, x=widened(batch.x), y=widened(batch.y), weight=batch.weight.double()
-                )  # fmt: skip
+                x, y = (trees.cast(tree, torch.float64) for tree in (batch.x, batch.y))
+                batch = replace(batch, x=x, y=y, weight=batch.weight.double())
             kept = indices if request.weight else indices[:0]
             self.batches.append((len(indices), kept))
             for phase, tree in (("inputs", batch.x), ("targets", batch.y)):

@@ -28,7 +28,7 @@ from drivetrain.core.limits import usable_cores
 from drivetrain.core.torch_patches import threads_set_by
 from drivetrain.core.trees import Tree
 from drivetrain.debug.profile import silence_profiler
-from drivetrain.debug.torch_modes import WaitingCalls
+from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.engine.callbacks import CallbackStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
@@ -192,7 +192,7 @@ def _host_reads(trainer: Trainer, stream: TrackedStream) -> dict[str, int]:
         if place is not None and stream.phase != "data":
             found[place] += 1
 
-    with WaitingCalls(count):
+    with waiting_calls(count):
         for _ in range(UPDATES):
             update(trainer, stream)
     return {place: -(-count // UPDATES) for place, count in found.items()}
