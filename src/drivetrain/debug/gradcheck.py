@@ -257,17 +257,17 @@ class Gradcheck(Debug):
 
     def _check_call(self, order: _Order, name: str, of: Call, problems: dict[str, str], left_out: dict[str, str]) -> None:
         """Check one call and add to `problems` what is wrong, or to `left_out` why it cannot be differentiated."""
-        from torch.autograd import gradcheck
+        from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
 
         near = {"eps": self.eps, "atol": self.atol, "rtol": self.rtol, "nondet_tol": 1e-8, "check_undefined_grad": False}
 
         def check(function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
             try:
                 if order is FIRST:
-                    gradcheck.gradcheck(function, steps, **near)
+                    gradcheck(function, steps, **near)
                 else:
-                    gradcheck.gradgradcheck(function, steps, torch.ones((), requires_grad=True), **near)
-            except gradcheck.GradcheckError as error:
+                    gradgradcheck(function, steps, torch.ones((), requires_grad=True), **near)
+            except GradcheckError as error:
                 return str(error)
             return None
 
