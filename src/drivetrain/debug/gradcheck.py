@@ -259,14 +259,13 @@ class Gradcheck(Debug):
         """Check one call and add to `problems` what is wrong, or to `left_out` why it cannot be differentiated."""
         from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
 
-        near = {"eps": self.eps, "atol": self.atol, "rtol": self.rtol, "nondet_tol": 1e-8, "check_undefined_grad": False}
+        derivative: Callable[..., bool] = gradcheck if order is FIRST else gradgradcheck
 
         def check(function: Callable[..., torch.Tensor], steps: list[torch.Tensor]) -> str | None:
+            given = (steps,) if order is FIRST else (steps, torch.ones((), requires_grad=True))
+            eps, atol, rtol = self.eps, self.atol, self.rtol
             try:
-                if order is FIRST:
-                    gradcheck(function, steps, **near)
-                else:
-                    gradgradcheck(function, steps, torch.ones((), requires_grad=True), **near)
+                derivative(function, *given, eps=eps, atol=atol, rtol=rtol, nondet_tol=1e-8, check_undefined_grad=False)
             except GradcheckError as error:
                 return str(error)
             return None
