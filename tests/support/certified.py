@@ -28,14 +28,13 @@ def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> An
 
     job = launcher.prepare(list(words))
     check.validate_device(job.run)
-    widened = record.widened_run if look.get("techniques") else record.shadow_of
-    run = widened(job.run) if look.get("float64") else job.run
+    run, options = record.prepared(job.run, UPDATES, **look)
     context = BuildContext(run, World(), Path(tempfile.mkdtemp(dir=Path.cwd())))
     try:
         trainer = build.build(context, [])
         if broken is not None:
             broken(trainer)
-        return record.Recorder(trainer, record.RecordingOptions.at(job.run, UPDATES, **look)).run()
+        return record.Recorder(trainer, options).run()
     finally:
         context.on_exit.close()
 
@@ -48,17 +47,8 @@ def recorded(words: tuple[str, ...], **look: Any) -> Any:
 
 def certified(words: Sequence[str], against: Sequence[str], broken: Break | None = None) -> Any:
     """The verdict on a run against another one, with the lines that tell it."""
-    from drivetrain.measure.certify.certify import Certified, lines, refuse_random_layers, roundoff_of, verdict_on
-    from drivetrain.measure.certify.judge import Floors, judge, same_bits
+    from drivetrain.measure.certify.certify import certify, lines
 
-    run, other = launcher.prepare(list(words)).run, launcher.prepare(list(against)).run
-    roundoff = max(roundoff_of(run), roundoff_of(other))
-    ours, theirs = traced(words, broken), recorded(tuple(against))
-    if same_bits(ours, theirs):
-        verdict = judge(ours, theirs, Floors())
-    else:
-        refuse_random_layers(run, ours, theirs)
-        both = partial(recorded, tuple(against)), partial(traced, words, broken)
-        verdict = verdict_on(ours, theirs, roundoff, *both, lambda line: None)
-    done = Certified(verdict, ours, theirs, roundoff)
-    return done, lines(done.verdict, ours, theirs, roundoff)
+    runs = (launcher.prepare(list(each)).run for each in (words, against))
+    done = certify(*runs, partial(traced, words, broken), partial(recorded, tuple(against)), lambda line: None)
+    return done, lines(done)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_what_differs_in_float32_alone_is_a_flip(monkeypatch: pytest.MonkeyPatch
 
 
 def assert_json_keys(done: Any) -> None:
-    found = verb.as_dict(done.verdict, done.tested, done.reference, done.roundoff, [("model", "mlp", "own")])
+    found = verb.as_dict(replace(done, different=[("model", "mlp", "own")]))
     json_keys.check(found, top=json_keys.CERTIFY, model="this against", forward=f"compared {json_keys.FINDING}")
     if found["first"] is not None:
         json_keys.check(found, first=json_keys.FINDING)
@@ -154,8 +155,8 @@ def test_the_other_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
     """Words after `against` are set in the other run, on top of the rest; a run beside itself is refused."""
     seen: list[Any] = []
 
-    def certify(tested: Any, reference: Any, updates: int, progress: Any) -> Any:
-        seen.extend([tested.run, reference.run, updates])
+    def certify(tested: Any, reference: Any, record: Any, *others: Any) -> Any:
+        seen.extend([tested, reference, record.args[1]])
         raise UserError("enough")
 
     monkeypatch.setattr(verb, "certify", certify)

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.config.catalog import default_options
 from drivetrain.core import forking
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count, Option, RunSpec
 from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
@@ -24,6 +25,7 @@ from drivetrain.measure.certify.judge import (
     EXACT,
     FLOAT32,
     MARGIN,
+    PHASES,
     Finding,
     Floors,
     Trace,
@@ -32,7 +34,6 @@ from drivetrain.measure.certify.judge import (
     different_settings,
     judge,
     may_have_flipped,
-    same_bits,
     same_in_float64,
 )
 from drivetrain.measure.changes import apply
@@ -74,93 +75,104 @@ def different_keys(tested: Job, reference: Job) -> Keys:
     return [(k, setting(ours.get(k)), setting(theirs.get(k))) for k in sorted(shown, key=lambda k: k.split("."))]
 
 
-def sheet(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> Sheet:
+@dataclass
+class Certified:
+    """The two runs and the verdict on them."""
+
+    verdict: Verdict
+    tested: Trace
+    reference: Trace
+    roundoff: float  # of the coarser of the two
+    different: Keys = ()
+
+    @property
+    def unseen(self) -> list[str]:
+        """What could not be looked into, and why."""
+        return list(dict.fromkeys([*self.tested.unseen, *self.reference.unseen]))
+
+
+def sheet(done: Certified) -> Sheet:
     """The verdict, what differs in the configs, and the phases."""
-    answer, *more = lines(verdict, tested, reference, roundoff, different)
+    answer, *more = lines(done)
     header = ("phase", "compared", "largest difference", "rounding gives", "in", "verdict")
-    rows = [_row(*each, verdict.flipped) for each in phases(verdict)]
-    unseen = [f"not looked into: {line}" for line in dict.fromkeys([*tested.unseen, *reference.unseen])]
-    settings = Table(("setting", "this run", "against"), different, "What differs in the configs")
-    sections: list[Section] = [settings, Table(header, rows, "The phases of an update", ("in",)), words(*unseen, *more)]
+    rows = [_row(*each, done.verdict.flipped) for each in phases(done.verdict)]
+    settings = Table(("setting", "this run", "against"), done.different, "What differs in the configs")
+    of_phases = Table(header, rows, "The phases of an update", ("in",))
+    sections: list[Section] = [settings, of_phases, words(*(f"not looked into: {line}" for line in done.unseen), *more)]
     return Sheet("The same mathematics? – drivetrain certify", answer, sections)
 
 
 def phases(verdict: Verdict) -> list[tuple[str, int, Finding]]:
     """Return each phase with the number of tensors that were compared, and the worst of them."""
-    found = verdict.by_phase().items()
-    worst = {phase: max(those, key=lambda f: (f.is_different and f.decides, f.ratio, f.distance)) for phase, those in found}
-    return [(phase, len(those), worst[phase]) for phase, those in found]
+    found = ((phase, [f for f in verdict.findings if f.key[1] == phase]) for phase in PHASES)
+
+    def says_most(finding: Finding) -> tuple[bool, float, float]:
+        return finding.is_different and finding.decides, finding.ratio, finding.distance
+
+    return [(phase, len(those), max(those, key=says_most)) for phase, those in found if those]
 
 
 def _row(phase: str, count: int, worst: Finding, flipped: bool = False) -> tuple[str, ...]:
     above = "rearranged" if not worst.decides else "flipped" if flipped else "differs"
     differs = above if worst.is_different else "same" if worst.distance else "equal"
-    where = _where(worst) if worst.distance else ""
-    return phase, f"{count:,}", _share(worst.relative(worst.distance)), _share(worst.relative(worst.floor)), where, differs
+    update, _, name = worst.key
+    place = " ".join(part for part in (name, f"(update {update})" if update else "") if part)
+    sizes = (_share(worst.relative(value)) for value in (worst.distance, worst.floor))
+    return phase, f"{count:,}", *sizes, place if worst.distance else "", differs
 
 
 def _share(value: float) -> str:
     return "–" if not math.isfinite(value) else "0" if not value else f"{value:.1e}"
 
 
-def _where(finding: Finding) -> str:
-    update, _, name = finding.key
-    return " ".join(part for part in (name, f"(update {update})" if update else "") if part)
-
-
-def lines(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys = ()) -> list[str]:
+def lines(done: Certified) -> list[str]:
     """Return the verdict in sentences, and where a run's precision does less on this machine than its name says."""
     notices = [
         f"  precision of {whose}: {trace.notice}. There it has no effect: this answer is not one for machines where it has"
-        for whose, trace in (("this run", tested), ("the other run", reference))
+        for whose, trace in (("this run", done.tested), ("the other run", done.reference))
         if trace.notice
     ]
-    if any(key.partition(".")[0] in MICRO_BATCHES for key, *_ in different) and (norm := first_batch_norm(verdict, reference)):
-        notices.insert(
-            0,
-            f"  {norm} takes its statistics from one micro-batch, and these are of other sizes: accumulation and ranks do not "
-            "enlarge a BatchNorm's batch. Compare at the same micro-batch, or with a norm that looks at one sample",
-        )
-    return [*_verdict(verdict, tested, reference, roundoff), *notices]
+    first = done.verdict.first
+    in_forward = first is not None and first.key[1] in ("forward", "buffers")
+    if first is not None and in_forward and any(key.partition(".")[0] in MICRO_BATCHES for key, *_ in done.different):
+        norm = named(first.key[2], done.reference)
+        if "(BatchNorm" in norm or "(SyncBatchNorm" in norm:
+            notices.insert(
+                0,
+                f"  {norm} takes its statistics from one micro-batch, and these are of other sizes: accumulation and ranks do "
+                "not enlarge a BatchNorm's batch. Compare at the same micro-batch, or with a norm that looks at one sample",
+            )
+    return [*_verdict(done), *notices]
 
 
-def first_batch_norm(verdict: Verdict, reference: Trace) -> str:
-    """The BatchNorm in whose forward the runs first differ; "" where they differ elsewhere."""
-    if verdict.first is None or verdict.first.key[1] not in ("forward", "buffers"):
-        return ""
-    place = named(verdict.first.key[2], reference)
-    return place if "(BatchNorm" in place or "(SyncBatchNorm" in place else ""
-
-
-def _verdict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float) -> list[str]:
+def _verdict(done: Certified) -> list[str]:
+    verdict, first = done.verdict, done.verdict.first
     tensors = f"{len(verdict.findings):,} tensors"
-    if verdict.answer != DIFFERS:
+    if first is None:
         if verdict.bit_for_bit:
             return [f"exact: bit for bit the same, in all of {tensors}"]
         if verdict.flipped:
-            return [_of_flips(verdict, tensors)]
+            flipped = [f for f in verdict.findings if f.is_different and f.decides]
+            return [
+                f"exact: in float64 the two runs are the same. In float32 {len(flipped)} of {tensors} differ by more than the "
+                f"order of sums gives, from update {min(f.key[0] for f in flipped)} on: rounding moved a value over a threshold, "
+                "such as a ReLU's"
+            ]
         worst = max((f for f in verdict.findings if f.decides), key=lambda f: f.ratio)
         of = f"of {tensors}, none differs more than {worst.ratio:.1f} times what they give (differs: above {MARGIN:g} times)"
-        if verdict.answer == CLOSE:
-            return [f"within rounding of {FORMATS.get(roundoff, f'2^{math.log2(roundoff):.0f}')}: {of}"]
-        return [f"exact: the order of sums is all that differs: {of}"]
-    assert verdict.first is not None
-    first, (update, phase, name) = verdict.first, verdict.first.key
-    place = f"{phase} of {named(name, reference)}" if name and phase not in ("samples", "evaluation", "optimizer state") else (
-        f"{phase}: {name}" if name else phase
-    )  # fmt: skip
+        number = FORMATS.get(done.roundoff, f"2^{math.log2(done.roundoff):.0f}")
+        return [
+            f"within rounding of {number}: {of}"
+            if verdict.answer == CLOSE
+            else f"exact: the order of sums is all that differs: {of}"
+        ]
+    update, phase, name = first.key
+    place = f"{phase}: {name}" if name else phase
+    if name and phase not in ("samples", "evaluation", "optimizer state"):
+        place = f"{phase} of {named(name, done.reference)}"
     when = f"in update {update}" if update and phase != "evaluation" else "after the updates" if update else "before the updates"
     sizes = f"by {_share(first.relative(first.distance))} of its size, where rounding gives {_share(first.relative(first.floor))}"
-    return [f"differs: first {when}, {place}, {sizes}", f"  {MEANS[phase]}", *hints(verdict, tested, reference)]
-
-
-def _of_flips(verdict: Verdict, tensors: str) -> str:
-    """The text on two runs that are the same in float64 only."""
-    flipped = [f for f in verdict.findings if f.is_different and f.decides]
-    return (
-        f"exact: in float64 the two runs are the same. In float32 {len(flipped)} of {tensors} differ by more than the order of "
-        f"sums gives, from update {min(f.key[0] for f in flipped)} on: rounding moved a value over a threshold, such as a ReLU's"
-    )
+    return [f"differs: first {when}, {place}, {sizes}", f"  {MEANS[phase]}", *hints(done, first)]
 
 
 def named(name: str, trace: Trace) -> str:
@@ -171,18 +183,17 @@ def named(name: str, trace: Trace) -> str:
     return f"{shown} ({kind})" if kind else shown
 
 
-def hints(verdict: Verdict, tested: Trace, reference: Trace) -> list[str]:
+def hints(done: Certified, first: Finding) -> list[str]:
     """Return what the first difference looks like, one line each."""
-    assert verdict.first is not None
-    update, phase, name = verdict.first.key
-    found = []
-    alike = [f for f in verdict.findings if f.key[:2] == (update, phase)]
+    update, phase, name = first.key
+    found, tested, reference = [], done.tested, done.reference
+    alike = [f for f in done.verdict.findings if f.key[:2] == (update, phase)]
     different = [f for f in alike if f.is_different]
     if phase not in ("samples", "evaluation") and (factor := common_factor(alike)) is not None:
         all_of = "" if len(alike) == 1 else f", all {len(alike)} of them"
         found.append(f"  it is {factor:.4g} times the other run's{all_of}")
     if phase == "samples":
-        ours, theirs = (trace.entries[verdict.first.key].values for trace in (tested, reference))
+        ours, theirs = (trace.entries[first.key].values for trace in (tested, reference))
         if len(ours) != len(theirs):
             found.append(f"  {len(ours)} updates in the first epochs, {len(theirs)} in the other run")
         elif len(where := (ours != theirs).nonzero()[0]):
@@ -201,32 +212,32 @@ def hints(verdict: Verdict, tested: Trace, reference: Trace) -> list[str]:
     return found
 
 
-def as_dict(verdict: Verdict, tested: Trace, reference: Trace, roundoff: float, different: Keys) -> dict[str, Any]:
+def as_dict(done: Certified) -> JsonObject:
     """Return the content of certify.json. Differences and floors are relative to the size of the other run's tensor."""
 
-    def finding(f: Finding) -> dict[str, Any]:
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    def finding(f: Finding) -> JsonObject:
         update, phase, name = f.key
         return {
-            "update": update, "phase": phase, "name": name, "difference": _number(f.relative(f.distance)),
-            "floor": _number(f.relative(f.floor)), "ratio": _number(f.ratio), "differs": f.is_different,
+            "update": update, "phase": phase, "name": name, "difference": number(f.relative(f.distance)),
+            "floor": number(f.relative(f.floor)), "ratio": number(f.ratio), "differs": f.is_different,
         }  # fmt: skip
 
+    verdict = done.verdict
     return {
         "answer": verdict.answer,
         "bit_for_bit": verdict.bit_for_bit,
         "same_in_float64_only": verdict.flipped,
         "first": finding(verdict.first) if verdict.first is not None else None,
         "phases": {phase: {"compared": count, **finding(worst)} for phase, count, worst in phases(verdict)},
-        "lines": lines(verdict, tested, reference, roundoff, different),
-        "settings": {key: {"this": ours, "against": theirs} for key, ours, theirs in different},
-        "not_looked_into": list(dict.fromkeys([*tested.unseen, *reference.unseen])),
-        "roundoff": roundoff,
+        "lines": lines(done),
+        "settings": {key: {"this": ours, "against": theirs} for key, ours, theirs in done.different},
+        "not_looked_into": done.unseen,
+        "roundoff": done.roundoff,
         "margin": MARGIN,
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 PERMUTED, ROUNDED = 2, 3  # runs that show what the order of sums and rounding change
@@ -237,16 +248,6 @@ class Settings:
     """The settings of `drivetrain certify`."""
 
     steps: Count = 4  # updates
-
-
-@dataclass
-class Certified:
-    """The two runs and the verdict on them."""
-
-    verdict: Verdict
-    tested: Trace
-    reference: Trace
-    roundoff: float  # of the coarser of the two
 
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
@@ -267,12 +268,12 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     if not different:
         raise UserError(f"against {' '.join(changes)}: that is the same run: name what the other run sets differently")
     with Steps() as progress:
-        done = certify(job, reference, settings.steps, progress)
-    found = done.verdict, done.tested, done.reference, done.roundoff, different
-    shown, content = sheet(*found), as_dict(*found)
+        ours, theirs = (partial(run_recorded, each, settings.steps) for each in (job, reference))
+        done = replace(certify(job.run, reference.run, ours, theirs, progress), different=different)
+    shown = sheet(done)
     shown.show()
     about = environment.describe(argv, job.config_hash, {})
-    verbs.write(verbs.folder(job, "certify"), "certify", shown, ["certify", *argv], about, content)
+    verbs.write(verbs.folder(job, "certify"), "certify", shown, ["certify", *argv], about, as_dict(done))
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 
@@ -294,20 +295,34 @@ def plain_changes(run: RunSpec) -> list[str]:
     return changes
 
 
-def certify(tested: Job, reference: Job, updates: int, progress: Steps | None = None) -> Certified:
+Recorded = Callable[..., Trace]  # takes further fields of record.RecordingOptions
+
+
+def certify(
+    tested: RunSpec, reference: RunSpec, recorded_tested: Recorded, recorded: Recorded, say: Callable[[str], None]
+) -> Certified:
     """Record both runs, and what rounding changes where they are not bit for bit the same. Raises UserError."""
-    say = progress or (lambda *_: None)
     say("recording both runs")
-    traces = [run_recorded(job, updates) for job in (reference, tested)]
-    theirs, ours = traces
-    roundoffs = [roundoff_of(job.run) for job in (reference, tested)]
-    roundoff = max(roundoffs)
-    refuse_what_cannot_be_judged(tested, ours, theirs)
-    if same_bits(ours, theirs):
-        return Certified(judge(ours, theirs, Floors()), ours, theirs, roundoff)
-    refuse_random_layers(tested.run, ours, theirs)
-    recorded, recorded_tested = (partial(run_recorded, job, updates) for job in (reference, tested))
-    return Certified(verdict_on(ours, theirs, roundoff, recorded, recorded_tested, say), ours, theirs, roundoff)
+    theirs, ours = recorded(), recorded_tested()
+    roundoff = max(map(roundoff_of, (tested, reference)))
+    if ours.skipped != theirs.skipped:  # the runs are not at the same update then
+        raise UserError(
+            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
+            f"{tested.named('precision')}): its updates have other samples from there on: set a lower precision.init_scale"
+        )
+    verdict = judge(ours, theirs, Floors())
+    if verdict.bit_for_bit:
+        return Certified(verdict, ours, theirs, roundoff)
+    if layers := ours.random or theirs.random:
+        raise UserError(_draws(tested, layers))
+    say("recording what the order of sums and rounding change")
+    coarser = roundoff > FLOAT32
+    verdict = judge(ours, theirs, measured_floors(recorded, recorded_tested, roundoff, ours), coarser)
+    if not coarser and may_have_flipped(verdict):
+        say("recording both runs in float64")
+        if agree_in_float64(recorded, recorded_tested):
+            verdict = replace(verdict, answer=EXACT, first=None, flipped=True)
+    return Certified(verdict, ours, theirs, roundoff)
 
 
 def run_recorded(job: Job, updates: int, **look: object) -> Trace:
@@ -323,12 +338,10 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
         from drivetrain.launch import launcher
         from drivetrain.measure.certify import record
 
-        looked, run = record.RecordingOptions.at(job.run, updates, **look), job.run
-        if looked.float64:
-            run = record.widened_run(run) if looked.techniques else record.shadow_of(run)
+        run, options = record.prepared(job.run, updates, **look)
 
         def recording(trainer: Trainer) -> None:  # of each rank
-            if (trace := record.Recorder(trainer, looked).run()) is not None:
+            if (trace := record.Recorder(trainer, options).run()) is not None:
                 answer(trace)
 
         ended = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)
@@ -340,23 +353,6 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
             return forking.answer_of(work, "the run cannot be certified")
     finally:
         directory.remove(folder)
-
-
-Recorded = Callable[..., Trace]  # takes further fields of record.RecordingOptions
-
-
-def verdict_on(
-    ours: Trace, theirs: Trace, roundoff: float, recorded: Recorded, recorded_tested: Recorded, say: Callable[[str], None]
-) -> Verdict:
-    """Judge two traces that are not bit for bit the same, by further ones of the reference and of the tested run."""
-    say("recording what the order of sums and rounding change")
-    coarser = roundoff > FLOAT32
-    verdict = judge(ours, theirs, measured_floors(recorded, recorded_tested, roundoff, ours), coarser)
-    if not coarser and may_have_flipped(verdict):
-        say("recording both runs in float64")
-        if agree_in_float64(recorded, recorded_tested):
-            return replace(verdict, answer=EXACT, first=None, flipped=True)
-    return verdict
 
 
 def agree_in_float64(recorded: Recorded, recorded_tested: Recorded) -> bool:
@@ -386,27 +382,14 @@ def roundoff_of(run: RunSpec) -> float:
     return max(part.roundoff() for part in parts if isinstance(part, Option))
 
 
-def refuse_what_cannot_be_judged(job: Job, ours: Trace, theirs: Trace) -> None:
-    """Raise UserError where an update was skipped: the runs are not at the same update then."""
-    if ours.skipped != theirs.skipped:
-        raise UserError(
-            f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
-            f"{job.run.named('precision')}): its updates have other samples from there on: set a lower precision.init_scale"
-        )
-
-
-def refuse_random_layers(run: RunSpec, ours: Trace, theirs: Trace) -> None:
-    """Raise UserError where layers draw random numbers: two splits of a batch do not draw the same."""
-    layers = ours.random or theirs.random
-    if not layers:
-        return
+def _draws(run: RunSpec, layers: Sequence[str]) -> str:
+    """The error where layers draw random numbers: two splits of a batch do not draw the same."""
     settings = [
         f"model.{key}=0" for key, value in vars(run.model).items() if "drop" in key and isinstance(value, float) and value
     ]
     what = " ".join(settings) or "their probabilities to 0, as model.kwargs={drop_rate: 0} does for many of timm's models"
     more = " …" if len(layers) > 3 else ""
-    draw = "draws" if len(layers) == 1 else "draw"
-    raise UserError(
-        f"{', '.join(layers[:3])}{more} {draw} random numbers, and the two runs do not draw the same ones, so that their "
-        f"difference says nothing about the mathematics: set {what} for both"
+    return (
+        f"{', '.join(layers[:3])}{more} draw{'s' * (len(layers) == 1)} random numbers, and the two runs do not draw the same "
+        f"ones, so that their difference says nothing about the mathematics: set {what} for both"
     )

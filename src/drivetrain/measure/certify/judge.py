@@ -222,18 +222,6 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
     flipped: bool = False  # float32 differs by more than its floor, and float64 does not: a ReLU flipped, or the like
 
-    def by_phase(self) -> dict[str, list[Finding]]:
-        """Return the findings of each phase that was compared."""
-        found: dict[str, list[Finding]] = {phase: [] for phase in PHASES}
-        for finding in self.findings:
-            found[finding.key[1]].append(finding)
-        return {phase: those for phase, those in found.items() if those}
-
-
-def same_bits(tested: Trace, reference: Trace) -> bool:
-    """True if all that both traces have is equal, so that no floor is needed."""
-    return all(finding.distance == 0 for finding in _findings(tested, reference, Floors()))
-
 
 def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False) -> Verdict:
     """Compare two traces; `coarser` says that the two runs use different number formats."""

@@ -46,18 +46,6 @@ class Float64(Precision):
         return model
 
 
-def widened_run(run: RunSpec) -> RunSpec:
-    """Return the run in float64, with all its techniques."""
-    return run.with_parts(precision=Float64())
-
-
-def shadow_of(run: RunSpec) -> RunSpec:
-    """Return the run in float64, in one process, as plain operations. Micro-batches are those of the run's steps and ranks."""
-    batch = run.batch.with_values(accumulation_steps=run.batch.accumulation_steps * run.parallel.data_ranks())
-    plain = {"precision": Float64(), "parallel": Parallel(), "compile": Compile(), "checkpointing": Checkpointing()}
-    return run.with_parts(batch=batch, **plain)
-
-
 def widen_loss(loss: object) -> None:
     """Convert what a loss holds, such as class weights or a teacher, to float64."""
     for name, value in vars(loss).items():
@@ -142,46 +130,35 @@ def hidden(trainer: Trainer) -> str:
 @contextmanager
 def watched_modules(recorder: Recorder) -> Iterator[None]:
     """Within the context the inputs and outputs of the model's modules are recorded, a row for each sample."""
-    model, watch = recorder.trainer.model, _Modules(recorder)
-    with ExitStack() as hooks:
-        hooks.callback(model.register_forward_pre_hook(watch.begin, prepend=True).remove)
-        for name, module in model.named_modules():
-            recorder.trace.kinds[name] = type(module).__name__
-            if not any(True for _ in module.children()):
-                hooks.callback(module.register_forward_pre_hook(partial(watch.keep, f"input of {name}")).remove)
-            hooks.callback(module.register_forward_hook(partial(watch.keep, name)).remove)
-        yield
+    model, calls = recorder.trainer.model, Counter[str]()
+    update = forward = 0  # the update that is recorded, and its forward
 
+    def begin(model: torch.nn.Module, args: object) -> None:
+        nonlocal update, forward
+        if model.training:
+            forward = forward + 1 if update == recorder.attempt else 1
+            update = recorder.attempt
+            calls.clear()
 
-class _Modules:
-    """Counts the calls of the modules, and keeps what they are given and give."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._forwards = 0  # of the model in this update
-        self._attempt = 0  # the update that they belong to
-        self._calls: Counter[str] = Counter()
-
-    def begin(self, model: torch.nn.Module, args: object) -> None:
-        """The model's forward begins."""
-        if not model.training:
-            return
-        if self._attempt != self._recorder.attempt:
-            self._attempt, self._forwards = self._recorder.attempt, 0
-        self._forwards += 1
-        self._calls.clear()
-
-    def keep(self, name: str, module: torch.nn.Module, *trees_of_call: object) -> None:
+    def keep(name: str, module: torch.nn.Module, *trees_of_call: object) -> None:
         """Keep the last of what a hook gets: the output of a module, or else its input."""
-        recorder = self._recorder
-        self._calls[name] += 1
-        if not recorder.trainer.model.training or not 1 <= self._forwards <= len(recorder.batches):
+        calls[name] += 1
+        if not model.training or not 1 <= forward <= len(recorder.batches):
             return  # an evaluation, or the second pass of a loss that takes two
         with recorder.looking():
             for number, leaf in enumerate(trees.leaves(trees_of_call[-1])):
-                if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.is_floating_point() and not hasattr(leaf, "full_tensor"):
-                    marks = (f" #{self._calls[name]}" if self._calls[name] > 1 else "") + (f" ({number})" if number else "")
-                    recorder.add_rows("forward", name + marks, self._forwards - 1, leaf)
+                if leaf.ndim and leaf.is_floating_point() and not hasattr(leaf, "full_tensor"):
+                    marks = (f" #{calls[name]}" if calls[name] > 1 else "") + (f" ({number})" if number else "")
+                    recorder.add_rows("forward", name + marks, forward - 1, leaf)
+
+    with ExitStack() as hooks:
+        hooks.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        for name, module in model.named_modules():
+            recorder.trace.kinds[name] = type(module).__name__
+            if not any(True for _ in module.children()):
+                hooks.callback(module.register_forward_pre_hook(partial(keep, f"input of {name}")).remove)
+            hooks.callback(module.register_forward_hook(partial(keep, name)).remove)
+        yield
 
 
 EPOCHS = 2
@@ -230,11 +207,18 @@ class RecordingOptions:
     seed: int = 0
     gradients: bool = True  # they are there between a step's micro-batches and its update
 
-    @classmethod
-    def at(cls, run: RunSpec, updates: int, **others: Any) -> RecordingOptions:
-        """Return how this run is recorded."""
-        plain = others.get("float64") and not others.get("techniques")
-        return cls(updates, gradients=bool(plain) or not run.compile.captures_step, **others)
+
+def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, RecordingOptions]:
+    """The run that is recorded in place of a run, and how: in float64 with all its techniques, or as plain operations.
+
+    Those are in one process. Their micro-batches are those of the run's steps and ranks.
+    """
+    if look.get("float64"):
+        run = run.with_parts(precision=Float64())
+        if not look.get("techniques"):
+            batch = run.batch.with_values(accumulation_steps=run.batch.accumulation_steps * run.parallel.data_ranks())
+            run = run.with_parts(batch=batch, parallel=Parallel(), compile=Compile(), checkpointing=Checkpointing())
+    return run, RecordingOptions(updates, gradients=not run.compile.captures_step, **look)
 
 
 @dataclass(eq=False)
@@ -260,7 +244,7 @@ class Recorder:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
             widen_loss(trainer.evaluator.loss)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
-            self._look_at_optimizer()
+            before_steps(trainer.optimizer, self.before_optimizer)
         # The start of the run: changes are measured from there.
         self.first = {name: of_tensor(whole(p)) for name, p in self._parameters()}
         self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
@@ -352,7 +336,7 @@ class Recorder:
             kept = indices if request.weight else indices[:0]
             self.batches.append((len(indices), kept))
             for phase, tree in (("inputs", batch.x), ("targets", batch.y)):
-                for name, leaf in _named(tree):
+                for name, leaf in trees.named_leaves(tree):
                     if leaf.ndim and len(leaf) == len(indices):
                         self.add_rows(phase, name, len(self.batches) - 1, leaf)
             yield batch
@@ -377,10 +361,6 @@ class Recorder:
             scale = float(precision.scaled(torch.ones((), device=device), torch.ones((), device=device)))
         for name, p in reversed(list(self._parameters())):
             self._add_gradient("gradient", name, p.grad, p, scale)
-
-    def _look_at_optimizer(self) -> None:
-        """RecordingOptions at the gradients before each step of the optimizer."""
-        before_steps(self.trainer.optimizer, self.before_optimizer)
 
     def before_optimizer(self) -> None:
         """Keep the gradients as the optimizer gets them: unscaled and clipped.
@@ -476,10 +456,6 @@ class Recorder:
             if (entry := Rows.entry(found)) is not None:
                 trace.entries[key] = entry
         return trace
-
-
-def _named(tree: object) -> list[tuple[str, torch.Tensor]]:
-    return [("", tree)] if isinstance(tree, torch.Tensor) else trees.named_leaves(tree)
 
 
 def _change(entry: Entry, first: Entry) -> Entry:
