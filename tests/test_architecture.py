@@ -346,8 +346,8 @@ OPEN_THEMSELVES = {
     "debug.profile": "files that this process has written just before, at places that core.files gave",
     "launch.launcher": "a file in a temporary folder of this process",
     "launch.elastic": "/dev/null, and the kernel's /proc",
-    "inference.export": "the temporary file that core.files made",
-    "inference.tables": "the operator's own output",
+    "inference.export": "files in a temporary folder of its own",
+    "inference.predict": "the operator's own output",
     "inference.inputs": "`read_text` is the data option's",
 }
 
