@@ -182,7 +182,7 @@ def predict(overrides: list[str]) -> dict[str, Any]:
     import torch
 
     from drivetrain.debug.profile import silence_profiler
-    from drivetrain.measure.forecast import examine
+    from drivetrain.measure.forecast.forecast import Subject, examine
     from drivetrain.measure.forecast.plan import plan
 
     silence_profiler()
@@ -191,9 +191,9 @@ def predict(overrides: list[str]) -> dict[str, Any]:
         os.environ["XDG_STATE_HOME"] = folder
         torch.set_num_threads(1)
         planned = plan([*overrides, "runtime.device=cpu", "runtime.threads=1"], (), "here")
-        subject = examine.Subject.build(planned)
+        subject = Subject.build(planned)
         with subject.on_exit:
-            found = examine.examine(subject, LOOK_S)
+            found = examine(subject, LOOK_S)
             record = subject.record(found.micro_batch, found.micro_batches)
     return {
         "peak_bytes": found.memory.peak,

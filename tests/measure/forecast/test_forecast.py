@@ -19,13 +19,13 @@ from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE, StepRecord
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.engine.rehearsal.search import peak_bytes
-from drivetrain.measure.forecast import examine, forecast
+from drivetrain.measure.forecast import forecast
 from drivetrain.measure.forecast.forecast import Answer, Settings, answer, command
 from drivetrain.measure.forecast.plan import Plan, plan
 from drivetrain.measure.forecast.replay import Figure
 from tests.support import json_keys, pages
 
-built: dict[tuple[str, ...], examine.Subject] = {}
+built: dict[tuple[str, ...], forecast.Subject] = {}
 SMALL = [
     "data=synthetic", "data.samples=64", "data.shape=[1,8,8]", "batch.global_batch=8", "runtime.device=cpu", "runtime.threads=1",
 ]  # fmt: skip
@@ -46,14 +46,14 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         each.on_exit.close()
 
 
-def subject(*overrides: str) -> examine.Subject:
+def subject(*overrides: str) -> forecast.Subject:
     """Built once for a device of the table, so that nothing is timed here; its records are kept."""
     return subject_of(plan([*SMALL, *overrides], (), "h100"))
 
 
-def subject_of(planned: Plan) -> examine.Subject:
+def subject_of(planned: Plan) -> forecast.Subject:
     if planned.overrides not in built:
-        built[planned.overrides] = examine.Subject.build(planned)
+        built[planned.overrides] = forecast.Subject.build(planned)
     return built[planned.overrides]
 
 
@@ -101,12 +101,12 @@ def test_memory_of_a_second_record_is_that_of_the_first():
 
 def test_the_largest_micro_batch_fits_and_one_tenth_more_does_not():
     made = subject("model=mlp", "batch.global_batch=64")
-    size = examine.examine(made, 0.0, until=float("inf")).largest
+    size = forecast.examine(made, 0.0, until=float("inf")).largest
     assert size is not None
     assert size.low < size.value < size.high
-    limit = examine.FILLED * made.device.memory
+    limit = forecast.FILLED * made.device.memory
     peaks = (made.memory(made.record(int(n), 1), 0, False).peak for n in (size.value, 1.1 * size.value))
-    at, more = (examine.of_process(peak, made.beside).value for peak in peaks)
+    at, more = (forecast.of_process(peak, made.beside).value for peak in peaks)
     assert at <= 1.01 * limit < 1.08 * limit < more
 
 
@@ -116,15 +116,15 @@ BLOCKS = [*TEXT, "model.depth=4", "data.shape=[64]", "checkpointing=blocks"]
 def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_recompute():
     made = subject(*BLOCKS, "checkpointing.memory_gb=1000")
     peaks = []
-    examine.examine(made, 0.0)
+    forecast.examine(made, 0.0)
     assert (made.recomputed, len(made.blocks)) == (0, 4)
     for made.recomputed in (0, 4):
         peaks.append(peak_bytes(made.record(8, 1)))
 
-    def limited(memory_gb: float) -> examine.Forecast:
+    def limited(memory_gb: float) -> forecast.Forecast:
         option = made.plan.run.checkpointing.with_values(memory_gb=memory_gb)
         made.plan = replace(made.plan, job=replace(made.plan.job, run=made.plan.run.with_parts(checkpointing=option)))
-        return examine.examine(made, 0.0)
+        return forecast.examine(made, 0.0)
 
     memory_gb = sum(peaks) / 2 / 2**30
     assert limited(memory_gb).fits
@@ -135,8 +135,8 @@ def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_rec
 
 
 def test_the_peak_that_is_forecast_on_a_cpu_is_that_of_the_process_as_the_run_prints_it():
-    made = examine.Subject.build(plan([*SMALL, "model=mlp", "batch.global_batch=64"], (), "here"))
-    found = examine.examine(made, 0.0)
+    made = forecast.Subject.build(plan([*SMALL, "model=mlp", "batch.global_batch=64"], (), "here"))
+    found = forecast.examine(made, 0.0)
     made.on_exit.close()
     assert made.beside.value > 100 * found.memory.peak.value, "Python and torch beside a small model"
     assert found.peak.low < made.beside.value + found.memory.peak.value < found.peak.value < found.peak.high
@@ -144,13 +144,13 @@ def test_the_peak_that_is_forecast_on_a_cpu_is_that_of_the_process_as_the_run_pr
     assert told["peak memory"].endswith("of the process, as the run prints it")
     assert "beside them" in told["peak of its tensors"]
     tensors = Figure.exactly(100.0)
-    assert examine.of_process(tensors, Figure.exactly(0.0)) == tensors, "an accelerator's allocator"
+    assert forecast.of_process(tensors, Figure.exactly(0.0)) == tensors, "an accelerator's allocator"
 
 
 def test_the_time_of_a_run_whose_batch_grows_counts_its_samples():
     """Epochs of 8, 4, 2 and 2 updates, since it grows to 32 samples."""
     alike, grows = (
-        examine.examine(subject("model=mlp", "epochs=4", *more), 0.0)
+        forecast.examine(subject("model=mlp", "epochs=4", *more), 0.0)
         for more in ([], ["batch.grow_every=1", "batch.grow_until=32"])
     )
     assert (alike.updates, alike.first_updates) == (32, 32.0)
@@ -164,7 +164,7 @@ def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
     assert found.fits
     assert 1 < found.micro_batches <= 1024 / found.largest.value + 2
     assert found.micro_batch <= found.largest.value
-    assert "an update has 1,024 samples: 1,024 on each rank in" in forecast.sheet(Answer(found, [], [])).page()
+    assert "an update has 1,024 samples: 1,024 on each rank in" in forecast.sheet([Answer(found, [], [])]).page()
 
 
 def test_batch_auto_needs_its_limit_on_this_cpu():
@@ -181,7 +181,7 @@ def test_what_a_forecast_leaves_out_is_said():
 
 def test_no_size_is_below_none():
     made = [(8, Figure(1e6, 9e5, 2e6)), (16, Figure(1.1e6, 1e6, 2.1e6))]
-    assert examine._crossing(made, 2, 1e5) == 0
+    assert forecast._crossing(made, 2, 1e5) == 0
 
 
 def test_the_least_memory_that_is_named_is_enough():
@@ -200,16 +200,16 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
     monkeypatch.setattr(forecast, "_built", here)
     words = [*SMALL, "model=mlp", "stages=[{until: 0.25, batch.global_batch: 16}, {model.freeze: ['layers.*']}]", "epochs=4"]
     _, found = forecast.forecast(words, (), Settings(device="h100", seconds=2))
-    first, second = (stage.answer.forecast for stage in found.stages)
-    assert [stage.title for stage in found.stages] == [
+    first, second = (answer.forecast for answer in found)
+    assert [answer.stage for answer in found] == [
         "until 0.25: batch.global_batch=16",
         "to the end: model.freeze=[layers.*]",
     ]
     assert (first.samples, second.samples) == (16, 8)
     assert second.memory.parts[GRADIENTS] < second.memory.parts[PARAMETERS] == first.memory.parts[GRADIENTS]
-    assert [stage.share for stage in found.stages] == pytest.approx([4 / 28, 24 / 28])
-    assert found.whole.value == pytest.approx(4 / 28 * first.whole.value + 24 / 28 * second.whole.value)
-    assert found.fits
+    assert [answer.share for answer in found] == pytest.approx([4 / 28, 24 / 28])
+    assert forecast.whole(found).value == pytest.approx(4 / 28 * first.whole.value + 24 / 28 * second.whole.value)
+    assert forecast.fits(found)
     shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
     assert "stage 2 of 2, 86 % of the updates: to the end: model.freeze" in shown
     assert values["stages"][0]["memory"] == first.memory.parts
@@ -219,6 +219,8 @@ def test_a_run_with_stages_is_forecast_stage_by_stage(monkeypatch):
 def test_an_answer_as_text_and_as_json():
     planned = plan([*SMALL, "model=mlp"], (), "a100")
     found = answer(planned, subject("model=mlp").trainer, Settings(device="a100", seconds=5))
+    assert isinstance(found, Answer)
+    found = [found]
     shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
     for words in ("peak memory", "largest micro-batch", ">launch: ", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
@@ -230,7 +232,6 @@ def test_an_answer_as_text_and_as_json():
         "compile=inductor",
         "parallel=fsdp parallel.nproc=8",
     }
-    assert isinstance(found, Answer)
     assert sum(values["shares"].values()) == pytest.approx(1.0)
 
 
@@ -239,7 +240,7 @@ def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypat
     words = [*(word for word in SMALL if not word.startswith("batch.")), *TEXT]
     own = subject_of(plan(words, (), "h100"))
     monkeypatch.setattr(forecast, "candidates", lambda _: ["compile=inductor", "batch=accumulate batch.accumulation_steps=2"])
-    base = examine.examine(own, 0.0)
+    base = forecast.examine(own, 0.0)
     recorded = list(own.records)
     compiled, accumulated = forecast.table(base, own, float("inf"))
     assert base.samples == 16
@@ -251,8 +252,8 @@ def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypat
 
 
 def test_ranks_divide_the_batch_and_fsdp_the_state():
-    alone = examine.examine(subject("model=mlp"), 0.0)
-    ranks = examine.examine(subject("model=mlp", "parallel=fsdp", "parallel.nproc=8"), 0.0)
+    alone = forecast.examine(subject("model=mlp"), 0.0)
+    ranks = forecast.examine(subject("model=mlp", "parallel=fsdp", "parallel.nproc=8"), 0.0)
     assert (alone.micro_batch, ranks.micro_batch, ranks.ranks) == (8, 1, 8)
     assert ranks.memory.parts[STATE] == pytest.approx(alone.memory.parts[STATE] / 8)
     assert ranks.network.high > 0
@@ -272,7 +273,7 @@ def test_a_run_that_needs_checkpoints_is_forecast_with_them():
     assert plan([*SMALL, "model=mlp"], (), "h100").run.saving.active is False
     planned = plan([*SMALL, "model=mlp", "ema=post_hoc"], (), "h100")
     assert planned.run.saving.active
-    assert examine.examine(subject("model=mlp", "ema=post_hoc"), 0.0).memory.peak.value > 0
+    assert forecast.examine(subject("model=mlp", "ema=post_hoc"), 0.0).memory.peak.value > 0
     with pytest.raises(UserError, match=r"^ema.wider=0.01 is not above ema.width=0.05"):
         plan([*SMALL, "model=mlp", "ema=post_hoc", "ema.wider=0.01"], (), "h100")
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
-from drivetrain.measure.forecast import examine, forecast
+from drivetrain.measure.forecast import forecast
 from drivetrain.measure.forecast.forecast import Answer
 from drivetrain.measure.forecast.plan import plan
 from tests.support import slow
@@ -62,7 +62,7 @@ def matrices(config: dict[str, Any]) -> list[tuple[int, int]]:
 def test_lora_on_a_7b_by_hand(layers, tmp_path):
     """From a config file alone, and in less memory than its weights take: parameters, state and operations as by hand."""
     lora = ["adapter=lora", f"adapter.rank={RANK}", "precision=bf16_pure"]
-    made = examine.Subject.build(plan([*words(folder(tmp_path, layers)), *lora], (), "h100"))
+    made = forecast.Subject.build(plan([*words(folder(tmp_path, layers)), *lora], (), "h100"))
     with made.on_exit:
         record = made.record(1, 1)
     sides, width, ends = matrices(LLAMA_7B), 4096, TOKENS * 4096
@@ -89,12 +89,12 @@ def small(tmp_path: Path) -> list[str]:
 def test_a_record_of_shapes_is_that_of_weights_with_values_and_the_peak_that_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
     given = small(tmp_path)
-    shapes = examine.Subject.build(plan(given, (), "h100"))
+    shapes = forecast.Subject.build(plan(given, (), "h100"))
     with shapes.on_exit:
         without = shapes.record(4, 1)
     assert all(isinstance(p, FakeTensor) for p in shapes.trainer.model.parameters())
     monkeypatch.setattr(type(shapes.plan), "times_layers", True)
-    values = examine.Subject.build(plan(given, (), "h100"))
+    values = forecast.Subject.build(plan(given, (), "h100"))
     with values.on_exit:
         having = values.record(4, 1)
     assert not any(isinstance(p, FakeTensor) for p in values.trainer.model.parameters())
@@ -104,15 +104,15 @@ def test_a_record_of_shapes_is_that_of_weights_with_values_and_the_peak_that_was
 
 
 def test_what_makes_a_run_fit_is_found_first_and_named(tmp_path, monkeypatch):
-    made = examine.Subject.build(plan(small(tmp_path), (), "h100"))
+    made = forecast.Subject.build(plan(small(tmp_path), (), "h100"))
     with made.on_exit:
-        base = examine.examine(made, 0.0)
+        base = forecast.examine(made, 0.0)
         low = forecast._row(forecast.RECOMPUTED, base, made).peak_bytes
         limit = math.sqrt(base.memory.peak.value * low)
-        monkeypatch.setattr(examine, "_limit", lambda _: limit / examine.FILLED)
-        base = examine.examine(made, 0.0)
+        monkeypatch.setattr(forecast, "_limit", lambda _: limit / forecast.FILLED)
+        base = forecast.examine(made, 0.0)
         rows = forecast.table(base, made, 0.0)
     assert not base.fits
     assert (rows[0].override, rows[0].fits) == (forecast.RECOMPUTED, True)
     assert all("the time was up" in row.why_not for row in rows[1:])
-    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet(Answer(base, rows, [])).page()
+    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet([Answer(base, rows, [])]).page()

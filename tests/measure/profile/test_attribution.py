@@ -374,7 +374,7 @@ class MicroBatch:
 
 
 def test_a_profile_of_updates_has_the_time_in_operations_and_between_them():
-    found = utilization.time_shares(Trainer(), iter([MicroBatch()] * 99))
+    found = utilization.time_shares(Trainer(), step.TrackedStream(iter([MicroBatch()] * 99)))
     assert list(found) == ["in operations", "between operations (Python, dispatch)"]
     assert all(share > 0 for share in found.values())
 
@@ -414,11 +414,11 @@ def test_waiting_for_ranks(lost, told):
 @pytest.mark.parametrize(("seconds", "every", "told"), [(1.0, None, []), (1.2, None, [0.107]), (0.2, 25, []), (0.3, 25, [0.130])])
 def test_saving(seconds, every, told):
     """One save at the end of an epoch, and one every so many updates."""
-    assert shares(doctor._saving(profile(saving_s=seconds), every)) == told
+    assert shares(doctor._now_and_then(profile(saving_s=seconds), every, 1)) == told
 
 
 def test_the_remedies_of_saving_are_named():
-    (at_ends,), (often,) = (list(doctor._saving(profile(saving_s=2.0), every)) for every in (None, 25))
+    (at_ends,), (often,) = (list(doctor._now_and_then(profile(saving_s=2.0), every, 1)) for every in (None, 25))
     assert at_ends.overrides == ("saving.asynchronous=true",)
     assert at_ends.evidence.startswith("1 checkpoint an epoch")
     assert often.overrides == ("saving.every_updates=null saving.every_minutes=10", "saving.asynchronous=true")
@@ -426,7 +426,7 @@ def test_the_remedies_of_saving_are_named():
 
 @pytest.mark.parametrize(("seconds", "every", "told"), [(2.4, 1, []), (2.6, 1, [0.206]), (4.8, 2, []), (5.2, 2, [0.206])])
 def test_evaluation(seconds, every, told):
-    assert shares(doctor._evaluation(profile(evaluation_s=seconds), every)) == told
+    assert shares(doctor._now_and_then(profile(evaluation_s=seconds), None, every)) == told
 
 
 def told(*lines: Line, device: str = "cpu") -> list[tuple[str, float]]:
@@ -513,10 +513,10 @@ def test_the_interval_is_that_of_the_looks_and_several_lines_have_one_together()
 
 
 def test_saving_and_evaluating_are_no_cost_of_a_run_of_seconds():
-    assert list(doctor._saving(profile(saving_s=2.0, run_updates=400), None)) == []
-    assert len(list(doctor._saving(profile(saving_s=2.0, run_updates=600), None))) == 1
-    assert list(doctor._evaluation(profile(evaluation_s=4.0, run_updates=200), 1)) == []
-    assert len(list(doctor._evaluation(profile(evaluation_s=4.0, run_updates=300), 1))) == 1
+    assert list(doctor._now_and_then(profile(saving_s=2.0, run_updates=400), None, 1)) == []
+    assert len(list(doctor._now_and_then(profile(saving_s=2.0, run_updates=600), None, 1))) == 1
+    assert list(doctor._now_and_then(profile(evaluation_s=4.0, run_updates=200), None, 1)) == []
+    assert len(list(doctor._now_and_then(profile(evaluation_s=4.0, run_updates=300), None, 1))) == 1
 
 
 def test_the_shares_of_each_table_add_up_and_own_lines_stand_there_with_their_interval():

@@ -1,4 +1,4 @@
-"""`drivetrain forecast`: peak memory, time and limits of a run, before it is started."""
+"""`drivetrain forecast`: peak memory, time and limits of a run before it is started, in the process that may build it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,29 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
+from drivetrain.core import trees
 from drivetrain.core.blocks import blocks_for
+from drivetrain.core.context import NO_RUN_DIR, BuildContext
+from drivetrain.core.device import memory_of_process
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Positive
-from drivetrain.engine import child
+from drivetrain.core.typed import JsonObject
+from drivetrain.core.world import World
+from drivetrain.engine import build, child
+from drivetrain.engine.rehearsal import fake_step
+from drivetrain.engine.rehearsal.fake_step import autocast_of
+from drivetrain.engine.rehearsal.recorder import Fakes
+from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import variants
 from drivetrain.measure.changes import apply, groups_of
-from drivetrain.measure.forecast.examine import Forecast, Subject, examine
-from drivetrain.measure.forecast.plan import Plan, plan
-from drivetrain.measure.forecast.replay import FORECAST_ONLY, HERE, NAMES, Figure, known
+from drivetrain.measure.forecast import replay
+from drivetrain.measure.forecast.plan import Memory, Plan, peak_memory, plan, sent_bytes
+from drivetrain.measure.forecast.replay import FORECAST_ONLY, HERE, NAMES, Device, Figure, known, this_device
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -26,7 +36,244 @@ from drivetrain.ui.sheet import Section, Sheet, Table, facts, under, words
 from drivetrain.ui.terminal import duration
 
 if TYPE_CHECKING:
+    import torch
+
     from drivetrain.engine.trainer import Trainer
+
+FILLED = 0.97  # of a device's memory that a run may fill
+NOTHING = Figure.exactly(0.0)
+PROCESS = 0.95, 1.2  # of what the process of a run holds when it is built, which grows with what it loads later
+HEAP = Figure(0.4, 0.0, 0.8)  # of the tensors' peak: what a process keeps of freed memory, between tensors that live
+DATA, NETWORK = "data", "network"
+UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, ArithmeticError, LookupError)
+
+
+def of_process(tensors: Figure, beside: Figure) -> Figure:
+    """The peak of a CPU's process by that of its tensors and what it holds `beside` them; that of the tensors where it is 0."""
+    return tensors + beside + HEAP.times(tensors.value) if beside.value else tensors
+
+
+@dataclass
+class Forecast:
+    """The forecast of a run. Seconds and bytes are those of one rank."""
+
+    device: str
+    source: str
+    ranks: int
+    micro_batch: int
+    micro_batches: int
+    memory: Memory
+    memory_limit: float
+    flops: float  # of an update
+    moved_bytes: float  # read and written by an update's operations
+    operations: int  # of an update
+    compute: Figure  # seconds of an update's operations
+    reading: Figure  # seconds that an update waits for data
+    network: Figure  # seconds that it waits for other ranks
+    shares: dict[str, float]  # of the time of an update, by what limits it
+    updates: int
+    first_updates: float  # the updates, those that are larger than the first counted as many times as they are larger
+    evaluation: Figure  # seconds of all evaluations
+    samples: int  # of an update, over all ranks
+    sample_bytes: float
+    timed_share: float  # of the operations' work, that was timed here; the rest is the roofline's
+    beside: Figure  # bytes of the process beside its tensors, on a CPU: Python, torch, the data
+    largest: Figure | None = None  # micro-batch that fits
+
+    @property
+    def step(self) -> Figure:
+        """Seconds of an update."""
+        return self.compute + self.reading + self.network
+
+    @property
+    def whole(self) -> Figure:
+        """Seconds of the whole run, without start, compiling and saving."""
+        return self.step.times(self.first_updates) + self.evaluation
+
+    @property
+    def limit(self) -> str:
+        """The part that takes most of an update's time."""
+        return max(self.shares, key=lambda name: self.shares[name])
+
+    @property
+    def fits(self) -> bool:
+        """True if the likely peak fits."""
+        return self.peak.value <= FILLED * self.memory_limit
+
+    @property
+    def peak(self) -> Figure:
+        """The peak that the run will print: that of the device's allocator, on a CPU that of the whole process."""
+        return of_process(self.memory.peak, self.beside)
+
+
+@dataclass
+class Subject:
+    """A plan's trainer as it was built here, with what is known of the device."""
+
+    plan: Plan
+    trainer: Trainer
+    device: Device
+    rehearsal: fake_step.Rehearsal
+    here: bool
+    timed: dict[str, replay.Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
+    records: dict[tuple[int, int, int], fake_step.StepRecord] = field(default_factory=dict)  # and how many are recomputed
+    blocks: list[torch.nn.Module] = field(default_factory=list)  # of which checkpointing.memory_gb recomputes some
+    recomputed: int = 0  # of the blocks, the first ones
+    beside: Figure = NOTHING  # of memory: what the process of this machine's CPU holds beside its tensors
+    on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what building changed for the whole process
+
+    @classmethod
+    def build(cls, plan: Plan, trainer: Trainer | None = None) -> Subject:
+        """Build the plan's run in this process, unless it is given. Raises UserError."""
+        on_exit = ExitStack()
+        if trainer is None:
+            run = plan.look()
+            fakes = None if plan.times_layers else Fakes().as_parameters()
+            context = BuildContext(run, World(), NO_RUN_DIR, on_exit=on_exit, without_values=fakes)
+            trainer = build.build(context, [])
+        here, beside = plan.device == HERE, NOTHING
+        if here and trainer.device.type == "cpu":
+            tensors = {id(t): t.nbytes for kind in fake_step.resident(trainer).values() for t in kind}
+            beside = Figure.within(max(0.0, memory_of_process() - sum(tensors.values())), *PROCESS)
+        dtype = plan.run.precision.dtype
+        device = this_device(trainer.device, (dtype,) if dtype else ()) if here else known(plan.device)
+        return cls(
+            plan,
+            trainer,
+            device,
+            fake_step.Rehearsal(trainer, fake_step.one_sample(trainer)),
+            here,
+            beside=beside,
+            on_exit=on_exit,
+        )
+
+    def record(self, size: int, micro_batches: int) -> fake_step.StepRecord:
+        """The record of updates of micro-batches of this size. Raises UserError where the step needs values."""
+        key = size, micro_batches, self.recomputed
+        if key not in self.records:
+            with recomputed(self.blocks[: self.recomputed]):
+                self.records[key] = self._recorded(size, micro_batches)
+        return self.records[key]
+
+    def choose_recomputed(self, size: int, micro_batches: int) -> None:
+        """Recompute as many blocks as the run would by checkpointing.memory_gb. Raises UserError where that is too little."""
+        option = self.plan.run.checkpointing
+        if option.memory_gb is None:
+            return
+        self.blocks = blocks_for(self.plan.run.named("checkpointing"), "checkpointing.block", self.trainer.model, option.block)
+
+        def peak(count: int) -> float:
+            self.recomputed = count
+            return peak_bytes(self.record(size, micro_batches))
+
+        self.recomputed, nbytes = fewest(peak, len(self.blocks), option.memory_gb * 2**30)
+        found = {"blocks": len(self.blocks), "recomputed": self.recomputed, "bytes": nbytes}
+        if nbytes > option.memory_gb * 2**30:
+            raise UserError(option.too_little(found, size))
+
+    def _recorded(self, size: int, micro_batches: int) -> fake_step.StepRecord:
+        try:
+            with autocast_of("cpu" if self.here else "cuda"):
+                return self.rehearsal.record(size, micro_batches)
+        except UNREADABLE as error:
+            why = str(error).strip().splitlines() or [""]
+            raise UserError(
+                f"the step cannot be recorded without values ({type(error).__name__}: {why[0][:200]}): a model or a loss reads "
+                "its tensors on the host, or makes shapes of their values; `drivetrain doctor` measures such a run"
+            ) from None
+
+    def memory(self, record: fake_step.StepRecord, at_most: float, measured: bool) -> Memory:
+        """The peak of a record."""
+        return peak_memory(record.peak, at_most, measured, self.plan.ranks(self.trainer.model), self.device)
+
+
+def examine(subject: Subject, budget_s: float, until: float | None = None) -> Forecast:
+    """Forecast a plan in which `budget_s` seconds are for timing operations; with `until`, also the largest micro-batch."""
+    plan, trainer, sample = subject.plan, subject.trainer, subject.rehearsal.sample
+    size, micro_batches = plan.micro_batch(), plan.micro_batches()
+    reading = 0.0
+    if subject.here:
+        read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
+        reading = replay.reading_seconds(trainer, trainer.device) * size / read
+    subject.choose_recomputed(size, micro_batches)
+    record = subject.record(size, micro_batches)
+    rows = replay.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)
+    at_most = max((row.at_most for row in rows), default=0)
+    ranks = plan.ranks(trainer.model)
+    memory = subject.memory(record, at_most, subject.here)
+    took = replay.step_time(rows, subject.device, bool(getattr(plan.run.precision, "matmul", "")), plan.compiled())
+    weights = float(record.peak.get(fake_step.PARAMETERS, 0))
+    nbytes = sent_bytes(weights, ranks, micro_batches)
+    network = replay.network_seconds(nbytes, subject.device, took.backward_s) if nbytes else Figure.exactly(0.0)
+    waits = Figure.within(reading * micro_batches, 0.7, 1.5)
+    step = took.seconds + waits + network
+    shares = {limit: share * took.seconds.value / step.value for limit, share in took.shares.items()}
+    shares |= {DATA: waits.value / step.value, NETWORK: network.value / step.value}
+    evaluated = trainer.evaluator.samples() * (trainer.epochs // trainer.evaluate_every or 1)
+    forward = took.forward_s / (size * micro_batches) * evaluated
+    found = Forecast(
+        plan.device, subject.device.source, ranks.count, size, micro_batches, memory, _limit(subject),
+        sum(row.flops * row.times for row in rows), sum(row.nbytes * row.times for row in rows), sum(row.times for row in rows),
+        took.seconds, waits, network, shares, trainer.max_updates, _first_updates(trainer),
+        Figure.within(forward, 0.6, 1.6), plan.run.batch.size(0), trees.nbytes(sample.x) / trees.length(sample.x),
+        replay.timed_share(rows, subject.device), subject.beside,
+    )  # fmt: skip
+    if until is not None and not plan.run.batch.buckets_lengths:
+        found.largest = _largest(subject, record, at_most, until)
+    return found
+
+
+def _first_updates(trainer: Trainer) -> float:
+    """The number of a run's updates. Where its batch grows, one that is four times as large as the first counts as four."""
+    batch, left, found = trainer.batch, trainer.max_updates, 0.0
+    if not batch.grow_every:
+        return float(left)
+    for stretch in batch.stretches(trainer.epochs):
+        updates = min(left, len(stretch) * batch.updates(trainer.batch.order.length, stretch.start, trainer.drop_last))
+        left, found = left - updates, found + updates * batch.size(stretch.start) / batch.size(0)
+    return found
+
+
+def _limit(subject: Subject) -> float:
+    """The memory that a rank may use."""
+    given = getattr(subject.plan.run.batch, "memory_gb", None)
+    return given * 2**30 if given else subject.device.memory
+
+
+def _largest(subject: Subject, record: fake_step.StepRecord, at_most: float, until: float) -> Figure | None:
+    """The largest micro-batch whose peak fits, by the likely, the highest and the lowest forecast; None if none fits.
+
+    Memory grows with the micro-batch by a line, which two sizes give; a third record corrects it.
+    """
+    first = record.micro_batch
+    beside = max(0.0, at_most - sum(record.peak.values())) / first  # kernels' own buffers grow with the micro-batch
+
+    def peak_at(made: fake_step.StepRecord, at_most: float) -> Figure:
+        return of_process(subject.memory(made, at_most, subject.here).peak, subject.beside)
+
+    def peaks(size: int) -> Figure:
+        made = subject.record(size, subject.plan.micro_batches())
+        return peak_at(made, sum(made.peak.values()) + beside * size)
+
+    limit = FILLED * _limit(subject)
+    low = (first, peak_at(record, at_most))
+    other = max(2, first // 2) if first > 3 else 2 * first
+    at = [low, (other, peaks(other))]
+    for _ in range(2):
+        sizes = Figure(*(_crossing(at, which, limit) for which in (0, 2, 1)))
+        middle = min(int(sizes.value), 2**24)
+        if time.perf_counter() > until or middle < 2 or middle in (size for size, _ in at):
+            break
+        at = [at[-1], (middle, peaks(middle))]
+    return sizes if sizes.value >= 1 else None
+
+
+def _crossing(at: list[tuple[int, Figure]], which: int, limit: float) -> float:
+    """The size at which a line through two peaks meets the limit."""
+    (n1, p1), (n2, p2) = at[-2:]
+    slope = (p2[which] - p1[which]) / (n2 - n1)
+    return max(0.0, float(int(n1 + (limit - p1[which]) / slope))) if slope > 0 else 2.0**24
+
 
 GAIN = 1.1  # that counts as help: timings of the same operations differ by some per cent
 ROW_S = 1.0  # of timing operations that are new in a row
@@ -137,11 +384,15 @@ def best(rows: list[Row]) -> tuple[Row | None, Row | None]:
 MIB, GIB = 2**20, 2**30
 
 
-def as_dict(answer: Any) -> dict[str, Any]:
+def as_dict(answers: Sequence[Answer]) -> JsonObject:
     """The forecast as plain values. A figure is [value, low, high]; seconds, bytes and samples."""
-    if hasattr(answer, "stages"):
-        stages = [{"stage": each.title, "share": each.share, **as_dict(each.answer)} for each in answer.stages]
-        return {"fits": answer.fits, "run_s": answer.whole, "stages": stages}
+    if not answers[0].stage:
+        return _values(answers[0])
+    stages = [{"stage": each.stage, "share": each.share, **_values(each)} for each in answers]
+    return {"fits": fits(answers), "run_s": whole(answers), "stages": stages}
+
+
+def _values(answer: Answer) -> JsonObject:
     found = answer.forecast
     return {
         "device": found.device,
@@ -174,53 +425,46 @@ def as_dict(answer: Any) -> dict[str, Any]:
     }
 
 
-def sheet(answer: Any) -> Sheet:
+def sheet(answers: Sequence[Answer]) -> Sheet:
     """The forecast: whether the run fits and how long it takes, memory, time, and what one more override would change."""
-    title = "Memory and time before the start – drivetrain forecast"
-    if hasattr(answer, "stages"):
-        return Sheet(title, _conclusion(_largest(answer), answer.whole), _staged(answer))
+    most = max((each.forecast for each in answers), key=lambda found: found.peak.high)  # memory
+    device = "this machine" if most.device == HERE else most.device
+    memory = f"{_figure(most.peak, size)} of {size(most.memory_limit)} on {device}"
+    takes = f"its peak memory is {memory}; it takes {_figure(whole(answers), run_time)}"
+    body = _staged(answers) if answers[0].stage else _alone(answers[0])
+    conclusion = f"The run {'fits' if most.fits else 'does NOT fit'}: {takes}"
+    return Sheet("Memory and time before the start – drivetrain forecast", conclusion, [*body, *_notes(answers)])
+
+
+def _alone(answer: Answer) -> list[Section]:
+    """A run with one config: its facts, its memory and what one more override would change."""
     found = answer.forecast
-    whole = sum(found.memory.parts.values()) or 1
-    rows = [(kind, size(nbytes), f"{100 * nbytes / whole:.0f} %") for kind, nbytes in found.memory.parts.items()]
+    every = sum(found.memory.parts.values()) or 1
+    rows = [(kind, size(nbytes), f"{100 * nbytes / every:.0f} %") for kind, nbytes in found.memory.parts.items()]
     parts = Table(("memory", "size", "share"), rows, "Memory", bars={"size": list(found.memory.parts.values())})
     body: list[Section] = [words(*_title(found)), facts(list(_facts(found)), "Forecast"), *under("What takes the memory", parts)]
-    return Sheet(title, _conclusion(found, found.whole), [*body, *_what_if(answer.rows, found.fits), *_notes([answer])])
+    return [*body, *_what_if(answer.rows, found.fits)]
 
 
-def _conclusion(found: Any, whole: Figure) -> str:
-    fits = "The run fits" if found.fits else "The run does NOT fit"
-    device = "this machine" if found.device == HERE else found.device
-    memory = f"{_figure(found.peak, size)} of {size(found.memory_limit)} on {device}"
-    return f"{fits}: its peak memory is {memory}; it takes {_figure(whole, run_time)}"
-
-
-def _largest(answer: Any) -> Any:
-    """The forecast of the stage that needs the most memory."""
-    return max((stage.answer.forecast for stage in answer.stages), key=lambda each: each.peak.high)
-
-
-def _staged(answer: Any) -> list[Section]:
+def _staged(answers: Sequence[Answer]) -> list[Section]:
     """A run with stages: what each stage is forecast to be."""
     rows = []
-    for number, stage in enumerate(answer.stages):
-        found = stage.answer.forecast
-        share = f"stage {number + 1} of {len(answer.stages)}, {100 * stage.share:.0f} % of the updates: {stage.title}"
+    for number, each in enumerate(answers, 1):
+        found = each.forecast
+        share = f"stage {number} of {len(answers)}, {100 * each.share:.0f} % of the updates: {each.stage}"
         memory = f"{_figure(found.peak, size)}: {'fits' if found.fits else 'does NOT fit'}"
         rows.append([share, memory, _figure(found.step, seconds), f"{found.samples / found.step.value:,.0f}", found.limit])
-    return [
-        Table(("stage", "peak memory", "an update", "samples/s", "limited by"), rows, "Stages"),
-        *_notes([stage.answer for stage in answer.stages]),
-    ]
+    return [Table(("stage", "peak memory", "an update", "samples/s", "limited by"), rows, "Stages")]
 
 
-def _title(found: Any) -> Iterator[str]:
+def _title(found: Forecast) -> Iterator[str]:
     ranks = f"{found.ranks} × " if found.ranks > 1 else ""
     split = f" in {found.micro_batches} micro-batches" if found.micro_batches > 1 else ""
     yield f"forecast for {ranks}{found.device} ({found.source})"
     yield f"an update has {found.samples:,} samples: {math.ceil(found.samples / found.ranks):,} on each rank{split}"
 
 
-def _facts(found: Any) -> Iterator[tuple[str, str]]:
+def _facts(found: Forecast) -> Iterator[tuple[str, str]]:
     step, pace = found.step, found.samples / found.step.value
     counted = ", of the process, as the run prints it" if found.beside.value else ""
     yield "peak memory", f"{_figure(found.peak, size)} of {size(found.memory_limit)}{counted}"
@@ -243,7 +487,7 @@ def _facts(found: Any) -> Iterator[tuple[str, str]]:
     yield "whole run", f"{_figure(found.whole, run_time)} for {found.updates:,} updates and the evaluations"
 
 
-def _what_if(rows: list[Any], fits: bool) -> list[Section]:
+def _what_if(rows: list[Row], fits: bool) -> list[Section]:
     if not rows:
         return []
     cells = [
@@ -259,7 +503,7 @@ def _what_if(rows: list[Any], fits: bool) -> list[Section]:
     return [*under("One override more", table), words(*lines)]
 
 
-def _notes(answers: Sequence[Any]) -> list[Section]:
+def _notes(answers: Sequence[Answer]) -> list[Section]:
     found = dict.fromkeys(note for answer in answers for note in answer.notes)
     if any(FORECAST_ONLY in answer.forecast.source for answer in answers):
         found["no step of this device was measured: the intervals are those of efficiencies that are usual in training"] = None
@@ -304,42 +548,23 @@ class Settings:
 
 @dataclass
 class Answer:
-    """The findings of the process that built the run; plain values, since they travel."""
+    """The findings of the process that built the run, or a stage as if the whole run were like it; plain values: they travel."""
 
     forecast: Forecast
     rows: list[Row]  # of what if
     notes: list[str]
-
-    @property
-    def fits(self) -> bool:
-        """True if the run fits the device's memory."""
-        return bool(self.forecast.fits)
+    stage: str = ""  # its title
+    share: float = 1.0  # of the run's updates
 
 
-@dataclass
-class StageAnswer:
-    """A stage of a run, forecast as if the whole run were like it."""
-
-    title: str
-    share: float  # of the run's updates
-    answer: Answer
+def fits(answers: Sequence[Answer]) -> bool:
+    """True if the run, or each of its stages, fits the device's memory."""
+    return all(each.forecast.fits for each in answers)
 
 
-@dataclass
-class StagedAnswer:
-    """The findings for a run with stages."""
-
-    stages: list[StageAnswer]
-
-    @property
-    def fits(self) -> bool:
-        """True if each stage fits the device's memory."""
-        return all(stage.answer.fits for stage in self.stages)
-
-    @property
-    def whole(self) -> Figure:
-        """The seconds of the run: of each stage its share."""
-        return sum((stage.answer.forecast.whole.times(stage.share) for stage in self.stages), Figure.exactly(0.0))
+def whole(answers: Sequence[Answer]) -> Figure:
+    """The seconds of the run: of each stage its share."""
+    return sum((each.forecast.whole.times(each.share) for each in answers), NOTHING)
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
@@ -348,14 +573,14 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     variants.refuse_resume("forecast", overrides)
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
-        planned, answer = forecast(overrides, config_dirs, settings)
+        planned, answers = forecast(overrides, config_dirs, settings)
     if as_json:
-        echo(json.dumps(as_dict(answer), indent=2))
-        return DONE if answer.fits else FAILED
-    found, about = sheet(answer), environment.describe(overrides, planned.job.config_hash, {})
-    found.show()
-    verbs.write(verbs.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], about, as_dict(answer))
-    return DONE if answer.fits else FAILED
+        echo(json.dumps(as_dict(answers), indent=2))
+    else:
+        found, about = sheet(answers), environment.describe(overrides, planned.job.config_hash, {})
+        found.show()
+        verbs.write(verbs.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], about, as_dict(answers))
+    return DONE if fits(answers) else FAILED
 
 
 def _quoted(word: str) -> str:
@@ -368,19 +593,19 @@ def _quoted(word: str) -> str:
 
 def forecast(
     overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None
-) -> tuple[Plan, Answer | StagedAnswer]:
-    """Forecast a run, or each of its stages; return what was planned, and the answer. Raises UserError."""
-    settings, began = settings or Settings(), time.perf_counter()
-    if settings.device != "here":
+) -> tuple[Plan, list[Answer]]:
+    """Forecast a run, or each of its stages; return what was planned, and the answers. Raises UserError."""
+    settings, until = settings or Settings(), time.perf_counter()
+    if settings.device != HERE:
         known(settings.device)
     planned = plan(overrides, config_dirs, settings.device)
-    if not planned.run.stages:
-        return planned, _built(planned, settings, began + settings.seconds)
-    alone = planned.stages()
-    settings = replace(settings, seconds=settings.seconds / len(alone), what_if=False)  # what-if is of a run with one config
-    ends = [began + settings.seconds * number for number in range(1, len(alone) + 1)]
-    stages = zip(alone, ends, strict=True)
-    return planned, StagedAnswer([StageAnswer(name, share, _built(each, settings, end)) for (name, share, each), end in stages])
+    stages, answers = planned.stages() or [("", 1.0, planned)], []
+    if planned.run.stages:  # what-if is of a run with one config
+        settings = replace(settings, seconds=settings.seconds / len(stages), what_if=False)
+    for title, share, each in stages:
+        until += settings.seconds
+        answers.append(replace(_built(each, settings, until), stage=title, share=share))
+    return planned, answers
 
 
 def _built(planned: Plan, settings: Settings, until: float) -> Answer:
@@ -392,26 +617,17 @@ def _built(planned: Plan, settings: Settings, until: float) -> Answer:
     return child.ask(planned.look(), question, "the run cannot be forecast", values=planned.times_layers)
 
 
-def _split(subject: Any, found: Any, settings: Settings, until: float) -> tuple[Any, Any]:
-    """The run and its forecast with as many micro-batches as it takes to fit; as they are where no micro-batch does.
-
-    Gradients that wait for the next micro-batch take memory too, so that the largest one becomes smaller with the first split.
-    """
-    for _ in range(SPLITS):
-        if found.fits or found.largest is None:
-            break
-        subject = replace(subject, plan=subject.plan.split(found.largest.value))
-        found = examine(subject, LOOK_SHARE * settings.seconds, until)
-    return subject, found
-
-
 def answer(planned: Plan, trainer: Trainer, settings: Settings, until: float | None = None) -> Answer:
     """Forecast a plan whose trainer is built, in this process; by `until` of time.perf_counter() it should be done."""
     until = until or time.perf_counter() + settings.seconds
     subject = Subject.build(planned, trainer)
     found = examine(subject, LOOK_SHARE * settings.seconds, until)
-    if planned.finds_split:
-        subject, found = _split(subject, found, settings, until)
+    for _ in range(SPLITS if planned.finds_split else 0):
+        # As many micro-batches as it takes to fit. Gradients that wait for the next one take memory too, so that the largest
+        # micro-batch becomes smaller with the first split.
+        if not found.fits and found.largest is not None:
+            subject = replace(subject, plan=subject.plan.split(found.largest.value))
+            found = examine(subject, LOOK_SHARE * settings.seconds, until)
     rows = table(found, subject, until) if settings.what_if else []
     chosen = [f"checkpointing.memory_gb: {subject.recomputed} of {len(subject.blocks)} blocks are recomputed"]
     return Answer(found, rows, [*planned.notes, *(chosen if subject.blocks else [])])

@@ -64,8 +64,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     """Yield the problems of a profile. `job` is the profiled one: of a distributed run, one rank by itself."""
     yield from _data(profile, job)
     yield from _ranks(profile, job, ranks)
-    yield from _saving(profile, getattr(job.run.saving, "every_updates", None))
-    yield from _evaluation(profile, job.run.values["evaluate_every"])
+    yield from _now_and_then(profile, getattr(job.run.saving, "every_updates", None), job.run.values["evaluate_every"])
     own = [*_own_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
@@ -121,34 +120,20 @@ def _ranks(profile: StepProfile, job: Job, ranks: int) -> Iterator[Problem]:
         )
 
 
-def _epoch_s(profile: StepProfile) -> float:
-    return profile.updates * profile.step_ms / 1e3
-
-
-def _saving(profile: StepProfile, every_updates: int | None) -> Iterator[Problem]:
-    if profile.saving_s is None:
-        return
-    epoch_s = _epoch_s(profile)
-    saves = 1 + (profile.updates // every_updates if every_updates else 0)  # one at the epoch's end
-    share = saves * profile.saving_s / (saves * profile.saving_s + epoch_s)
-    if share > MIN_SAVING and saves * profile.saving_s * _epochs(profile) > MIN_RUN_S:
+def _now_and_then(profile: StepProfile, save_every: int | None, evaluate_every: int) -> Iterator[Problem]:
+    """The problems of what is no part of an update: saving, after so many updates and each epoch, and evaluating."""
+    epoch_s, epochs = profile.updates * profile.step_ms / 1e3, profile.run_updates / max(1, profile.updates)
+    saves = 1 + (profile.updates // save_every if save_every else 0)
+    saving_s, evaluation_s = saves * (profile.saving_s or 0.0), profile.evaluation_s / evaluate_every  # of an epoch
+    if (share := saving_s / (saving_s + epoch_s)) > MIN_SAVING and saving_s * epochs > MIN_RUN_S:
         yield Problem(
             share,
             "saving",
             f"saving takes {share:.0%} of the time",
-            f"{saves} checkpoint{'s' * (saves != 1)} an epoch of {epoch_s:.1f} s, {1e3 * profile.saving_s:.0f} ms each",
-            (*(("saving.every_updates=null saving.every_minutes=10",) if every_updates else ()), "saving.asynchronous=true"),
+            f"{saves} checkpoint{'s' * (saves != 1)} an epoch of {epoch_s:.1f} s, {1e3 * saving_s / saves:.0f} ms each",
+            (*(("saving.every_updates=null saving.every_minutes=10",) if save_every else ()), "saving.asynchronous=true"),
         )
-
-
-def _epochs(profile: StepProfile) -> float:
-    return profile.run_updates / max(1, profile.updates)
-
-
-def _evaluation(profile: StepProfile, evaluate_every: int) -> Iterator[Problem]:
-    epoch_s, evaluation_s = _epoch_s(profile), profile.evaluation_s / evaluate_every
-    share = evaluation_s / (evaluation_s + epoch_s)
-    if share > MIN_WAIT and evaluation_s * _epochs(profile) > MIN_RUN_S:
+    if (share := evaluation_s / (evaluation_s + epoch_s)) > MIN_WAIT and evaluation_s * epochs > MIN_RUN_S:
         yield Problem(
             share,
             "evaluation",
@@ -286,16 +271,6 @@ def _largest(profile: StepProfile) -> str:
     return f"of your own lines most: {line.place}: `{line.text}`: {_of_step(line)}"
 
 
-def roofline_text(profile: StepProfile) -> str:
-    """The text on how near the step comes to the device's limits."""
-    flops, bandwidth, step = profile.roofline
-    text = f"this device: {flops / 1e12:.2f} TFLOP/s of matrix products, {bandwidth / 1e9:.0f} GB/s of copying"
-    if step:
-        rate = step / (profile.step_ms / 1e3)
-        text += f"; the step: {step / 1e9:.2f} GFLOP, {rate / 1e12:.3f} TFLOP/s, {rate / flops:.0%} of it"
-    return text
-
-
 SHARE = "of the update"
 
 
@@ -329,7 +304,12 @@ def verdicts(found: Diagnosis) -> Part:
 def profiled(found: Diagnosis) -> list[Section]:
     """The parts of an update's time: its phases, and the lines of the user's code; and what is beside the updates."""
     profile = found.profile
-    notes = [*found.notes, roofline_text(profile)]
+    flops, bandwidth, work = profile.roofline
+    limits = f"this device: {flops / 1e12:.2f} TFLOP/s of matrix products, {bandwidth / 1e9:.0f} GB/s of copying"
+    if work:
+        rate = work / (profile.step_ms / 1e3)
+        limits += f"; the step: {work / 1e9:.2f} GFLOP, {rate / 1e12:.3f} TFLOP/s, {rate / flops:.0%} of it"
+    notes = [*found.notes, limits]
     if profile.queued > BUSY:
         fewer = ", or set runtime.threads=auto" if profile.threads is not None and profile.threads.number > 1 else ""
         notes.insert(

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -167,7 +168,7 @@ class Sampler:
         spent = _Instants(clock, lambda frame: (self.phase(), find(frame, self.root)))
         looks: defaultdict[tuple[str, Found], Counter[Found]] = defaultdict(Counter)
         with ExitStack() as watchers:
-            watchers.enter_context(_interrupted(spent) if _can_interrupt() else _looked_at(spent.count))
+            watchers.enter_context(_interrupted(spent))
             if self.helpers:
                 thread = threading.get_ident()
                 watchers.enter_context(_looked_at(lambda frame: self._look(frame, thread, looks)))
@@ -212,10 +213,6 @@ class _Instants:
         self._before = self._clock()
         self._counting += self._before.wall - now.wall
         return max(1e-6, self._next + self._counting - self._before.wall)
-
-
-def _can_interrupt() -> bool:
-    return hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
@@ -276,21 +273,13 @@ def _looked_at(look: Callable[[FrameType | None], object]) -> Iterator[None]:
 
 def _elsewhere(thread: int) -> Iterator[Found]:
     """Yield what threads do that work for this one: those of the loader, and torch's own of the backward."""
-    pythons = {t.ident for t in threading.enumerate()}
+    pythons, loader = {t.ident for t in threading.enumerate()}, str(process.PACKAGE / "loader")
     for ident, frame in sys._current_frames().items():
-        if ident == thread or (ident in pythons and not _in_loader(frame)):
+        if ident == thread:
             continue
-        if (found := find(frame)).site is not None:
+        works = ident not in pythons or any(f.f_code.co_filename.startswith(loader) for f, _ in traceback.walk_stack(frame))
+        if works and (found := find(frame)).site is not None:
             yield found
-
-
-def _in_loader(frame: FrameType | None) -> bool:
-    folder = str(process.PACKAGE / "loader")
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(folder):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _divided(

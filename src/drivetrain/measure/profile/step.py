@@ -71,7 +71,8 @@ class TrackedStream:
     def __next__(self) -> Any:
         self.phase = "data"
         try:
-            return next(self._stream)
+            with record_function(READING):
+                return next(self._stream)
         finally:
             self.phase = "micro_batch"
 
@@ -111,7 +112,8 @@ def read_update(stream: TrackedStream) -> tuple[Any, int]:
 class Looked:
     """The findings of several looks at updates; milliseconds are those of one update, without those that waited for a core."""
 
-    lines: Attribution
+    lines: list[Line]
+    rest: dict[str, float]  # shares of a step's time that no line of the user's called, by what they are
     operations: int  # in an update
     step_ms: float  # as it is, unwatched
     phases: dict[str, float]  # ms by phase; the device is synchronized after each
@@ -164,7 +166,7 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float, busy: float 
     found.note_host_reads(_host_reads(trainer, stream))
     operations = sum(1 + o.backward_operations for o in recorded if o.phase != "data") // LOOKS
     read_ms = 1e3 * statistics.fmean(phases.read_s) if phases.read_s else None
-    return Looked(found, operations, 1e3 * own / plain, phases.ms, read_ms, max(0.0, 1 - own / wall))
+    return Looked(found.lines, found.rest, operations, 1e3 * own / plain, phases.ms, read_ms, max(0.0, 1 - own / wall))
 
 
 def _own_since(clock: Callable[[], Times], began: Times) -> float:
@@ -211,36 +213,17 @@ def time_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
     On a CPU it is the time in operations, and the time between them, which is Python's and torch's dispatcher's.
     """
     silence_profiler()
-    with profile(activities=_activities(trainer.device)) as profiler:
+    # The host, and the device where the profiler knows its type: CUDA, XPU; not MPS.
+    of_device = getattr(ProfilerActivity, trainer.device.type.upper(), ProfilerActivity.CPU)
+    with profile(activities=[*{ProfilerActivity.CPU, of_device}]) as profiler:
         began = time.perf_counter()
-        marked = _MarkedStream(stream)
         for _ in range(PROFILED):
-            update(trainer, marked)
+            update(trainer, stream)
         with record_function(END):
             synchronize(trainer.device)
         whole_us = 1e6 * (time.perf_counter() - began)
     events = profiler.events() or []
     return _cpu_shares(events, whole_us) if trainer.device.type == "cpu" else _device_shares(events, whole_us)
-
-
-def _activities(device: torch.device) -> list[ProfilerActivity]:
-    """The activities to record: the host, and the device where the profiler knows its type (CUDA, XPU; not MPS)."""
-    known = getattr(ProfilerActivity, device.type.upper(), ProfilerActivity.CPU)
-    return [ProfilerActivity.CPU] if known is ProfilerActivity.CPU else [ProfilerActivity.CPU, known]
-
-
-class _MarkedStream:
-    """The stream; its reads appear in the profile as READING."""
-
-    def __init__(self, stream: TrackedStream) -> None:
-        self._stream = stream
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        with record_function(READING):
-            return next(self._stream)
 
 
 def _cpu_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
@@ -331,24 +314,17 @@ class Roofline(NamedTuple):
     step_flops: float  # of forward and backward; 0 where torch cannot count them
 
 
-@dataclass
-class StepProfile:
-    """The parts of a step's time; milliseconds are those of one update."""
+@dataclass(kw_only=True)
+class StepProfile(Looked):
+    """The parts of a step's time, and what it is measured by."""
 
-    step_ms: float
-    phases: dict[str, float]  # ms by phase
-    lines: list[Line]
-    rest: dict[str, float]  # shares of a step's time that no line of the user's called, by what they are
     evaluation_s: float
     saving_s: float | None  # of one checkpoint; None where the run saves none
-    operations: int  # in an update
     updates: int  # in an epoch
     run_updates: int  # in the whole run
-    queued: float  # the share of the time in which the step waited for a core that other programs had
     larger_batch: float | None  # samples a second with four times the micro-batch, relative to one
     roofline: Roofline
     micro_batch: int
-    read_ms: float | None  # of reading one micro-batch
     device: str
     utilization: dict[str, float]  # shares of an update's time
     threads: Threads | None  # of a CPU
@@ -366,30 +342,21 @@ def profile_step(trainer: Trainer, profile_s: float) -> StepProfile:
     for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
     shares = time_shares(trainer, stream)
-    looked = look(trainer, stream, profile_s, 1 - shares.get(IDLE, 1.0))
-    attribution = looked.lines
-    if attribution.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in attribution.lines):
-        attribution = attribution.with_reading(reading_lines(trainer, profile_s))
+    found = look(trainer, stream, profile_s, 1 - shares.get(IDLE, 1.0))
+    if found.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in found.lines):
+        read = Attribution(found.lines, found.rest).with_reading(reading_lines(trainer, profile_s))
+        found.lines, found.rest = read.lines, read.rest
     used = measure_threads(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
     micro, micro_batches = read_update(stream)
-    limits = _roofline(trainer, micro_batches * trees.length(micro.x))
-    larger_batch = _larger_batch(trainer, micro, profile_s)
-    evaluation_s, saving_s = _evaluation_s(trainer), _saving_s(trainer)
     return StepProfile(
-        looked.step_ms,
-        looked.phases,
-        attribution.lines,
-        attribution.rest,
-        evaluation_s,
-        saving_s,
-        looked.operations,
+        **vars(found),
+        larger_batch=_larger_batch(trainer, micro, profile_s),
+        evaluation_s=_evaluation_s(trainer),
+        saving_s=_saving_s(trainer),
         updates=trainer.batch.updates(trainer.batch.order.length, 0, trainer.drop_last),
         run_updates=run_updates,
-        queued=looked.queued,
-        larger_batch=larger_batch,
-        roofline=limits,
+        roofline=_roofline(trainer, micro_batches * trees.length(micro.x)),
         micro_batch=trees.length(micro.x),
-        read_ms=looked.read_ms,
         device=trainer.device.type,
         utilization=shares,
         threads=used,
