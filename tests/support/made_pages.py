@@ -140,7 +140,7 @@ def certified() -> str:
     key = (1, "weights", HOSTILE)
     traces = [Trace({key: Entry(np.array([value]), 1e-7, (1,))}, unseen=[HOSTILE]) for value in (1.1, 1.0)]
     verdict = judge.judge(*traces, judge.Floors())
-    return certify.sheet(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)]).page()
+    return certify.sheet(certify.Certified(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)])).page()
 
 
 def data(folder: Path) -> str:
