@@ -93,10 +93,10 @@ def repeat(kind: str, share: float, seed: int, rounds: int) -> dict[str, Any]:
     plant, size = KINDS[kind]
     effect = plant(guilty)
     search = Search(CHANGES, Simulated(lambda chosen: math.log(1 - share) * effect(chosen), draw, rounds))
-    answer = search.run()
-    named = sorted(number for cause in answer.causes for number in cause.changes)
+    search.run()
+    named = sorted(number for cause in search.causes for number in cause)
     return {
-        "guilty": sorted(guilty[:size]), "named": named, "outcome": answer.outcome, "comparisons": search.comparisons,
+        "guilty": sorted(guilty[:size]), "named": named, "outcome": search.outcome, "comparisons": search.comparisons,
         "rounds": sum(found.pairs for found in search.tried.values()),
     }  # fmt: skip
 

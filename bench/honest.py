@@ -31,7 +31,8 @@ from drivetrain.launch.job import Job, prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.measure import changes
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, TrainedRun, Trial, Verdict
+from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, Trial, Verdict
+from drivetrain.measure.benchmark.training import TrainedRun, trained_run
 from drivetrain.run.reader import read
 
 OVERRIDES = (
@@ -169,7 +170,7 @@ def trained(variant: Variant, seed: int) -> TrainedRun:
         result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
         run = read(Path(folder))
     run.result, run.status = result, result.status
-    return quality.trained_run(run, seed)
+    return trained_run(run, seed)
 
 
 @cache

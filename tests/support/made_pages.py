@@ -17,7 +17,7 @@ from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.search import NAMED, Answer, Cause, Measured
+from drivetrain.measure.bisect.search import NAMED, Measured, Search
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
@@ -129,10 +129,9 @@ def bisected() -> bisect.Report:
         frozenset({1}): Measured(None, 6, HOSTILE),
         frozenset({0, 1}): Measured(effect, 6),
     }
-    search: Any = SimpleNamespace(tried=tried, comparisons=3)
-    answer = Answer(NAMED, Measured(effect, 6), [Cause((0,), effect)], Measured(effect, 6))
+    search = Search(2, measurer, tried, NAMED, [(0,)], Measured(effect, 6))
     subsets: Any = SimpleNamespace(numbered=changes, changes=SimpleNamespace(overrides=lambda chosen: []))
-    return bisect.Report("naive", "mine.yaml", subsets, search, answer, measurer, [HOSTILE], 9.0)
+    return bisect.Report("naive", "mine.yaml", subsets, search, measurer, [HOSTILE], 9.0)
 
 
 def certified() -> str:

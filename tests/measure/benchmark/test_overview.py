@@ -9,7 +9,8 @@ import pytest
 
 from drivetrain.measure.benchmark.compare import headline, names, sections, table
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.quality import FIRST, TrainedRun, Verdict, in_words
+from drivetrain.measure.benchmark.quality import FIRST, Verdict, in_words
+from drivetrain.measure.benchmark.training import TrainedRun
 from drivetrain.measure.intervals import Interval
 from drivetrain.ui.sheet import joined
 

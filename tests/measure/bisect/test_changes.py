@@ -1,5 +1,6 @@
 """What `drivetrain bisect` takes as one change, what it refuses, and that all changes together are BAD."""
 
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.bisect import UNKNOWN, Settings, Speed, numbers
-from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Answer, Between, Measured, Search
+from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Measured, Search, Unresolved
 from drivetrain.measure.changes import Change, in_order
 from drivetrain.measure.intervals import Interval
 from tests.support import json_keys, made_pages
@@ -161,8 +162,8 @@ def test_help_and_completion(capsys):
 
 def test_a_share_of_nothing_has_no_sign():
     whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
-    search = SimpleNamespace(tried={frozenset({0, 1}): whole, frozenset({0}): none})
-    found = bisect.Report("a", "b", None, search, Answer(NAMED, whole), Speed(None, Settings(), 0.0), [], 1.0)
+    search = Search(2, None, {frozenset({0, 1}): whole, frozenset({0}): none}, NAMED)
+    found = bisect.Report("a", "b", None, search, Speed(None, Settings(), 0.0), [], 1.0)
     assert [row[3] for row in found.table().rows] == ["100 %", "0 %"]
 
 
@@ -174,9 +175,8 @@ def test_a_share_of_nothing_has_no_sign():
     ],
 )
 def test_a_budget_that_was_too_small_is_told_in_a_sentence(whole, said):
-    search = SimpleNamespace(tried={frozenset({0}): whole}, comparisons=1)
-    answer = Answer(UNRESOLVED, whole, reason="whether they differ is not certain")
-    found = bisect.Report("a", "b", None, search, answer, Speed(None, Settings(budget_s=40), 0.0), [], 1.0)
+    search = Search(1, None, {frozenset({0}): whole}, UNRESOLVED, reason="whether they differ is not certain")
+    found = bisect.Report("a", "b", None, search, Speed(None, Settings(budget_s=40), 0.0), [], 1.0)
     assert found.conclusion()[-1].endswith(said)
     assert "inf" not in str(found.table().rows)
 
@@ -223,45 +223,42 @@ class Exact:
 
 def searched(effect, **kwargs):
     search = Search(N, Exact(effect, **kwargs))
-    return search, search.run()
-
-
-def named(answer):
-    return [cause.changes for cause in answer.causes]
+    search.run()
+    return search
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_each_single_cause_is_named_within_the_promised_comparisons(sign):
     for guilty in range(N):
-        search, answer = searched(lambda chosen, guilty=guilty: sign * 0.2 * (guilty in chosen))
-        assert (answer.outcome, named(answer)) == (NAMED, [(guilty,)])
+        search = searched(lambda chosen, guilty=guilty: sign * 0.2 * (guilty in chosen))
+        assert (search.outcome, search.causes) == (NAMED, [(guilty,)])
         assert search.comparisons <= 2 * math.log2(N)
-        assert answer.rest.effect.middle == 0
+        assert search.rest.effect.middle == 0
 
 
 def test_each_pair_that_acts_only_together_is_named():
     most = 0
     for a in range(N):
         for b in range(a):
-            search, answer = searched(lambda chosen, pair={a, b}: -0.2 * (pair <= chosen))
-            assert named(answer) == [(b, a)]
+            search = searched(lambda chosen, pair={a, b}: -0.2 * (pair <= chosen))
+            assert search.causes == [(b, a)]
             most = max(most, search.comparisons)
     assert most == 13  # as docs/bisect.md says
 
 
 def test_causes_that_add_up_and_causes_that_are_each_enough():
-    _, answer = searched(lambda chosen: -0.2 * (3 in chosen) - 0.1 * (9 in chosen))
-    assert sorted(named(answer)) == [(3,), (9,)]
-    _, answer = searched(lambda chosen: -0.2 * bool({3, 9} & chosen))
-    assert sorted(named(answer)) == [(3,), (9,)]
-    _, answer = searched(lambda chosen: -0.1 * (3 in chosen) - 0.1 * (9 in chosen))
-    assert sorted(change for cause in named(answer) for change in cause) == [3, 9]
+    search = searched(lambda chosen: -0.2 * (3 in chosen) - 0.1 * (9 in chosen))
+    assert sorted(search.causes) == [(3,), (9,)]
+    search = searched(lambda chosen: -0.2 * bool({3, 9} & chosen))
+    assert sorted(search.causes) == [(3,), (9,)]
+    search = searched(lambda chosen: -0.1 * (3 in chosen) - 0.1 * (9 in chosen))
+    assert sorted(change for cause in search.causes for change in cause) == [3, 9]
 
 
 def test_a_change_that_another_needs_is_not_guilty_by_that():
     """Change 8 slows down and is refused without 2: both belong to the smallest set that can be made."""
-    _, answer = searched(lambda chosen: -0.2 * (8 in chosen), refused=lambda chosen: 8 in chosen and 2 not in chosen)
-    assert named(answer) == [(2, 8)]
+    search = searched(lambda chosen: -0.2 * (8 in chosen), refused=lambda chosen: 8 in chosen and 2 not in chosen)
+    assert search.causes == [(2, 8)]
 
 
 def test_what_makes_training_diverge_is_bad():
@@ -270,60 +267,75 @@ def test_what_makes_training_diverge_is_bad():
             return Measured(pairs=1, problem="diverged", diverged=True) if chosen == {4} else super().measure(chosen, decided)
 
     search = Search(N, Diverging(lambda chosen: -0.2 * (4 in chosen)))
-    assert named(search.run()) == [(4,)]
+    search.run()
+    assert search.causes == [(4,)]
 
 
 def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
     class Failing(Speed):
-        def failure(self, chosen, variant):
-            asked.append(chosen)
-            return "RuntimeError: boom" if 6 in chosen else None
+        def add(self, variant, mine, base, is_over):
+            asked.append(variant.label)
+            return "RuntimeError: boom" if 6 in variant.label else None
 
     asked = []
-    subsets = SimpleNamespace(variant=lambda chosen: VariantSpec("", [], None if 3 in chosen and 2 not in chosen else "a job"))
-    measurer = Failing(subsets, Settings(), 0.0, fails=True)
+    subsets = SimpleNamespace(
+        variant=lambda chosen: VariantSpec(chosen, [], None if 3 in chosen and 2 not in chosen else "a job")
+    )
+    measurer = Failing(subsets, Settings(), 0.0)
+    measurer.fails = True
     search = Search(N, measurer)
-    answer = search.run()
-    assert (answer.outcome, named(answer)) == (NAMED, [(6,)])
-    assert measurer.shown(answer.whole) == ("fails",)
+    search.run()
+    assert (search.outcome, search.causes) == (NAMED, [(6,)])
+    assert measurer.shown(search.whole) == ("fails",)
     assert search.tried[frozenset({6})].problem == "RuntimeError: boom"
     assert len(asked) == len(set(asked)), "none is run twice"
 
 
 def test_no_difference_names_none_and_a_bad_without_a_figure_is_told():
-    search, answer = searched(lambda chosen: 0.003)
-    assert (answer.outcome, search.comparisons) == (NONE, 1)
-    assert searched(lambda chosen: 0.0, refused=lambda chosen: True)[1].outcome == FAILS
+    search = searched(lambda chosen: 0.003)
+    assert (search.outcome, search.comparisons) == (NONE, 1)
+    assert searched(lambda chosen: 0.0, refused=lambda chosen: True).outcome == FAILS
 
 
 @pytest.mark.parametrize("half_width", [0.03, 0.3])
 def test_too_much_noise_is_not_resolved_and_says_what_is_left(half_width):
-    _, answer = searched(lambda chosen: -0.2 * (5 in chosen) - 0.2 * (6 in chosen) * (half_width > 0.1), half_width=half_width)
+    search = searched(lambda chosen: -0.2 * (5 in chosen) - 0.2 * (6 in chosen) * (half_width > 0.1), half_width=half_width)
     if half_width > 0.1:  # not even whether they differ
-        assert (answer.outcome, answer.suspects) == (UNRESOLVED, tuple(range(N)))
+        assert (search.outcome, search.suspects) == (UNRESOLVED, tuple(range(N)))
     else:
-        assert named(answer) == [(5,)]
+        assert search.causes == [(5,)]
     noisy = Exact(lambda chosen: -0.2 * len(chosen) / N, half_width=0.06)
-    answer = Search(N, noisy).run()
-    assert answer.outcome == UNRESOLVED
-    assert answer.suspects
-    assert not answer.causes
+    search = Search(N, noisy)
+    assert search.run() == UNRESOLVED
+    assert search.suspects
+    assert not search.causes
 
 
 def test_a_difference_that_is_spread_over_all_changes_is_no_single_ones():
-    _, answer = searched(lambda chosen: -0.3 * (len(chosen) == N))
-    assert answer.outcome == UNRESOLVED
-    assert "spread over many" in answer.reason
+    search = searched(lambda chosen: -0.3 * (len(chosen) == N))
+    assert search.outcome == UNRESOLVED
+    assert "spread over many" in search.reason
 
 
-def test_a_question_is_decided_by_an_interval_on_one_side_or_a_narrow_one():
-    question = Between(0.0, -1.0)
-    assert question.decided(Interval(-0.9, -1.3, -0.6))
-    assert question.is_high(Interval(-0.9, -1.3, -0.6))
-    assert not question.decided(Interval(-0.6, -1.0, -0.2))
-    assert not question.decided(Interval(-2.0, -3.4, -0.6)), "beyond BAD, but too wide to trust"
-    assert question.decided(Interval(-0.45, -0.6, -0.3)), "half of the step is on each side: either may be searched"
-    assert not question.is_high(Interval(-0.45, -0.6, -0.3))
+@pytest.mark.parametrize(
+    ("effect", "decided", "is_high"),
+    [
+        ((-0.9, -1.3, -0.6), True, True),
+        ((-0.6, -1.0, -0.2), False, None),
+        ((-2.0, -3.4, -0.6), False, True),  # beyond BAD, but too wide to stop before the rounds are used
+        ((-0.45, -0.6, -0.3), True, False),  # half of the step is on each side: either may be searched
+    ],
+)
+def test_a_question_is_decided_by_an_interval_on_one_side_or_a_narrow_one(effect, decided, is_high):
+    asked = []
+
+    def measure(chosen, is_decided):
+        asked.append(is_decided(Interval(*effect)))
+        return Measured(Interval(*effect), 6)
+
+    with pytest.raises(Unresolved) if is_high is None else contextlib.nullcontext():
+        assert Search(1, SimpleNamespace(measure=measure))._ask({0}, 0.0, -1.0)[0] is is_high
+    assert asked == [decided]
 
 
 @pytest.mark.parametrize("kind", ["single", "pair", "none"])

@@ -14,8 +14,8 @@ from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.launch.job import checked, prepare
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings
-from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.benchmark.quality import FAIL, PASS, TrainedRun, Verdict
+from drivetrain.measure.benchmark.quality import FAIL, PASS, Verdict
+from drivetrain.measure.benchmark.training import Facts, TrainedRun
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims import export as claims

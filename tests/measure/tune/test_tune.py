@@ -14,7 +14,8 @@ from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import changes
-from drivetrain.measure.benchmark.comparison import Comparison, Row, TimesToTarget, columns, proven, ranked
+from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.training import TimesToTarget, TrainedRun, columns, proven, ranked
 from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import range_test, tune
@@ -291,11 +292,9 @@ def test_more_than_three_seeds_are_trained_only_while_there_is_time(seconds, tra
 
     def train(n, number):
         order.append(n)
-        return (1.0 + n, 10)
+        return TrainedRun(number, 1)
 
-    variants = [variant("a"), variant("b")]
-    tune.train_all(variants, train, 5, seconds)
-    assert [len(a.seconds) for a in variants] == [trained, trained]
+    assert [[run.seed for run in runs] for runs in tune.train_all(2, train, 5, seconds)] == [[*range(trained)]] * 2
     assert order[:4] == [0, 1, 1, 0]
 
 

@@ -15,6 +15,7 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.compare import headline, titled
 from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark.training import Trained
 from drivetrain.measure.changes import STAGES, Change, Changes
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Sheet, remarks
@@ -50,7 +51,7 @@ class Ablation:
         variants.refuse_bad(both)
         self.baseline, self.recipe = (variants.baseline_job([spec]) for spec in both)
         quality.check(self.settings, self.baseline, self.settings.quality)
-        self.trained: quality.Trained = {}  # the runs of all three comparisons, which have variants in common
+        self.trained: Trained = {}  # the runs of all three comparisons, which have variants in common
         self.forward, self.backward = techniques(self.baseline, self.recipe), techniques(self.recipe, self.baseline)
         self.removals = {change.key: change for change in self.backward.found()}
         count = len(self.overrides)

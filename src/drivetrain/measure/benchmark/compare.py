@@ -10,9 +10,10 @@ from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure, proven, ranked
-from drivetrain.measure.benchmark.comparison import columns as of_target
+from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
+from drivetrain.measure.benchmark.training import columns as of_target
+from drivetrain.measure.benchmark.training import proven, ranked
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_bad, refuse_resume, swept
 from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS
 from drivetrain.ui.output import echo

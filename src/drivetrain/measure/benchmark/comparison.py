@@ -29,6 +29,7 @@ from drivetrain.launch import trials
 from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.interleave import StagedVariant, StoppingRule, Variant, run_rounds
+from drivetrain.measure.benchmark.training import TimesToTarget, Trained, ranked
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
@@ -124,6 +125,10 @@ class Row:
         mine, theirs = (base.runs_s, self.runs_s) if self.runs_s and base.runs_s else (self.rates, base.rates)
         both = min(len(mine), len(theirs))  # a variant that stopped is compared with its own rounds
         return ratio(mine[:both], theirs[:both], confidence)
+
+    def times_to(self, target: str) -> TimesToTarget:
+        """The times when the variant's seeds reached a target."""
+        return TimesToTarget.of(self.label, self.verdict.runs if self.verdict is not None else (), target)
 
     @property
     def gain(self) -> Interval | None:
@@ -239,9 +244,6 @@ def _mean_log_ratio(variant: Variant, base: Variant) -> float:
     return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(variant, base), strict=True))
 
 
-MIN_SEEDS = 3  # for a verdict
-
-
 @dataclass
 class Settings(quality.Plan):
     """The settings of `drivetrain compare`."""
@@ -249,64 +251,6 @@ class Settings(quality.Plan):
     rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
     block_s: Positive = 0.4  # seconds of a timed block; two blocks for each round and variant
     quality: bool = False  # also train each variant to its end, with several seeds
-
-
-@dataclass
-class TimesToTarget:
-    """The times when the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
-
-    label: str
-    seconds: list[float | None] = field(default_factory=list)
-    updates: list[int | None] = field(default_factory=list)
-
-    @property
-    def reached(self) -> int:
-        """The number of seeds that reached it."""
-        return self.reached_of(len(self.seconds))
-
-    def reached_of(self, seeds: int) -> int:
-        """The number of the first `seeds` that reached it."""
-        return sum(value is not None for value in self.seconds[:seeds])
-
-    @property
-    def median(self) -> float:
-        """The median of the seconds; a seed that did not reach the target counts as endlessly long."""
-        values = [math.inf if value is None else value for value in self.seconds]
-        return statistics.median(values) if values else math.inf
-
-    def faster_than(self, base: TimesToTarget) -> Interval | None:
-        """The speed relative to another one, over the seeds where both reached the target; None for too few."""
-        pairs = [(b, s) for b, s in zip(base.seconds, self.seconds, strict=False) if b is not None and s is not None]
-        return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
-
-    @property
-    def when(self) -> str:
-        """The median of the seconds in words."""
-        return f"{self.median:.1f} s" if math.isfinite(self.median) else "not reached"
-
-
-def columns(variants: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
-    """The columns of a table: how many seeds reached the target, when, and how much sooner than those of `base`."""
-    made = [[n for n in variant.updates if n is not None] for variant in variants]
-    faster = [variant.faster_than(base) if variant is not base else None for variant in variants]
-    return {
-        "reached": [f"{variant.reached} of {len(variant.seconds)}" for variant in variants],
-        f"time to {target}": [variant.when for variant in variants],
-        "updates to it": [f"{statistics.median(found):,.0f}" if found else "–" for found in made],
-        "sooner": [str(found) if found else "–" for found in faster],
-    }
-
-
-def ranked(variants: Sequence[TimesToTarget]) -> list[TimesToTarget]:
-    """The variants, the soonest first: more seeds that reached the target, then less time. None is left out."""
-    return sorted(variants, key=lambda variant: (-variant.reached / max(1, len(variant.seconds)), variant.median))
-
-
-def proven(variants: Sequence[TimesToTarget]) -> TimesToTarget | None:
-    """The soonest variant, where it is sooner than the first beyond doubt and no seed of it is lost; None: none is kept."""
-    base, best = variants[0], ranked(variants)[0]
-    faster = best.faster_than(base) if best is not base and best.reached >= base.reached_of(len(best.seconds)) else None
-    return best if faster is not None and faster.low > 1 else None
 
 
 @dataclass
@@ -336,7 +280,7 @@ class Comparison:
 
     def times(self) -> list[TimesToTarget]:
         """The times when each variant's seeds reached the target."""
-        return [_times_of(row, self.target or "") for row in self.rows]
+        return [row.times_to(self.target or "") for row in self.rows]
 
     def order(self) -> list[int]:
         """The numbers of the rows: as they were given, or with a target the soonest there first."""
@@ -361,7 +305,7 @@ def measure(
     settings: Settings,
     overrides: Sequence[str],
     stopping_rule: StoppingRule = precise,
-    trained: quality.Trained | None = None,
+    trained: Trained | None = None,
 ) -> Comparison:
     """Run the variants in interleaved rounds, then train them to their ends if the settings ask for quality.
 
@@ -399,19 +343,9 @@ def measure(
     return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=target)
 
 
-def _times_of(row: Row, target: str) -> TimesToTarget:
-    """The times when the seeds of a variant reached a target; a run that failed did not."""
-    name, found = quality.seconds_to(target), TimesToTarget(row.label)
-    for run in row.verdict.runs if row.verdict is not None else ():
-        there = run.error is None and name not in run.censored
-        found.seconds.append(run.figures.get(name) if there else None)
-        found.updates.append(run.facts.updates_to_target if there and run.facts is not None else None)
-    return found
-
-
 def _updates_to(target: str | None, row: Row) -> int | None:
     """The updates after which a variant's seeds reached the target, their median; None where one of them did not."""
-    found = _times_of(row, target).updates if target is not None else []
+    found = row.times_to(target).updates if target is not None else []
     reached = [updates for updates in found if updates is not None]
     return round(statistics.median(reached)) if reached and len(reached) == len(found) else None
 
@@ -438,7 +372,7 @@ def add_verdicts(
     specs: Sequence[VariantSpec],
     plan: quality.Plan,
     progress: Callable[..., None],
-    trained: quality.Trained | None = None,
+    trained: Trained | None = None,
 ) -> None:
     """Train the variants with several seeds, and set each row's verdict on quality."""
     for row, verdict in zip(rows, quality.judge(specs, plan, progress, trained), strict=True):

@@ -30,10 +30,9 @@ from drivetrain.core.selection import Reach, Selection, evaluated, problems, sel
 from drivetrain.core.selection import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.measure import changes
-from drivetrain.measure.benchmark.facts import Facts, final_figures
-from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, trainings
+from drivetrain.measure.benchmark.training import TRAINING_LOSS, Trained, TrainedRun, in_turns, seconds_to, trainings
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.intervals import Interval, deviation, mean
-from drivetrain.run.reader import RunFiles
 
 MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first variant over its seeds
 MARGIN_FLOOR = 0.005  # the least margin, as a share of the first variant's mean
@@ -41,7 +40,6 @@ ALPHA = 0.05  # level of PASS, and of FAIL, over all variants and looks
 NONE = 1e-9  # a mean difference below this share of its interval is what rounding leaves
 
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
-TRAINING_LOSS = "training loss"
 
 
 class Figure(NamedTuple):
@@ -51,18 +49,6 @@ class Figure(NamedTuple):
     sign: float = 1.0  # 1: lower is better; -1: higher is better
     needed: bool = True  # a PASS needs it
     alone: bool = True  # if it is worse, that alone is a FAIL
-
-
-@dataclass
-class TrainedRun:
-    """One variant trained with one seed."""
-
-    seed: int
-    samples: int
-    figures: dict[str, float] = field(default_factory=dict)  # by name
-    censored: list[str] = field(default_factory=list)  # figures that are at least so much: the time to a target never reached
-    error: str | None = None
-    facts: Facts | None = None  # what else its files say of it
 
 
 @dataclass
@@ -287,9 +273,6 @@ class Plan:
         yield max(self.seeds, self.max_seeds)
 
 
-Trained = dict[tuple[str, int], TrainedRun]  # by the variant's config, and the number of the seed
-
-
 def judge(
     specs: Sequence[VariantSpec], plan: Plan, progress: Callable[..., None], trained: Trained | None = None
 ) -> list[Verdict | None]:
@@ -297,7 +280,6 @@ def judge(
 
     `trained` holds runs that an earlier comparison has trained, which are not repeated, and gets the others.
     """
-    known: Trained = {} if trained is None else trained
     first = baseline_job(specs)
     claims = {n: changes.between(first, spec.job) for n, spec in enumerate(specs) if n and spec.job is not None}
     named = [Selection(name, better) for name in plan.judge or [] if (better := evaluated(first.run)[name]) is not None]
@@ -306,18 +288,8 @@ def judge(
     target = seconds_to(reach) if reach is not None else None
     figures = {n: figures_for(effect, metric, named, target) for n, (effect, _) in claims.items()}
     trial = Trial.of(metric.name, claims, figures)
-    with trainings("compare", first, reach, progress) as run:
-
-        def train(variant: int, number: int) -> TrainedRun:
-            key = (_config(specs[variant]), number)
-            if key not in known:
-                seed = first.run.runtime.seed + number
-                known[key] = trained_run(run(specs[variant], seed), seed, reach)
-                if (facts := known[key].facts) is not None and facts.kind == "cpu":
-                    facts.peak_mib = None  # a forked process shares memory with this one: it is not that of a run by itself
-            return known[key]
-
-        base = sequentially(trial, plan, train)
+    with trainings("compare", first, reach, progress, trained) as train:
+        base = sequentially(trial, plan, lambda variant, number: train(specs[variant], first.run.runtime.seed + number))
     own = of_first(base, next(iter(figures.values()), []), metric.name)
     return [own if not n else trial.verdicts.get(n) for n in range(len(specs))]
 
@@ -329,18 +301,12 @@ def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
     undecided = list(trial.verdicts)
     for look in plan.looks():
         for number in range(len(runs[0]), look):
-            variants = [0, *undecided]
-            for variant in variants if number % 2 == 0 else reversed(variants):  # a machine's drift is not one variant's alone
+            for variant in in_turns([0, *undecided], number):
                 runs[variant].append(train(variant, number))
         undecided = trial.look(runs, runs[0], look / max(plan.seeds, plan.max_seeds))
         if not undecided or (plan.quality_s is not None and time.monotonic() - began > plan.quality_s):
             break
     return runs[0]
-
-
-def _config(spec: VariantSpec) -> str:
-    """The whole config of a variant that can run."""
-    return str(spec.job.composed.plain) if spec.job is not None else ""
 
 
 def check(plan: Plan, job: Job, quality: bool) -> None:
@@ -363,27 +329,3 @@ def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
     if wrong := list(target_problems(run, given)):
         raise UserError(wrong)
     return Reach.parse(given) if given is not None else None
-
-
-def seconds_to(reach: Reach | str) -> str:
-    """The name of the figure that says how long a run took to its target."""
-    return f"seconds to {reach}"
-
-
-def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> TrainedRun:
-    """The figures of a run's files that are judged."""
-    samples = run.train.samples[-1] if run.train.samples else 0
-    facts = Facts.of(run, seed, reach)
-    if run.result is None or facts.error is not None:
-        return TrainedRun(seed, samples, error=facts.error, facts=facts)
-    trained = TrainedRun(seed, samples, final_figures(run.result.metrics.get(run.result.judged_by)), facts=facts)
-    # Each recorded loss is the mean over the samples since the record before.
-    points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
-    losses = [(now - before, loss) for now, before, loss in points if loss is not None]
-    total = sum(count for count, _ in losses)
-    trained.figures[TRAINING_LOSS] = sum(count * loss for count, loss in losses) / total if total else math.nan
-    if reach is not None:  # the whole run's seconds, with start-up and compiling
-        arrived = (run.result.target or {}).get("seconds")
-        trained.figures[seconds_to(reach)] = run.result.wall_s if arrived is None else arrived
-        trained.censored = [] if arrived is not None else [seconds_to(reach)]
-    return trained

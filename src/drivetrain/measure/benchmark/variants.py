@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
-from drivetrain.core import accelerators, process
-from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.selection import Reach
+from drivetrain.core.errors import UserError
+from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.changes import groups_of
 from drivetrain.recipe.reader import Recipe
-from drivetrain.run import directory
-from drivetrain.run.reader import RunFiles, read
-from drivetrain.run.result import Result
 from drivetrain.sweeps import store
-from drivetrain.sweeps.launchers import SignalForwarder, run_one
 from drivetrain.sweeps.store import SweepJob
 
 # Of every variant whose overrides do not name saving: it leaves no checkpoints behind. One that cannot run without them
@@ -151,7 +140,7 @@ def _with_key(word: str, jobs: Sequence[SweepJob], config_dirs: Sequence[str]) -
     return [n for n, chosen in enumerate(choices) if group in chosen and still_applies(key, chosen, config_dirs)]
 
 
-def _choices(overrides: Sequence[str], config_dirs: Sequence[str]) -> dict[str, Any]:
+def _choices(overrides: Sequence[str], config_dirs: Sequence[str]) -> Mapping[str, object]:
     """Group → option of these overrides; {} where they cannot be composed, which is reported where the variant is."""
     try:
         return compose_config(overrides, config_dirs).choices
@@ -163,74 +152,3 @@ def refuse_resume(command: str, overrides: Sequence[str]) -> None:
     """Raise UserError for resume=…, because measuring starts every run at its beginning."""
     if any(key_of(override) == "resume" for override in overrides):
         raise UserError(f"drivetrain {command} measures runs from their beginning: leave resume= out")
-
-
-class Train(Protocol):
-    """Trains a variant with a seed, and returns what the run has left, which is gone from the disk."""
-
-    def __call__(self, spec: VariantSpec, seed: int, alone: bool = False) -> RunFiles:
-        """`alone`: in a new interpreter, whose memory is that of the run; a forked process shares this one's."""
-
-
-@contextmanager
-def trainings(
-    verb: str, first: Job, reach: Reach | None = None, progress: Callable[..., None] = lambda *_: None
-) -> Iterator[Train]:
-    """Yield what trains variants, in a folder below the output_dir of `first` that is removed at the end.
-
-    `reach` is a target for all of them. What a variant advises is told with its first seed alone. A signal is forwarded to the
-    run and raises Interrupted; a variant that cannot be composed raises UserError.
-    """
-    accelerators.find()  # this, and the import of torch, once here, because the runs are forked
-    folder = directory.create(Path(first.run.values["output_dir"]), verb, "training")
-    told: set[str] = set()
-    try:
-        with SignalForwarder() as signals:
-
-            def train(spec: VariantSpec, seed: int, alone: bool = False) -> RunFiles:
-                progress(f"training {spec.label or 'the first variant'}: seed {seed}")
-                place = folder / "run"
-                words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
-                job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None else [])])
-                job.told = spec.label in told
-                if alone:
-                    result = _run_alone(job, place, signals)
-                else:
-                    told.add(spec.label)
-                    _, result = run_one(SweepJob(spec.label, job.composed.overrides, job, []), place, signals, quiet=True)
-                if signals.raised:
-                    raise Interrupted("stopped by a signal while variants were trained")
-                found = replace(read(place), result=result, status=result.status)
-                directory.remove(place)
-                return found
-
-            yield train
-    finally:
-        directory.remove(folder)
-
-
-class _Forwarded:
-    """A process that signals are forwarded to."""
-
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self.signal = child.send_signal
-
-
-def _run_alone(job: Job, folder: Path, signals: SignalForwarder) -> Result:
-    """Train in a new interpreter. Its standard input stays open for as long as this process lives, and it ends with it."""
-    folders = [word for each in job.composed.config_dirs for word in ("--config-dir", str(each))]
-    words = ["train", "--quiet", *folders, *job.composed.overrides, f"hydra.run.dir={format_value(str(folder))}"]
-    env, pipe = {**os.environ, "PYTHONPATH": process.import_path()}, subprocess.PIPE
-    command = [*process.command("drivetrain.cli.child"), *words]
-    with subprocess.Popen(
-        command, env=env, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, encoding="utf-8"
-    ) as child:
-        signals.launcher = _Forwarded(child)  # type: ignore[assignment]
-        if signals.raised:
-            child.send_signal(signals.raised)
-        assert child.stderr is not None
-        said = child.stderr.read()  # `communicate` would close the input, which ends the child
-        child.wait()
-    signals.launcher = None
-    errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-    return Result.read(folder) or Result(error="; ".join(errors) or f"its process ended with code {child.returncode}")

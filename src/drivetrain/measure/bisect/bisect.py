@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
 import shlex
 import statistics
 import sys
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,11 +25,11 @@ from drivetrain.core.selection import selected
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
-from drivetrain.measure.benchmark import comparison, quality
-from drivetrain.measure.benchmark.interleave import StoppingRule, Variant, never_stop
-from drivetrain.measure.benchmark.quality import TrainedRun
-from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_resume, trainings
-from drivetrain.measure.bisect.search import FAILS, NONE, UNRESOLVED, Answer, Measured, Search, Subset
+from drivetrain.measure.benchmark import comparison
+from drivetrain.measure.benchmark.interleave import Variant
+from drivetrain.measure.benchmark.training import Trained, trainings
+from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_resume
+from drivetrain.measure.bisect.search import FAILS, NONE, UNRESOLVED, Decided, Measured, Search, Subset
 from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.recipe import places
@@ -68,8 +70,11 @@ class Side:
 def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
     """The side that a word of the command line names, with the overrides that both sides have. Raises UserError."""
     path = expanded(word)
-    if "=" in word and not _is_path(path) and not places.is_address(word):
-        own = translated(_words(word), config_dirs)
+    if "=" in word and not os.path.exists(path) and not places.is_address(word):
+        try:
+            own = translated(shlex.split(word), config_dirs)  # quotes within the word are the shell's
+        except ValueError as error:
+            raise UserError(f"'{word}' is no list of overrides: {error}") from None
         if wrong := [override for override in own if "=" not in override]:
             raise UserError(f"'{wrong[0]}' in '{word}' is not of the form key=value")
         return Side(word, [*own, *overrides], config_dirs)
@@ -81,28 +86,11 @@ def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
     return Side(word, [f"recipe={name}", *overrides], config_dirs)
 
 
-def _is_path(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a list of overrides that is too long for a file's name
-        return False
-
-
-def _words(word: str) -> list[str]:
-    """The overrides in a quoted list; quotes within them are the shell's. Raises UserError."""
-    try:
-        return shlex.split(word)
-    except ValueError as error:
-        raise UserError(f"'{word}' is no list of overrides: {error}") from None
-
-
 LEAST_ROUNDS, LEAST_SEEDS = 6, 4  # before an interval is trusted
 SPREADS = 1.0  # a difference in quality that is smaller than so many standard deviations of GOOD over its seeds does not matter
 LEAST_MARGIN = 0.005  # nor does one below this share of GOOD's figure
 
 UNKNOWN = Interval(0.0, -math.inf, math.inf)
-
-Decided = Callable[[Interval], bool]
 
 
 @dataclass
@@ -135,31 +123,46 @@ class Subsets:
 
     def of(self, changes: Sequence[Change]) -> VariantSpec:
         """GOOD with these changes."""
-        given = [*self.changes.overrides(changes), *self.common]
         label = " ".join(change.key for change in changes) or self.good.name
+        given = self.good.changed([*self.changes.overrides(changes), *self.common])
         try:
-            return VariantSpec(label, self.good.changed(given), self.good.job(given), composes=self.good.job)
+            return VariantSpec(label, given, self.good.job(given), composes=self.good.job)
         except UserError as error:
-            return VariantSpec(label, self.good.changed(given), None, error.problems)
+            return VariantSpec(label, given, None, error.problems)
 
 
-@dataclass
-class Measurer:
-    """Measures GOOD with subsets of the changes, and says on standard error which comparison is under way."""
+IsOver = Callable[..., bool]  # of the figures that are new, of a subset and of GOOD
 
-    subsets: Subsets
-    settings: Settings
-    until: float  # of time.monotonic
-    number: int = 0  # of the comparison
-    fails: bool = False  # the effect is whether a subset fails while it runs, for a BAD that does: 1 or 0
-    errors: dict[Subset, str | None] = field(default_factory=dict)  # of those that were asked whether they fail
 
-    unit, sign = "", ""
+class Measurer(ABC):
+    """Measures GOOD with subsets of the changes, and says on standard error which comparison is under way.
+
+    A subclass adds pairs of figures, of a subset and of GOOD beside it, and has the effect that they show.
+    """
+
+    unit: str
+    sign = ""  # beside an effect
+    least: int  # pairs that give an interval
+    interval: Callable[[Sequence[float], Sequence[float]], Interval]
+    value: Callable[[float], str]  # an effect as text
+
+    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
+        """`until`: of time.monotonic."""
+        self.subsets, self.settings, self.until = subsets, settings, until
+        self.most = settings.seeds if settings.quality else settings.rounds
+        self.number = 0  # of the comparison
+        self.fails = False  # the effect is whether a subset fails while it runs, for a BAD that does: 1 or 0
+        self.errors: dict[Subset, str | None] = {}  # of those that were asked whether they fail
+        self.pairs: dict[Subset, tuple[list[float], list[float]]] = {}
 
     @property
     @abstractmethod
     def margin(self) -> float:
         """The largest effect that does not matter."""
+
+    @abstractmethod
+    def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
+        """Add pairs until it is over; return why the variant fails, where it does. Raises GoodFails."""
 
     def measure(self, chosen: Subset, decided: Decided) -> Measured:
         """Measure a subset until its effect decides the question or the budget is used, and say what was found."""
@@ -170,25 +173,26 @@ class Measurer:
             found = Measured(problem=f"refused: {'; '.join(variant.problems)}")
         elif self.fails:
             if chosen not in self.errors:
-                self.errors[chosen] = self.failure(chosen, variant)
+                self.errors[chosen] = self.add(variant, [], [], lambda *_: True)
             failed = float(self.errors[chosen] is not None)
             found = Measured(Interval(failed, failed, failed), 1, self.errors[chosen] or "")
         else:
-            found = self.effect(chosen, variant, decided)
+            found = self._effect(chosen, variant, decided)
         echo(f"comparison {self.number}: {' '.join(self.shown(found)) or found.problem}", file=sys.stderr)
         return found
 
-    @abstractmethod
-    def effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
+    def _effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
         """The effect of a variant that can be composed."""
+        mine, base = self.pairs.setdefault(chosen, ([], []))
 
-    @abstractmethod
-    def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
-        """The reason why a variant fails while it runs; None where it runs."""
+        def is_over(new: Sequence[float] = (), old: Sequence[float] = ()) -> bool:
+            count = len(mine) + len(new)
+            enough = count >= self.least and decided(self.interval([*mine, *new], [*base, *old]))
+            return enough or count >= self.most or time.monotonic() > self.until
 
-    @abstractmethod
-    def value(self, effect: float) -> str:
-        """An effect as text."""
+        if not is_over() and (error := self.add(variant, mine, base, is_over)) is not None:
+            return Measured(pairs=max(1, len(mine)), problem=error, diverged=error.startswith("diverged"))
+        return Measured(self.interval(mine, base) if mine else UNKNOWN, len(mine))
 
     def shown(self, found: Measured) -> tuple[str, ...]:
         """The effect and its interval as text; nothing where there is no figure."""
@@ -203,122 +207,84 @@ class Measurer:
         return middle + self.sign, " – ".join(bounds) if known else "too few pairs for an interval"
 
 
-@dataclass
-class Speed(Measurer):
-    """Measures samples a second in rounds of fresh processes; an effect is the logarithm of the ratio to GOOD's."""
-
-    rates: dict[Subset, tuple[list[float], list[float]]] = field(default_factory=dict)  # of the subset and of GOOD, by round
-
-    margin = math.log1p(EQUIVALENCE)
-    unit, sign = "samples/s", " ×"
-
-    def value(self, effect: float) -> str:
-        return f"{math.exp(effect):.3f}"
-
-    def effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
-        mine, base = self.rates.setdefault(chosen, ([], []))
-
-        def is_over(new: Sequence[float] = (), old: Sequence[float] = ()) -> bool:
-            count = len(mine) + len(new)
-            enough = count >= LEAST_ROUNDS and decided(log_ratio([*mine, *new], [*base, *old]))
-            return enough or count >= self.settings.rounds or time.monotonic() > self.until
-
-        def stop(live: Sequence[Variant], rounds: int) -> Iterator[Variant]:
-            old, *others = ([block.rate for block in each.blocks] for each in live)
-            if is_over(others[0] if others else (), old):  # there are no others where the variant has failed
-                yield from live[1:]
-
-        if not is_over():
-            row = self._compare(variant, self.settings.rounds - len(mine), stop).rows
-            mine += row[1].rates
-            base += row[0].rates[: len(row[1].rates)]
-            if (error := row[1].error) is not None:
-                return Measured(pairs=max(1, len(mine)), problem=f"failed: {without_log(error)}")
-        return Measured(log_ratio(mine, base) if mine else UNKNOWN, len(mine))
-
-    def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
-        error = self._compare(variant, 1, never_stop).rows[1].error
-        return error and without_log(error)
-
-    def _compare(self, variant: VariantSpec, rounds: int, stop: StoppingRule) -> comparison.Comparison:
-        good = self.subsets.variant(frozenset())
-        limits = comparison.Settings(rounds=rounds, block_s=self.settings.block_s)
-        done = comparison.measure([good, variant], limits, good.overrides, stop)
-        if done.rows[0].error is not None:
-            raise GoodFails(done.rows[0].error)
-        return done
-
-
-def without_log(error: str) -> str:
-    """An error's first line, without the place of its traceback, which is gone with the run."""
-    return error.splitlines()[0].partition(" (traceback in")[0]
-
-
 def log_ratio(mine: Sequence[float], base: Sequence[float]) -> Interval:
     """The logarithm of the ratio of paired rates, with its 95 % interval."""
     middle, low, high = ratio(mine, base)
     return Interval(math.log(middle), math.log(low) if low else -math.inf, math.log(high))
 
 
+def mean_difference(mine: Sequence[float], base: Sequence[float]) -> Interval:
+    """The mean difference of paired figures, with its 95 % interval."""
+    return mean([a - b for a, b in zip(mine, base, strict=True)])
+
+
+class Speed(Measurer):
+    """Measures samples a second in rounds of fresh processes; an effect is the logarithm of the ratio to GOOD's."""
+
+    margin = math.log1p(EQUIVALENCE)
+    unit, sign, least = "samples/s", " ×", LEAST_ROUNDS
+    interval, value = staticmethod(log_ratio), staticmethod(lambda effect: f"{math.exp(effect):.3f}")
+
+    def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
+        def stop(live: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+            old, *others = ([block.rate for block in each.blocks] for each in live)
+            if is_over(others[0] if others else (), old):  # there are no others where the variant has failed
+                yield from live[1:]
+
+        good = self.subsets.variant(frozenset())
+        limits = comparison.Settings(rounds=self.most - len(mine), block_s=self.settings.block_s)
+        first, row = comparison.measure([good, variant], limits, good.overrides, stop).rows
+        if first.error is not None:
+            raise GoodFails(first.error)
+        mine += row.rates
+        base += first.rates[: len(row.rates)]
+        # The log in which an error's traceback is has gone with the run.
+        return row.error and f"failed: {row.error.splitlines()[0].partition(' (traceback in')[0]}"
+
+
 class Quality(Measurer):
     """Trains GOOD and subsets with the same seeds; an effect is the mean difference of the final metric, seed by seed."""
 
+    least = LEAST_SEEDS
+    interval, value = staticmethod(mean_difference), staticmethod("{:+.4f}".format)
+
     def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
         super().__init__(subsets, settings, until)
-        self._good = subsets.variant(frozenset())
-        self.unit = selected(baseline_job([self._good]).run).name
-        self._trained: dict[tuple[Subset, int], TrainedRun] = {}
+        self._good, self._trained = subsets.variant(frozenset()), Trained()
+        self._run = baseline_job([self._good]).run
+        self.unit = selected(self._run).name
 
     @property
     def margin(self) -> float:
         """The spread of GOOD over its seeds, or a small share of its mean where that is more."""
-        runs = [run for (chosen, _), run in self._trained.items() if not chosen]
-        found = [run.figures[self.unit] for run in runs if self.unit in run.figures]
+        found = max((base for _, base in self.pairs.values()), key=len, default=[])
         if len(found) < 2:
             return 0.0
         return max(SPREADS * deviation(found), LEAST_MARGIN * abs(statistics.fmean(found)))
 
-    def value(self, effect: float) -> str:
-        return f"{effect:+.4f}"
-
-    def effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
-        differences: list[float] = []
-        for number in range(self.settings.seeds):
-            enough = len(differences) >= LEAST_SEEDS and decided(mean(differences))
-            if (chosen, number) not in self._trained and (enough or time.monotonic() > self.until):
-                break
-            good, run = self._train(frozenset(), self._good, number), self._train(chosen, variant, number)
+    def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
+        while True:
+            seed = self._run.runtime.seed + len(mine)
+            with Steps() as progress, trainings("bisect", baseline_job([self._good]), None, progress, self._trained) as train:
+                good, run = train(self._good, seed), train(variant, seed)
+            for each in (good, run):
+                if each.error is None and self.unit not in each.figures:
+                    each.error = f"failed: it evaluates no {self.unit}"
             if good.error is not None:
                 raise GoodFails(good.error)
             if run.error is not None:
-                return Measured(pairs=number + 1, problem=run.error, diverged=run.error.startswith("diverged"))
-            differences.append(run.figures[self.unit] - good.figures[self.unit])
-        return Measured(mean(differences) if differences else UNKNOWN, len(differences))
-
-    def failure(self, chosen: Subset, variant: VariantSpec) -> str | None:
-        return self._train(chosen, variant, 0).error
-
-    def _train(self, chosen: Subset, variant: VariantSpec, number: int) -> TrainedRun:
-        """Train with a seed, once."""
-        if (chosen, number) not in self._trained:
-            first = baseline_job([self._good])
-            seed = first.run.runtime.seed + number
-            with Steps() as progress, trainings("bisect", first, progress=progress) as train:
-                found = self._trained[chosen, number] = quality.trained_run(train(variant, seed), seed)
-            if found.error is None and self.unit not in found.figures:
-                found.error = f"failed: it evaluates no {self.unit}"
-        return self._trained[chosen, number]
+                return run.error
+            mine.append(run.figures[self.unit])
+            base.append(good.figures[self.unit])
+            if is_over():
+                return None
 
 
 def numbers(chosen: Iterable[int]) -> str:
     """The numbers of changes, counted from 1, as ranges: 1–3, 5."""
-    ranges: list[list[int]] = []
-    for number in sorted(chosen):
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] = number + 1
-        else:
-            ranges.append([number + 1, number + 1])
-    return ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in ranges)
+    in_order = enumerate(sorted(number + 1 for number in chosen))
+    ranges = [[number for _, number in of] for _, of in itertools.groupby(in_order, lambda at: at[1] - at[0])]
+    return ", ".join(f"{found[0]}–{found[-1]}" if len(found) > 1 else str(found[0]) for found in ranges)
 
 
 @dataclass
@@ -329,7 +295,6 @@ class Report:
     bad: str
     subsets: Subsets
     search: Search
-    answer: Answer
     measurer: Measurer
     notes: list[str]
     seconds: float
@@ -342,8 +307,8 @@ class Report:
 
     def _row(self, name: str, found: Measured) -> list[str]:
         middle, interval, *_ = (*self.measurer.shown(found), "", "")
-        whole = self.answer.whole.effect.middle if self.answer.whole.effect is not None else 0.0
-        of_whole = found.effect is not None and whole and self.answer.outcome != NONE
+        whole = self.search.whole.effect.middle if self.search.whole.effect is not None else 0.0
+        of_whole = found.effect is not None and whole and self.search.outcome != NONE
         share = f"{round(100 * found.effect.middle / whole)} %" if found.effect is not None and of_whole else ""
         return [name, middle or "–", interval, share, str(found.pairs or ""), printable(found.problem)]
 
@@ -357,44 +322,44 @@ class Report:
 
     def conclusion(self) -> list[str]:
         """The answer, one sentence a line."""
-        answer, search = self.answer, self.search
+        search = self.search
         cost = f"{search.comparisons} comparisons, {sum(f.pairs for f in search.tried.values())} pairs, {self.seconds:.0f} s"
-        if answer.outcome == NONE:
-            return [f"none: they do not differ ({self._figures(answer.whole)}; {cost})"]
+        if search.outcome == NONE:
+            return [f"none: they do not differ ({self._figures(search.whole)}; {cost})"]
         lines = []
-        for cause in answer.causes:
-            how = "alone" if len(cause.changes) == 1 else "together, and none of them is enough without the others"
-            figures = self._figures(self.search.tried[frozenset(cause.changes)])
-            lines.append(f"{', '.join(self._keys(cause.changes))}: on top of GOOD {how}: {figures}")
-        if answer.rest is not None and answer.causes:
-            lines.append(f"BAD without {'it' if len(answer.causes) == 1 else 'these'}: {self._figures(answer.rest)}")
-        if answer.reason:
-            what = "whether anything else matters is not resolved" if answer.causes else "not resolved within the budget"
-            suspects = ", ".join(self._keys(answer.suspects))
+        for cause in search.causes:
+            how = "alone" if len(cause) == 1 else "together, and none of them is enough without the others"
+            figures = self._figures(search.tried[frozenset(cause)])
+            lines.append(f"{', '.join(self._keys(cause))}: on top of GOOD {how}: {figures}")
+        if search.rest is not None and search.causes:
+            lines.append(f"BAD without {'it' if len(search.causes) == 1 else 'these'}: {self._figures(search.rest)}")
+        if search.reason:
+            what = "whether anything else matters is not resolved" if search.causes else "not resolved within the budget"
+            suspects = ", ".join(self._keys(search.suspects))
             more = "" if self.measurer.fails else " (rounds=, seeds= and budget_s= allow more)"
-            lines.append(f"{what}: {answer.reason}{more}; what is left to suspect: {suspects}")
-        return [*lines, f"found by {cost}; BAD: {self._figures(answer.whole)}"]
+            lines.append(f"{what}: {search.reason}{more}; what is left to suspect: {suspects}")
+        return [*lines, f"found by {cost}; BAD: {self._figures(search.whole)}"]
 
     def as_dict(self, settings: Settings, facts: dict[str, object]) -> dict[str, Any]:
         """The content of bisect.json."""
-        answer, changes = self.answer, self.subsets.numbered
+        search, changes = self.search, self.subsets.numbered
         causes = [
             {
-                "changes": self._keys(cause.changes), "effect": _plain(cause.effect),
-                "overrides": self.subsets.changes.overrides([changes[number] for number in cause.changes]),
+                "changes": self._keys(cause), "effect": _plain(search.tried[frozenset(cause)].effect),
+                "overrides": self.subsets.changes.overrides([changes[number] for number in cause]),
             }
-            for cause in answer.causes
+            for cause in search.causes
         ]  # fmt: skip
         tried = [
             {"changes": self._keys(sorted(chosen)), **asdict(found), "effect": _plain(found.effect)}
-            for chosen, found in self.search.tried.items()
+            for chosen, found in search.tried.items()
         ]
         return {
-            "good": self.good, "bad": self.bad, "outcome": answer.outcome, "unit": self.measurer.unit, "causes": causes,
-            "whole": _plain(answer.whole.effect), "rest": _plain(answer.rest.effect) if answer.rest else None,
-            "suspects": self._keys(answer.suspects), "reason": answer.reason, "notes": self.notes,
+            "good": self.good, "bad": self.bad, "outcome": search.outcome, "unit": self.measurer.unit, "causes": causes,
+            "whole": _plain(search.whole.effect), "rest": _plain(search.rest.effect) if search.rest else None,
+            "suspects": self._keys(search.suspects), "reason": search.reason, "notes": self.notes,
             "changes": [{"key": c.key, "good": c.good, "bad": c.bad} for c in changes], "tried": tried,
-            "comparisons": self.search.comparisons, "seconds": self.seconds, "settings": asdict(settings), "environment": facts,
+            "comparisons": search.comparisons, "seconds": self.seconds, "settings": asdict(settings), "environment": facts,
         }  # fmt: skip
 
     def _figures(self, found: Measured) -> str:
@@ -436,20 +401,19 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     measurer: Measurer = (Quality if settings.quality else Speed)(subsets, settings, until)
     echo("\n".join([*heading(subsets.numbered), *notes]))
     try:
-        answer = (search := Search(len(subsets.numbered), measurer)).run()
-        if answer.outcome == FAILS:
-            echo(f"BAD does not run to a figure ({answer.whole.problem}): what makes it fail?")
+        if (search := Search(len(subsets.numbered), measurer)).run() == FAILS:
+            echo(f"BAD does not run to a figure ({search.whole.problem}): what makes it fail?")
             measurer.fails, measurer.unit = True, "runs"
-            answer = (search := Search(len(subsets.numbered), measurer)).run()
+            (search := Search(len(subsets.numbered), measurer)).run()
     except GoodFails as error:
         echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
-    found = Report(words[0], words[1], subsets, search, answer, measurer, notes, time.monotonic() - began)
+    found = Report(words[0], words[1], subsets, search, measurer, notes, time.monotonic() - began)
     sheet, about = found.sheet(), environment.describe(list(argv), bad.config_hash, {})
     echo()
     sheet.show()
     verbs.write(verbs.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], about, found.as_dict(settings, about))
-    return FAILED if answer.outcome == UNRESOLVED else DONE
+    return FAILED if search.outcome == UNRESOLVED else DONE
 
 
 def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> tuple[Subsets, Job, list[str]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from drivetrain.measure.intervals import Interval
 
@@ -23,6 +23,7 @@ LARGEST = 4  # changes that a cause may consist of: a difference that needs more
 REST = 4  # what remains without the causes is searched too if it is more than a quarter of the whole difference
 
 Subset = frozenset[int]  # of the changes, by their numbers
+Decided = Callable[[Interval], bool]
 
 
 @dataclass
@@ -42,48 +43,8 @@ class Measurer(Protocol):
     def margin(self) -> float:
         """The largest effect that does not matter."""
 
-    def measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
+    def measure(self, chosen: Subset, decided: Decided) -> Measured:
         """Measure until the interval decides the question or the budget is used."""
-
-
-class Between(NamedTuple):
-    """The question whether an effect is nearer to `high` than to `low`."""
-
-    low: float
-    high: float
-
-    def excludes_middle(self, found: Interval) -> bool:
-        """True if the interval lies on one side of the middle."""
-        return not found.low <= (self.low + self.high) / 2 <= found.high
-
-    def decided(self, found: Interval) -> bool:
-        """True if the interval is narrow enough, and lies on one side; a very narrow one near the middle may go either way."""
-        step, width = abs(self.high - self.low), found.high - found.low
-        return (width <= step and self.excludes_middle(found)) or width <= step / 2
-
-    def is_high(self, found: Interval) -> bool:
-        """The answer, by the estimate."""
-        return (found.middle - (self.low + self.high) / 2) * (self.high - self.low) > 0
-
-
-@dataclass
-class Cause:
-    """A smallest set of changes that makes a difference, and its effect; None where it makes training diverge."""
-
-    changes: tuple[int, ...]
-    effect: Interval | None
-
-
-@dataclass
-class Answer:
-    """The result of the search."""
-
-    outcome: str
-    whole: Measured  # BAD
-    causes: list[Cause] = field(default_factory=list)
-    rest: Measured | None = None  # BAD without the causes
-    suspects: tuple[int, ...] = ()  # where the search stopped: a cause is among these
-    reason: str = ""  # why it stopped
 
 
 class Unresolved(Exception):
@@ -97,50 +58,61 @@ class Search:
     n: int
     measurer: Measurer
     tried: dict[Subset, Measured] = field(default_factory=dict)
-    _suspects: Iterable[int] = ()
+    outcome: str = ""
+    causes: list[tuple[int, ...]] = field(default_factory=list)  # smallest sets of changes that make a difference
+    rest: Measured | None = None  # BAD without the causes
+    suspects: tuple[int, ...] = ()  # where the search stopped: a cause is among these
+    reason: str = ""  # why it stopped
 
-    def run(self) -> Answer:
-        """Search until the difference is explained, or the budget is used."""
+    def run(self) -> str:
+        """Search until the difference is explained, or the budget is used; return the outcome."""
         everything = range(self.n)
         whole = self.tried[frozenset(everything)] = self.measurer.measure(frozenset(everything), self._whole_is_decided)
         if whole.effect is None:
-            return Answer(FAILS, whole)
-        if self._is_small(whole.effect):
-            return Answer(NONE, whole)
-        if whole.effect.low <= 0 <= whole.effect.high:
-            return Answer(UNRESOLVED, whole, suspects=tuple(everything), reason="whether they differ is not certain")
-        answer = Answer(NAMED, whole)
-        try:
-            self._explain(answer, whole.effect.middle)
-        except Unresolved as stopped:
-            answer.suspects, answer.reason = tuple(sorted(self._suspects)), str(stopped)
-            answer.outcome = NAMED if answer.causes else UNRESOLVED
-        return answer
+            self.outcome = FAILS
+        elif self._is_small(whole.effect):
+            self.outcome = NONE
+        elif whole.effect.low <= 0 <= whole.effect.high:
+            self.outcome, self.suspects, self.reason = UNRESOLVED, tuple(everything), "whether they differ is not certain"
+        else:
+            try:
+                self._explain(everything, whole.effect.middle)
+                self.suspects = ()
+            except Unresolved as stopped:
+                self.reason = str(stopped)
+            self.outcome = NAMED if self.causes else UNRESOLVED
+        return self.outcome
+
+    @property
+    def whole(self) -> Measured:
+        """The measurement of BAD, once there is one."""
+        return self.tried[frozenset(range(self.n))]
 
     @property
     def comparisons(self) -> int:
         """The number of subsets that were measured, BAD included."""
         return sum(found.pairs > 0 for found in self.tried.values())
 
-    def _explain(self, answer: Answer, whole: float) -> None:
+    def _explain(self, left: Sequence[int], whole: float) -> None:
         """Find causes until BAD without them is nearly as GOOD."""
-        left, target, goes_on = [*range(self.n)], whole, True
+        target, goes_on = whole, True
         while goes_on:
-            answer.causes.append(self._cause(left, target))
-            self._suspects = left = [change for change in left if change not in answer.causes[-1].changes]
+            cause = self._cause(left, target)
+            self.causes.append(cause)
+            self.suspects = left = tuple(change for change in left if change not in cause)
             if not left:
                 return
             goes_on, target = self._ask(left, 0.0, 2 * whole / REST)
-            answer.rest = self.tried[frozenset(left)]
+            self.rest = self.tried[frozenset(left)]
 
-    def _cause(self, items: Sequence[int], high: float) -> Cause:
+    def _cause(self, items: Sequence[int], high: float) -> tuple[int, ...]:
         """A smallest set of `items` that makes the larger part of their effect, `high`."""
         cause: Subset = frozenset()
         low = 0.0
         while len(cause) < LARGEST:
             good, bad = 0, len(items)
             while bad - good > 1:  # the effect of so many items, with the cause so far, is low and high
-                self._suspects = cause.union(items[good:bad])
+                self.suspects = tuple(sorted(cause.union(items[good:bad])))
                 half = (good + bad) // 2
                 is_high, effect = self._ask(cause.union(items[:half]), low, high)
                 bad, high, good, low = (half, effect, good, low) if is_high else (bad, high, half, effect)
@@ -148,29 +120,37 @@ class Search:
             is_cause, low = self._ask(cause, 0.0, high) if items else (True, low)
             if is_cause:
                 return self._smallest(cause)
-        self._suspects = cause.union(items)
+        self.suspects = tuple(sorted(cause.union(items)))
         raise Unresolved(f"no {LARGEST} changes make most of the difference: it is spread over many")
 
-    def _smallest(self, cause: Subset) -> Cause:
+    def _smallest(self, cause: Subset) -> tuple[int, ...]:
         """The cause without the changes that it does not need, which noise may have put there."""
         for change in sorted(cause):
             effect, smaller = self.tried[cause].effect, cause - {change}
             if smaller and effect is not None and self._ask(smaller, 0.0, effect.middle)[0]:
                 cause = smaller
-        return Cause(tuple(sorted(cause)), self.tried[cause].effect)
+        return tuple(sorted(cause))
 
     def _ask(self, chosen: Iterable[int], low: float, high: float) -> tuple[bool, float]:
         """True if the effect of a subset is nearer to `high` than to `low`, and the effect. Raises Unresolved.
 
         Of one that diverges it counts as `high`, and of one that cannot run as `low`.
         """
-        question, subset = Between(low, high), frozenset(chosen)
-        found = self.tried[subset] = self.measurer.measure(subset, question.decided)
+        middle, step, subset = (low + high) / 2, abs(high - low), frozenset(chosen)
+
+        def on_one_side(found: Interval) -> bool:
+            return not found.low <= middle <= found.high
+
+        def decided(found: Interval) -> bool:  # one that is very narrow near the middle may go either way
+            width = found.high - found.low
+            return (width <= step and on_one_side(found)) or width <= step / 2
+
+        found = self.tried[subset] = self.measurer.measure(subset, decided)
         if found.effect is None:
             return found.diverged, high if found.diverged else low
-        if not question.decided(found.effect) and not question.excludes_middle(found.effect):
+        if not decided(found.effect) and not on_one_side(found.effect):
             raise Unresolved("the noise is too large for the rounds, seeds or seconds that were allowed")
-        return question.is_high(found.effect), found.effect.middle
+        return (found.effect.middle - middle) * (high - low) > 0, found.effect.middle
 
     def _whole_is_decided(self, found: Interval) -> bool:
         known = found.high - found.low <= abs(found.middle) and not found.low <= 0 <= found.high

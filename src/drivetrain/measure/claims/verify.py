@@ -22,8 +22,8 @@ from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.comparison import Comparison, Row
-from drivetrain.measure.benchmark.facts import Facts
-from drivetrain.measure.benchmark.variants import VariantSpec, trainings
+from drivetrain.measure.benchmark.training import Facts, trainings
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times
@@ -412,9 +412,11 @@ def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence
     reach = Reach.parse(claim.target.reach) if claim.target is not None else None
     memory = claim.memory is not None and job.run.runtime.device_type() == "cpu"
     runs: list[Facts] = []
-    with Steps() as progress, trainings("verify", job, progress=progress) as run:
+    with Steps() as progress, trainings("verify", job, reach, progress, sets_target=False) as run:
         for seed in seeds:
-            runs.append(Facts.of(run(spec, seed, alone=memory and not runs), seed, reach))
+            facts = run(spec, seed, alone=memory and not runs).facts
+            assert facts is not None
+            runs.append(facts)
             here = differences(claim, runs[0], job)
             if runs[-1].error is not None or all(kind.cannot_tell(here) for kind in asked):
                 break

@@ -24,6 +24,7 @@ from drivetrain.core.selection import Reach, Selection
 from drivetrain.core.typed import fits, is_number
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
+from drivetrain.measure.benchmark.training import trained_run
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
@@ -338,7 +339,7 @@ def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence
     metric = base[0].metric
     assert metric is not None
     name, higher_is_better = metric
-    trained = [[quality.trained_run(run, seed) for run, seed in zip(variant, seeds, strict=True)] for variant in (runs, base)]
+    trained = [[trained_run(run, seed) for run, seed in zip(variant, seeds, strict=True)] for variant in (runs, base)]
     found = quality.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
     return found.outcome, found.reason
 

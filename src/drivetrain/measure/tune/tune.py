@@ -27,9 +27,19 @@ from drivetrain.launch.trials import Trials
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.compare import titled
-from drivetrain.measure.benchmark.comparison import MIN_SEEDS, Comparison, Row, TimesToTarget, behind, columns, proven, ranked
+from drivetrain.measure.benchmark.comparison import Comparison, Row, behind
 from drivetrain.measure.benchmark.interleave import StoppingRule, Variant, never_stop
-from drivetrain.measure.benchmark.variants import VariantSpec, trainings
+from drivetrain.measure.benchmark.training import (
+    MIN_SEEDS,
+    TimesToTarget,
+    TrainedRun,
+    columns,
+    in_turns,
+    proven,
+    ranked,
+    trainings,
+)
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.tune import range_test
@@ -57,15 +67,9 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
     ends = ["stop.at_target=true", f"target={format_value(str(reach))}"]
     tried = [variants.compose(w or "as it is", [*apply(overrides, w.split(), config_dirs), *ends], config_dirs) for w in tries]
     specs = [spec for spec in tried if spec.job is not None]
-    found = [TimesToTarget(spec.label) for spec in specs]
-    with Steps() as progress, trainings("tune", job, reach, progress) as run:
-
-        def train(variant: int, number: int) -> tuple[float, int] | None:
-            result = run(specs[variant], job.run.runtime.seed + number).result
-            when = (result.target or {}) if result is not None else {}
-            return (when["seconds"], when["update"]) if when.get("update") is not None else None
-
-        train_all(found, train, seeds, budget_s)
+    with Steps() as progress, trainings("tune", job, reach, progress) as train:
+        runs = train_all(len(specs), lambda n, number: train(specs[n], job.run.runtime.seed + number), seeds, budget_s)
+    found = [TimesToTarget.of(spec.label, each, str(reach)) for spec, each in zip(specs, runs, strict=True)]
     best, order = proven(found), ranked(found)
     answer, told = f"None reaches {reach} sooner beyond doubt: the run stays as it is", []
     if best is not None:
@@ -102,21 +106,16 @@ def candidates(run: RunSpec, noise_scale: float | None, samples: int) -> list[st
     return found
 
 
-def train_all(
-    variants: Sequence[TimesToTarget], train: Callable[[int, int], tuple[float, int] | None], seeds: int, seconds: float
-) -> None:
-    """Train each variant with each seed, in turns whose order is reversed each time; after MIN_SEEDS only while there is time.
-
-    `train(variant, number)` returns seconds and updates to the target, or None.
-    """
+def train_all(variants: int, train: Callable[[int, int], TrainedRun], seeds: int, seconds: float) -> list[list[TrainedRun]]:
+    """The runs of each variant with each seed, trained in turns; after MIN_SEEDS only while there is time."""
     until = time.monotonic() + seconds
+    runs: list[list[TrainedRun]] = [[] for _ in range(variants)]
     for number in range(seeds):
         if number >= MIN_SEEDS and time.monotonic() > until:
-            return
-        for variant in list(range(len(variants)))[:: 1 if number % 2 == 0 else -1]:
-            when = train(variant, number)
-            variants[variant].seconds.append(when[0] if when else None)
-            variants[variant].updates.append(when[1] if when else None)
+            break
+        for variant in in_turns(range(variants), number):
+            runs[variant].append(train(variant, number))
+    return runs
 
 
 MAX_ACCUMULATION_STEPS = 16
