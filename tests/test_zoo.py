@@ -77,7 +77,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
     facts = Facts.of(run, 0, Reach.parse(claim.target.reach))
     differ = Differences.of(claim, facts.kind, facts.device, facts.data)
     seen = Seen([facts], replace(differ, device="another one"), evaluated(job.run))  # which is not timed
-    answers = {kind.key: kind.answer(getattr(claim, kind.key), seen) for kind in ALL if kind.key in ("quality", "target")}
+    answers = {kind.key: kind.answer(claim, seen) for kind in ALL if kind.key in ("quality", "target")}
     assert not differ.data
     assert answers["quality"].outcome == HOLDS, answers
     assert answers["target"].outcome != REFUTED, answers

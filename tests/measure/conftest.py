@@ -1,4 +1,4 @@
-"""What the tests of measuring share: the command in a process of its own, and a data set that is slow on purpose."""
+"""Shared by the tests of measuring: the command in a process of its own, and a data set that is slow on purpose."""
 
 import json
 import os

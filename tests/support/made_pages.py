@@ -27,7 +27,7 @@ from drivetrain.measure.profile.sampler import Line
 from drivetrain.measure.report import report
 from drivetrain.measure.report import report as report_page
 from drivetrain.measure.tune import tune
-from drivetrain.measure.tune.range_test import RangeTest
+from drivetrain.measure.tune.tune import RangeTest
 from drivetrain.measure.verbs import origin
 from drivetrain.run import reader
 from drivetrain.ui.pages import run as run_page

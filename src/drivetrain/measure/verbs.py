@@ -13,7 +13,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import key_of, single_values
 from drivetrain.launch.job import Job
-from drivetrain.run import directory
+from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Section, Sheet, commands, machine, under
 
@@ -23,12 +23,12 @@ def folder(job: Job, verb: str) -> Path:
     return directory.create(Path(job.run.values["output_dir"]), verb)
 
 
-def write(place: Path, name: str, sheet: Sheet, command: Sequence[str], about: dict[str, object], content: object = None) -> None:
-    """Write NAME.html, which ends with the command and the environment, and NAME.json where there is `content`; say where."""
-    if content is not None:
-        write_json(place / f"{name}.json", content)
-    replace(sheet, sections=[*sheet.sections, *origin(command, about)]).write(place / f"{name}.html")
-    echo(f"written to {place}/{f'{name}.json and ' if content is not None else ''}{name}.html")
+def write(place: Path, name: str, sheet: Sheet, command: Sequence[str], content: object) -> None:
+    """Write NAME.json, and NAME.html, which ends with the command and the environment; say where."""
+    write_json(place / f"{name}.json", content)
+    found = origin(command, environment.describe([], "", {}))
+    replace(sheet, sections=[*sheet.sections, *found]).write(place / f"{name}.html")
+    echo(f"written to {place}/{name}.json and {name}.html")
 
 
 def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:

@@ -81,61 +81,37 @@ def benchmark(monkeypatch):
     return run
 
 
-def test_variants_that_fit_are_live_together_and_run_there_and_back(benchmark):
+@pytest.mark.parametrize(
+    ("sizes", "rounds", "told", "most", "ran", "errors"),
+    [
+        ({"a": 5, "b": 5, "c": 5}, 2, True, 3, "abccba" + "cbaabc", ""),  # there and back
+        # Twelve of 20 GiB on a device of 80: beside the baseline two at a time, as a third would leave less than its margin.
+        (dict.fromkeys("abcdefghijkl", 20), 4, True, 3, "abccba" + "adeeda", ""),
+        # One variant beside the baseline is always tried, whether its reading or its error says that there is no room for two.
+        ({"a": 40, "b": 39, "c": 38, "d": 37}, 2, True, 2, "abba" + "acca", ""),
+        ({"a": 40, "b": 39, "c": 38, "d": 37}, 2, False, 2, "abba" + "acca", ""),
+        ({"a": 30, "b": 60, "c": 30}, 3, True, 2, "acca", "b"),  # one that does not fit alone fails, and the others go on
+        ({"a": 100, "b": 5, "c": 5}, 3, True, 0, "", "a"),  # a baseline that fails ends it before any other variant is timed
+    ],
+)
+def test_as_many_variants_are_live_as_fit_beside_the_baseline(benchmark, sizes, rounds, told, most, ran, errors):
     device = Device()
-    benchmark(device, {"a": 5, "b": 5, "c": 5}, rounds=2)
-    assert device.most == 3
-    assert "".join(device.ran) == "abccba" + "cbaabc"
-    assert device.held == {}
-
-
-def test_many_variants_are_capped_by_free_memory_in_every_round(benchmark):
-    """Twelve of 20 GiB on a device of 80: beside the baseline two at a time, as a third would leave less than its margin."""
-    device = Device()
-    variants = benchmark(device, dict.fromkeys("abcdefghijkl", 20), rounds=4)
-    assert [variant.error for variant in variants.values()] == [None] * 12
-    assert all(len(variant.blocks) == 4 for variant in variants.values())
-    assert all(block.updates == 2 for label, variant in variants.items() if label != "a" for block in variant.blocks)
-    assert device.most == 3
-    assert "".join(device.ran).startswith("abccba" + "adeeda")
-    assert device.held == {}
-
-
-@pytest.mark.parametrize("told", [True, False], ids=["by its reading", "by its error"])
-def test_one_variant_beside_the_baseline_is_always_tried(benchmark, told):
-    device = Device()
-    variants = benchmark(device, {"a": 40, "b": 39, "c": 38, "d": 37}, rounds=2, told=told)
-    assert [variant.error for variant in variants.values()] == [None] * 4
-    assert device.most == 2
-    assert device.started.count("a") == 2, "the baseline stays"
-
-
-def test_a_variant_that_does_not_fit_alone_fails_and_the_others_go_on(benchmark):
-    device = Device()
-    variants = benchmark(device, {"a": 30, "b": 60, "c": 30}, rounds=3)
-    assert "out of memory" in variants["b"].error
-    assert [len(variants[label].blocks) for label in "abc"] == [3, 0, 3]
-    assert device.started.count("b") == 1
-
-
-def test_a_baseline_that_fails_ends_the_benchmark_before_any_other_variant_is_timed(benchmark):
-    device = Device()
-    variants = benchmark(device, {"a": 100, "b": 5, "c": 5}, rounds=3)
-    assert "out of memory" in variants["a"].error
-    assert device.started == ["a"]
-    assert [(variant.error, variant.blocks) for label, variant in variants.items() if label != "a"] == [(None, [])] * 2
+    variants = benchmark(device, sizes, rounds, told)
+    assert "".join(device.ran).startswith(ran)
+    assert (device.most, device.held) == (most, {})
+    assert "".join(label for label, variant in variants.items() if "out of memory" in (variant.error or "")) == errors
+    for label, variant in variants.items():
+        assert len(variant.blocks) == (0 if label in errors or "a" in errors else rounds)
+        assert label == "a" or all(block.updates == 2 for block in variant.blocks)
+    assert device.started.count("a") == (1 if "a" in errors else rounds), "the baseline stays"
+    assert all(device.started.count(label) == 1 for label in errors)
+    assert "a" not in errors or device.started == ["a"]
 
 
 def test_a_variant_that_fails_otherwise_is_not_started_again(benchmark, monkeypatch):
     device = Device()
-    sizes = {"a": 5, "b": 5, "c": 5}
-
-    def run():
-        return benchmark(device, sizes)
-
     monkeypatch.setattr(interleave, "ran_out", lambda reason: False)
-    sizes["c"] = 100
-    assert run()["c"].error
+    assert benchmark(device, {"a": 5, "b": 5, "c": 100})["c"].error
     assert device.started == ["a", "b", "c"]
 
 
@@ -344,23 +320,28 @@ def test_the_runs_own_length_decides(updates, worth):
     assert ("compiled is 2.00 × as fast as plain" in answer([plain, compiled])) is worth
 
 
-def test_the_answer_says_which_faster_updates_start_too_late():
-    assert answer(weighed(165, PLAIN, COMPILED)) == (
-        "No variant is measurably faster than plain. compiled has faster updates and starts later, which makes this run no "
-        "shorter: it pays after 200 updates, and this run has 165."
-    )
-    assert answer(weighed(300, PLAIN, COMPILED)) == (
-        "compiled is 2.00 × as fast as plain (2.00 to 2.00). Where its kernels are not compiled yet, it pays after 10,000 "
-        "updates; this run has 300."
-    )
-    assert answer(weighed(20_000, PLAIN, COMPILED)) == "compiled is 2.00 × as fast as plain (2.00 to 2.00)."
-
-
-def test_what_starts_sooner_may_win_with_slower_updates():
-    rows = weighed(20, variant([11.0] * 7, 0.05, "workers"), variant([1.0] * 7, 0.1, "sync"))
-    assert rows[1].ratio.high < 1
-    assert rows[1].pays_after is None
-    assert answer(rows) == "sync is 4.00 × as fast as workers for the whole run, as it starts sooner (4.00 to 4.00)."
+@pytest.mark.parametrize(
+    ("updates", "variants", "said"),
+    [
+        (
+            165, [PLAIN, COMPILED],
+            "No variant is measurably faster than plain. compiled has faster updates and starts later, which makes this run no "
+            "shorter: it pays after 200 updates, and this run has 165.",
+        ),
+        (
+            300, [PLAIN, COMPILED],
+            "compiled is 2.00 × as fast as plain (2.00 to 2.00). Where its kernels are not compiled yet, it pays after 10,000 "
+            "updates; this run has 300.",
+        ),
+        (20_000, [PLAIN, COMPILED], "compiled is 2.00 × as fast as plain (2.00 to 2.00)."),
+        (  # what starts sooner may win with slower updates
+            20, [variant([11.0] * 7, 0.05, "workers"), variant([1.0] * 7, 0.1, "sync")],
+            "sync is 4.00 × as fast as workers for the whole run, as it starts sooner (4.00 to 4.00).",
+        ),
+    ],
+)  # fmt: skip
+def test_the_answer_weighs_the_start_by_the_runs_length(updates, variants, said):
+    assert answer(weighed(updates, *variants)) == said
 
 
 def test_where_the_length_is_not_known_the_updates_decide():

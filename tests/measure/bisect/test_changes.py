@@ -1,4 +1,4 @@
-"""What `drivetrain bisect` takes as one change, what it refuses, and that all changes together are BAD."""
+"""`drivetrain bisect`: its single changes, what it refuses, and that all changes together are BAD."""
 
 import contextlib
 import math
@@ -231,9 +231,8 @@ def searched(effect, **kwargs):
 def test_each_single_cause_is_named_within_the_promised_comparisons(sign):
     for guilty in range(N):
         search = searched(lambda chosen, guilty=guilty: sign * 0.2 * (guilty in chosen))
-        assert (search.outcome, search.causes) == (NAMED, [(guilty,)])
+        assert (search.outcome, search.causes, search.rest.effect.middle) == (NAMED, [(guilty,)], 0)
         assert search.comparisons <= 2 * math.log2(N)
-        assert search.rest.effect.middle == 0
 
 
 def test_each_pair_that_acts_only_together_is_named():
@@ -246,19 +245,33 @@ def test_each_pair_that_acts_only_together_is_named():
     assert most == 13  # as docs/bisect.md says
 
 
-def test_causes_that_add_up_and_causes_that_are_each_enough():
-    search = searched(lambda chosen: -0.2 * (3 in chosen) - 0.1 * (9 in chosen))
-    assert sorted(search.causes) == [(3,), (9,)]
-    search = searched(lambda chosen: -0.2 * bool({3, 9} & chosen))
-    assert sorted(search.causes) == [(3,), (9,)]
-    search = searched(lambda chosen: -0.1 * (3 in chosen) - 0.1 * (9 in chosen))
-    assert sorted(change for cause in search.causes for change in cause) == [3, 9]
+@pytest.mark.parametrize(
+    ("effect", "more", "outcome", "causes"),
+    [
+        (lambda chosen: -0.2 * (3 in chosen) - 0.1 * (9 in chosen), {}, NAMED, [3, 9]),  # they add up
+        (lambda chosen: -0.1 * (3 in chosen) - 0.1 * (9 in chosen), {}, NAMED, [3, 9]),
+        (lambda chosen: -0.2 * bool({3, 9} & chosen), {}, NAMED, [3, 9]),  # each is enough
+        # Change 8 slows down and is refused without 2: both belong to the smallest set that can be made.
+        (lambda chosen: -0.2 * (8 in chosen), {"refused": lambda chosen: 8 in chosen and 2 not in chosen}, NAMED, [2, 8]),
+        (lambda chosen: 0.003, {}, NONE, []),
+        (lambda chosen: 0.0, {"refused": lambda chosen: True}, FAILS, []),
+        (lambda chosen: -0.3 * (len(chosen) == N), {}, UNRESOLVED, []),  # spread over all changes
+        (lambda chosen: -0.2 * (5 in chosen), {"half_width": 0.03}, NAMED, [5]),
+        (lambda chosen: -0.2 * (5 in chosen) - 0.2 * (6 in chosen), {"half_width": 0.3}, UNRESOLVED, []),
+        (lambda chosen: -0.2 * len(chosen) / N, {"half_width": 0.06}, UNRESOLVED, []),
+    ],
+)
+def test_the_smallest_causes_are_named_or_why_none_is(effect, more, outcome, causes):
+    search = searched(effect, **more)
+    assert (search.outcome, sorted(change for cause in search.causes for change in cause)) == (outcome, causes)
+    assert search.comparisons == 1 or outcome != NONE
+    assert bool(search.suspects and search.reason) is (outcome == UNRESOLVED)
 
 
-def test_a_change_that_another_needs_is_not_guilty_by_that():
-    """Change 8 slows down and is refused without 2: both belong to the smallest set that can be made."""
-    search = searched(lambda chosen: -0.2 * (8 in chosen), refused=lambda chosen: 8 in chosen and 2 not in chosen)
-    assert search.causes == [(2, 8)]
+def test_what_is_left_to_suspect_and_why_is_told():
+    wide = searched(lambda chosen: -0.2 * (5 in chosen), half_width=0.3)
+    assert (wide.suspects, wide.reason) == (tuple(range(N)), "whether they differ is not certain")
+    assert "spread over many" in searched(lambda chosen: -0.3 * (len(chosen) == N)).reason
 
 
 def test_what_makes_training_diverge_is_bad():
@@ -289,32 +302,6 @@ def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
     assert measurer.shown(search.whole) == ("fails",)
     assert search.tried[frozenset({6})].problem == "RuntimeError: boom"
     assert len(asked) == len(set(asked)), "none is run twice"
-
-
-def test_no_difference_names_none_and_a_bad_without_a_figure_is_told():
-    search = searched(lambda chosen: 0.003)
-    assert (search.outcome, search.comparisons) == (NONE, 1)
-    assert searched(lambda chosen: 0.0, refused=lambda chosen: True).outcome == FAILS
-
-
-@pytest.mark.parametrize("half_width", [0.03, 0.3])
-def test_too_much_noise_is_not_resolved_and_says_what_is_left(half_width):
-    search = searched(lambda chosen: -0.2 * (5 in chosen) - 0.2 * (6 in chosen) * (half_width > 0.1), half_width=half_width)
-    if half_width > 0.1:  # not even whether they differ
-        assert (search.outcome, search.suspects) == (UNRESOLVED, tuple(range(N)))
-    else:
-        assert search.causes == [(5,)]
-    noisy = Exact(lambda chosen: -0.2 * len(chosen) / N, half_width=0.06)
-    search = Search(N, noisy)
-    assert search.run() == UNRESOLVED
-    assert search.suspects
-    assert not search.causes
-
-
-def test_a_difference_that_is_spread_over_all_changes_is_no_single_ones():
-    search = searched(lambda chosen: -0.3 * (len(chosen) == N))
-    assert search.outcome == UNRESOLVED
-    assert "spread over many" in search.reason
 
 
 @pytest.mark.parametrize(

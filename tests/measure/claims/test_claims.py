@@ -106,7 +106,7 @@ def row(ratio=(1.91, 1.85, 1.97), device="a chip, 2 threads", **more) -> Row:
     ],
 )
 def test_a_recipe_and_its_claim_bring_both_configs_back(words, base):
-    """What is written, read as a stranger's: the recipe is the one that was measured, and its baseline the other."""
+    """Read as a stranger's, the recipe is the one that was measured, and its baseline is the other."""
     job, before = prepare(words), prepare(base)
     file = Path("made.yaml")
     file.write_text(claims.recipe_text(job, claims.against(job, before), row(), row(), ["proven\nsomehow"]))

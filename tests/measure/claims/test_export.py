@@ -74,44 +74,40 @@ def test_a_seed_that_never_reaches_the_target_is_the_slowest():
     assert (half.reached, half.n, half.updates, half.seconds) == (2, 4, None, None)
 
 
-def test_runs_that_differ_in_more_than_the_seed_are_refused():
-    runs = [made_run("1", 1), made_run("2", 2, config="epochs: 9\n"), made_run("3", 3, config="optimizer:\n  lr: 0.5\n")]
-    told = refusals(*runs)
-    assert told == "a claim over seeds is of one config, and these runs differ in epochs: None, 9; optimizer.lr: None, 0.5"
-    assert "several runs have runtime.seed=1" in refusals(runs[0], made_run("again", 1))
-    assert "is given twice" in refusals(runs[0], Path("./1"))
-
-
-def test_runs_of_other_machines_software_or_data_are_refused():
-    first = made_run("1", 1)
-    assert "different devices: a chip, 2 threads, another" in refusals(first, made_run("2", 2, device_name="another"))
-    other = made_run("3", 3, environment={"versions": {"torch": "2.11.0"}})
-    assert "different versions: {'torch': '2.15.0'" in refusals(first, other)
-    changed = made_run("4", 4, data={**DATA, "hash": "0123abcdef"})
-    assert "different training data: deadbeef0123, 0123abcdef" in refusals(first, changed)
-
-
-def test_no_seed_is_left_out():
-    first = made_run("1", 1)
-    diverged = made_run("2", 2, status="diverged", error="the loss is nan")
-    assert refusals(first, diverged) == (
-        "2: diverged: the loss is nan: a claim is over runs that have completed, and none may be left out"
-    )
-    assert exported(diverged) is None, "its recipe can be had"
-    assert "diverged" in refusals(diverged, target="accuracy>=0.5")
+DIVERGED = {"status": "diverged", "error": "the loss is nan"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("runs", "settings", "told"),
     [
-        ({"set": "train"}, "set=train: these runs have not evaluated it"),
-        ({"metric": "accurracy"}, "metric=accurracy: these runs do not evaluate it: did you mean 'accuracy'?"),
-        ({"target": "f1>=0.5"}, "target=f1>=0.5: these runs do not evaluate it"),
-        ({"target": "good"}, "target=good: give a metric and a value, as 'target=accuracy>=0.98'"),
+        (
+            [{}, {"config": "epochs: 9\n"}, {"config": "optimizer:\n  lr: 0.5\n"}], {},
+            "a claim over seeds is of one config, and these runs differ in epochs: None, 9; optimizer.lr: None, 0.5",
+        ),
+        ([{}, {"seed": 1}], {}, "several runs have runtime.seed=1"),
+        ([{}, {"device_name": "another"}], {}, "different devices: a chip, 2 threads, another"),
+        ([{}, {"environment": {"versions": {"torch": "2.11.0"}}}], {}, "different versions: {'torch': '2.15.0'"),
+        ([{}, {"data": {**DATA, "hash": "0123abcdef"}}], {}, "different training data: deadbeef0123, 0123abcdef"),
+        (
+            [{}, DIVERGED], {},
+            "2: diverged: the loss is nan: a claim is over runs that have completed, and none may be left out",
+        ),
+        ([DIVERGED], {"target": "accuracy>=0.5"}, "diverged"),
+        ([{}], {"set": "train"}, "set=train: these runs have not evaluated it"),
+        ([{}], {"metric": "accurracy"}, "metric=accurracy: these runs do not evaluate it: did you mean 'accuracy'?"),
+        ([{}], {"target": "f1>=0.5"}, "target=f1>=0.5: these runs do not evaluate it"),
+        ([{}], {"target": "good"}, "target=good: give a metric and a value, as 'target=accuracy>=0.98'"),
     ],
-)
-def test_what_the_runs_do_not_have_cannot_be_claimed(settings, told):
-    assert told in refusals(made_run("1", 1), **settings)
+)  # fmt: skip
+def test_what_cannot_be_claimed_is_refused(runs, settings, told):
+    """Of runs that differ in more than the seed, of a seed that is left out, of what the runs do not have."""
+    made = [made_run(str(number), **{"seed": number, **of}) for number, of in enumerate(runs, 1)]
+    assert told in refusals(*made, **settings)
+
+
+def test_a_run_that_is_given_twice_is_refused_and_the_recipe_of_one_that_diverged_can_be_had():
+    assert "is given twice" in refusals(made_run("1", 1), Path("./1"))
+    assert exported(made_run("2", 2, **DIVERGED)) is None
 
 
 def test_a_resumed_run_claims_no_times_and_no_memory():
@@ -235,7 +231,7 @@ claim:
 
 @pytest.fixture
 def diff(capsys):
-    """What it says; it must succeed."""
+    """Its output; it must succeed."""
 
     def run(*words: str) -> str:
         capsys.readouterr()

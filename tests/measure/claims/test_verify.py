@@ -64,30 +64,140 @@ def several(*accuracies: float, **more: Any) -> list[Facts]:
 
 
 def answered(kind: str, runs: list[Facts], claim: Claim = CLAIM, better: Any = max) -> Answer:
-    """What the runs say of one kind of the claim."""
+    """The answer that the runs give on one kind of the claim."""
     differ = Differences.of(claim, runs[0].kind, runs[0].device, runs[0].data)
-    return KIND[kind].answer(getattr(claim, kind), Seen(runs, differ, {"accuracy": better, "loss": min}))
+    return KIND[kind].answer(claim, Seen(runs, differ, {"accuracy": better, "loss": min}))
 
 
-# --- quality ---
+def of_metric(mean: float, n: int, sd: float | None = None, metric: str = "accuracy", spread: float | None = None) -> Claim:
+    """A claim of a metric's mean over so many seeds."""
+    interval = None if spread is None else (mean - spread, mean + spread)
+    return replace(CLAIM, quality=Quality(metric, "validation", mean, n, sd, interval), seeds=(0,) * n)
+
+
+OF_LOSS = of_metric(0.05, 5, 0.005, "loss", 0.0062)
+NO_SPREAD = of_metric(1.0, 5, 0.0, spread=0.0)
+ONE_RUN = of_metric(0.95, 1)
+CARD = {"kind": "cuda", "device": "a card"}
+OTHER_DATA = {"data": {**DATA, "hash": "0123", "samples": 9}}
+ENDED = "the run with seed 5 ended: "
+
+
+def updates(*found: int | None) -> list[Facts]:
+    """Runs that reached the target after so many updates."""
+    return [facts(seed, updates=each) for seed, each in enumerate(found)]
+
+
+def memory(*peaks: float | None, **more: Any) -> list[Facts]:
+    return [facts(seed, peak_mib=peak, **more) for seed, peak in enumerate(peaks, 5)]
+
+
+def energy(*joules: float | None, **more: Any) -> list[Facts]:
+    return [facts(seed, joules=each, **more) for seed, each in enumerate(joules, 5)]
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "outcome"),
+    ("kind", "runs", "claim", "outcome", "because"),
     [
-        ((0.95, 0.945, 0.955), HOLDS),
-        ((0.99, 0.991, 0.992), HOLDS),  # better than claimed
-        ((0.94, 0.945, 0.943), HOLDS),  # worse by 0.0073: chance allows 0.0092
-        ((0.938, 0.94, 0.936), REFUTED),  # worse by 0.012
-        ((0.9, 0.91, 0.89), REFUTED),
-        ((0.948,), HOLDS),  # one seed, by the claim's spread
-        ((0.8,), REFUTED),
+        # The final metric is held by a t-test.
+        ("quality", several(0.95, 0.945, 0.955), CLAIM, HOLDS, "t-test at 2 %"),
+        ("quality", several(0.99, 0.991, 0.992), CLAIM, HOLDS, "t-test at 2 %"),  # better than claimed
+        ("quality", several(0.94, 0.945, 0.943), CLAIM, HOLDS, "t-test at 2 %"),  # worse by 0.0073: chance allows 0.0092
+        ("quality", several(0.938, 0.94, 0.936), CLAIM, REFUTED, "worse by 0.012"),
+        ("quality", several(0.9, 0.91, 0.89), CLAIM, REFUTED, "t-test at 2 %"),
+        ("quality", several(0.948), CLAIM, HOLDS, "t-test at 2 %"),  # one seed, by the claim's spread
+        ("quality", several(0.8), CLAIM, REFUTED, "t-test at 2 %"),
+        # What is lower is better where it is.
+        ("quality", several(0.99, 0.991, 0.992), OF_LOSS, HOLDS, "not worse"),
+        ("quality", several(0.9, 0.91, 0.89), OF_LOSS, REFUTED, "worse by"),
+        # A loss that differs by a tenth from seed to seed, here too: chance allows a sixth of it.
+        ("quality", several(0.952, 0.941, 0.947, 0.943, 0.952), OF_LOSS, HOLDS, "not worse"),
+        ("quality", several(0.945, 0.945, 0.945), OF_LOSS, UNTOLD, "too few seeds"),  # worse by a tenth, with no spread here
+        # Seeds without any spread may differ by half a percent, as on a CPU of another kind, which rounds otherwise.
+        ("quality", several(0.9955, 0.9955), NO_SPREAD, HOLDS, "at least 0.5 %"),
+        ("quality", several(0.9945, 0.9945), NO_SPREAD, REFUTED, "worse by"),
+        # One run each has no spread.
+        ("quality", several(0.95), ONE_RUN, UNTOLD, "one run each shows no spread: set seeds=5"),
+        ("quality", several(0.95, 0.951), ONE_RUN, UNTOLD, "too few seeds: set seeds=5 (1 and 2 runs hardly show the spread)"),
+        ("quality", several(0.95, 0.951, 0.949, 0.95), ONE_RUN, HOLDS, "not worse"),
+        # A claim cannot allow itself what it likes, by a made-up mean with no spread or a large one.
+        *(
+            ("quality", several(*values), of_metric(0.999, n, sd), outcome, because)
+            for n, sd in ((1, None), (3, 0.05))
+            for values, outcome, because in (
+                ((0.92, 0.926), UNTOLD, "too few seeds: set seeds=5"),
+                ((0.92, 0.926, 0.914, 0.91, 0.93), REFUTED, "worse by"),
+            )
+        ),
+        # Other data tell nothing; another device tells of the result all the same.
+        (
+            "quality", several(0.5, **OTHER_DATA), CLAIM, UNTOLD,
+            "other data: 9 samples here, 1150 claimed, fingerprint 0123, claimed deadbeef",
+        ),
+        ("quality", several(0.5, data=None), CLAIM, UNTOLD, "other data: the data here has no fingerprint"),
+        ("quality", several(0.5, data=None), replace(CLAIM, data=None), REFUTED, "worse by"),
+        ("quality", several(0.95, 0.94, **CARD), CLAIM, HOLDS, "not worse"),
+        ("quality", several(0.5, 0.51, **CARD), CLAIM, REFUTED, "worse by"),
+        ("quality", [facts(5, figures={"test": {"accuracy": 1.0}})], CLAIM, UNTOLD, "it is not measured here"),
+        ("quality", [facts(5, error="diverged: nan")], CLAIM, REFUTED, f"{ENDED}diverged: nan"),
+        # The claim's device has what this one has not.
+        ("quality", [facts(5, error="it needs CUDA", kind="cuda", device=None)], CLAIM, UNTOLD, f"{ENDED}it needs CUDA"),
+        # The updates to the target, and the seconds, which are a device's.
+        ("target", updates(300, 350, 250), CLAIM, HOLDS, "within 2 times the seconds"),
+        ("target", updates(100, 100, 100), CLAIM, HOLDS, "within 2 times the seconds"),
+        ("target", updates(450, 500, 390), CLAIM, HOLDS, "within 2 times the seconds"),  # one is no slower than the slowest
+        (
+            "target", updates(450, 500, 410), CLAIM, REFUTED,
+            "every seed needs more updates than the slowest claimed one: 1.8 % by chance",
+        ),
+        ("target", updates(450, 500, None), CLAIM, REFUTED, "every seed needs more updates"),
+        ("target", updates(None, None, None), CLAIM, REFUTED, "fewer seeds reach it: 1.8 % by chance"),
+        ("target", updates(300, None, 300), CLAIM, HOLDS, "as many seeds reach it"),  # 2 of 3 where 5 of 5 did: 38 % by chance
+        ("target", updates(450, 500), CLAIM, UNTOLD, "5 and 2 seeds are too few to tell (5 % by chance): set more seeds"),
+        ("target", updates(None), CLAIM, UNTOLD, "5 and 1 seeds are too few to tell"),
+        ("target", several(0.9, 0.9, 0.9, seconds_to_target=7.0), CLAIM, REFUTED, "it takes more than 2 times the seconds"),
+        (
+            "target", several(0.9, 0.9, 0.9, seconds_to_target=7.0, device="another"), CLAIM, HOLDS,
+            "the seconds are another device's",
+        ),
+        # Memory and energy: the largest, and the mean.
+        ("memory", memory(1.0), CLAIM, HOLDS, "0.00 times the claim, 1.1 allowed"),
+        ("memory", memory(549.0, 549.0), CLAIM, HOLDS, "1.10 times the claim"),
+        ("memory", memory(100.0, 551.0, None), CLAIM, REFUTED, "1.10 times the claim, 1.1 allowed"),
+        ("memory", memory(None), CLAIM, UNTOLD, "it is not measured here"),
+        (
+            "memory", memory(551.0, device="a chip, 8 threads"), CLAIM, UNTOLD,
+            "another device: a chip, 8 threads, claimed on a chip, 2 threads",
+        ),
+        ("energy", energy(1.0), CLAIM, HOLDS, "0.00 times the claim, 1.25 allowed"),
+        ("energy", energy(1249.0, 1249.0), CLAIM, HOLDS, "1.25 times the claim"),
+        ("energy", energy(1251.0, 1251.0), CLAIM, REFUTED, "1.25 times the claim"),
+        ("energy", energy(None), CLAIM, UNTOLD, "it is not measured here"),
+        ("energy", energy(1.0, device="a chip, 8 threads"), CLAIM, UNTOLD, "another device: "),
+    ],
+)  # fmt: skip
+def test_each_kind_is_answered_by_what_the_runs_measured(kind, runs, claim, outcome, because):
+    answer = answered(kind, runs, claim)
+    assert (answer.outcome, because in answer.because) == (outcome, True), answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "runs", "measured"),
+    [
+        ("quality", several(0.5, **OTHER_DATA), "accuracy 0.5, validation, 1 seed"),  # what was measured is shown all the same
+        ("quality", [facts(5, figures={"test": {"accuracy": 1.0}})], "–"),
+        ("memory", memory(100.0, 560.0, None), "560 MiB at most, 2 seeds"),
     ],
 )
-def test_the_final_metric_is_held_by_a_t_test(accuracies, outcome):
-    answer = answered("quality", several(*accuracies))
-    assert answer.outcome == outcome, answer
-    assert "t-test at 2 %" in answer.because
+def test_what_was_measured_is_shown(kind, runs, measured):
+    assert answered(kind, runs).measured == measured
+
+
+def test_of_a_metric_without_a_direction_both_sides_count():
+    for accuracies in ((0.99, 0.991, 0.992), (0.9, 0.91, 0.89)):
+        answer = answered("quality", several(*accuracies), better=None)
+        assert (answer.outcome, answer.because.startswith("apart by")) == (REFUTED, True)
+    assert answered("quality", several(0.95, 0.945, 0.955), better=None).outcome == HOLDS
 
 
 def test_the_t_test_is_the_textbooks():
@@ -102,135 +212,12 @@ def test_the_t_test_is_the_textbooks():
     assert 0.019 < chances[2] < 0.02 < chances[3] < 0.021
 
 
-def test_what_is_lower_is_better_where_it_is():
-    claim = replace(CLAIM, quality=Quality("loss", "validation", 0.05, 5, 0.005, (0.0438, 0.0562)))
-    assert answered("quality", several(0.99, 0.991, 0.992), claim).outcome == HOLDS
-    assert answered("quality", several(0.9, 0.91, 0.89), claim).outcome == REFUTED
-
-
-def test_of_a_metric_without_a_direction_both_sides_count():
-    for accuracies in ((0.99, 0.991, 0.992), (0.9, 0.91, 0.89)):
-        answer = answered("quality", several(*accuracies), better=None)
-        assert (answer.outcome, answer.because.startswith("apart by")) == (REFUTED, True)
-    assert answered("quality", several(0.95, 0.945, 0.955), better=None).outcome == HOLDS
-
-
-def test_seeds_without_any_spread_may_differ_by_half_a_percent():
-    """As on a CPU of another kind, which rounds otherwise."""
-    claim = replace(CLAIM, quality=Quality("accuracy", "validation", 1.0, 5, 0.0, (1.0, 1.0)))
-    assert answered("quality", several(0.9955, 0.9955), claim).outcome == HOLDS
-    assert answered("quality", several(0.9945, 0.9945), claim).outcome == REFUTED
-
-
-def test_one_run_each_has_no_spread():
-    claim = replace(CLAIM, quality=Quality("accuracy", "validation", 0.95, 1), seeds=(0,))
-    assert answered("quality", several(0.95), claim)[3:] == (UNTOLD, "one run each shows no spread: set seeds=5")
-    assert answered("quality", several(0.95, 0.951), claim)[3:] == (
-        UNTOLD,
-        "too few seeds: set seeds=5 (1 and 2 runs hardly show the spread)",
-    )
-    assert answered("quality", several(0.95, 0.951, 0.949, 0.95), claim).outcome == HOLDS
-
-
-@pytest.mark.parametrize("claimed", [{"n": 1}, {"n": 3, "sd": 0.05}])
-@pytest.mark.parametrize(("accuracies", "outcome"), [((0.92, 0.926), UNTOLD), ((0.92, 0.926, 0.914, 0.91, 0.93), REFUTED)])
-def test_a_claim_cannot_allow_itself_what_it_likes(claimed, accuracies, outcome):
-    """Of a made-up mean, with no spread or a large one: two seeds confirm neither, and the five of the hint refute both."""
-    claim = replace(CLAIM, quality=Quality("accuracy", "validation", 0.999, **claimed), seeds=(0,) * claimed["n"])
-    answer = answered("quality", several(*accuracies), claim)
-    assert answer.outcome == outcome, answer
-    assert outcome == REFUTED or "too few seeds: set seeds=5" in answer.because
-
-
-def test_a_metric_that_varies_much_is_held_by_its_own_spread():
-    """A loss that differs by a tenth from seed to seed, here too: chance allows a sixth of it."""
-    claim = replace(CLAIM, quality=Quality("loss", "validation", 0.05, 5, 0.005, (0.0438, 0.0562)))
-    assert answered("quality", several(0.952, 0.941, 0.947, 0.943, 0.952), claim).outcome == HOLDS
-    assert answered("quality", several(0.945, 0.945, 0.945), claim).outcome == UNTOLD, "worse by a tenth, with no spread here"
-
-
-def test_other_data_tell_nothing():
-    answer = answered("quality", several(0.5, data={**DATA, "hash": "0123", "samples": 9}))
-    assert answer[3:] == (UNTOLD, "other data: 9 samples here, 1150 claimed, fingerprint 0123, claimed deadbeef")
-    assert answer.measured.startswith("accuracy 0.5"), "what was measured is shown"
-    assert answered("quality", several(0.5, data=None)).because == "other data: the data here has no fingerprint"
-    assert answered("quality", several(0.5, data=None), replace(CLAIM, data=None)).outcome == REFUTED
-
-
-def test_another_device_tells_of_the_result_all_the_same():
-    assert answered("quality", several(0.95, 0.94, kind="cuda", device="a card")).outcome == HOLDS
-    assert answered("quality", several(0.5, 0.51, kind="cuda", device="a card")).outcome == REFUTED
-
-
-def test_a_metric_that_is_not_evaluated_here():
-    answer = answered("quality", [facts(5, figures={"test": {"accuracy": 1.0}})])
-    assert answer[2:] == ("–", UNTOLD, "it is not measured here")
-
-
-def test_a_run_that_ends_with_an_error():
-    runs = [facts(5, error="diverged: the loss is nan")]
-    assert answered("quality", runs)[3:] == (REFUTED, "the run with seed 5 ended: diverged: the loss is nan")
-    on_card = [facts(5, error="compile=cudagraph needs CUDA", kind="cuda", device=None)]
-    assert answered("quality", on_card).outcome == UNTOLD, "the claim's device has what this one has not"
-
-
-# --- the target ---
-
-
-@pytest.mark.parametrize(
-    ("updates", "outcome", "why"),
-    [
-        ((300, 350, 250), HOLDS, "within 2 times the seconds"),
-        ((100, 100, 100), HOLDS, "within 2 times the seconds"),
-        ((450, 500, 390), HOLDS, "within 2 times the seconds"),  # one is no slower than the slowest claimed one
-        ((450, 500, 410), REFUTED, "every seed needs more updates than the slowest claimed one: 1.8 % by chance"),
-        ((450, 500, None), REFUTED, "every seed needs more updates"),
-        ((None, None, None), REFUTED, "fewer seeds reach it: 1.8 % by chance"),
-        ((300, None, 300), HOLDS, "as many seeds reach it"),  # 2 of 3 where 5 of 5 did: 38 % by chance
-        ((450, 500), UNTOLD, "5 and 2 seeds are too few to tell (5 % by chance): set more seeds"),
-        ((None,), UNTOLD, "5 and 1 seeds are too few to tell"),
-    ],
-)
-def test_the_updates_to_the_target(updates, outcome, why):
-    runs = [facts(seed, updates=each) for seed, each in enumerate(updates)]
-    answer = answered("target", runs)
-    assert (answer.outcome, why in answer.because) == (outcome, True), answer
-
-
-def test_the_seconds_to_the_target_are_a_devices():
-    slow = {"seconds_to_target": 7.0}
-    assert answered("target", several(0.9, 0.9, 0.9, **slow))[3:] == (REFUTED, "it takes more than 2 times the seconds")
-    elsewhere = answered("target", several(0.9, 0.9, 0.9, **slow, device="another"))
-    assert (elsewhere.outcome, elsewhere.because[-32:]) == (HOLDS, "the seconds are another device's")
-
-
 def test_the_chance_of_fewer_is_fishers():
     from scipy.stats import fisher_exact
 
     for reached, n, claimed, of in ((0, 3, 5, 5), (1, 3, 5, 5), (2, 5, 4, 6), (0, 1, 1, 1), (3, 3, 5, 5)):
         exact = fisher_exact([[reached, n - reached], [claimed, of - claimed]], alternative="less").pvalue
         assert chance_of_fewer(reached, n, claimed, of) == pytest.approx(exact)
-
-
-# --- memory and energy ---
-
-
-@pytest.mark.parametrize(
-    ("kind", "field", "good", "bad"), [("memory", "peak_mib", 549.0, 551.0), ("energy", "joules", 1249.0, 1251.0)]
-)
-def test_memory_and_energy(kind, field, good, bad):
-    assert answered(kind, several(0.9, **{field: 1.0})).outcome == HOLDS
-    assert answered(kind, several(0.9, 0.9, **{field: good})).outcome == HOLDS
-    assert answered(kind, several(0.9, 0.9, **{field: bad})).outcome == REFUTED
-    assert answered(kind, several(0.9, **{field: None}))[3:] == (UNTOLD, "it is not measured here")
-    other = answered(kind, several(0.9, **{field: bad}, device="a chip, 8 threads"))
-    assert other[3:] == (UNTOLD, "another device: a chip, 8 threads, claimed on a chip, 2 threads")
-
-
-def test_the_largest_memory_counts():
-    runs = [facts(5, peak_mib=100.0), facts(6, peak_mib=560.0), facts(7, peak_mib=None)]
-    answer = answered("memory", runs)
-    assert (answer.measured, answer.outcome) == ("560 MiB at most, 2 seeds", REFUTED)
 
 
 # --- all together ---
@@ -354,7 +341,7 @@ def test_what_runs_export_holds_of_others_and_what_is_made_up_does_not(command, 
     found = recipe.read(Path("mine.yaml")).claim
     assert (found.seeds, found.data.of, found.data.samples) == ((1, 2, 3), "content", 1150)
     assert found.memory is None, "this process has done other work"
-    claim = replace(found, memory=Memory(20, 1))
+    claim = replace(found, memory=Memory(20, 1), target=replace(found.target, seconds=None))  # which other programs make longer
     Path("mine.yaml").write_text(Path("mine.yaml").read_text().partition("claim:")[0] + claim.text())
     done, _ = command("recipe", "verify", "mine.yaml", "seeds=2")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from tests.support import pages
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory) -> tuple[Path, dict[tuple[str, ...], Path]]:
-    """Where runs are kept that several tests read, and those that are there, by their words."""
+    """A folder of runs that several tests read, and those that are there, by their words."""
     return tmp_path_factory.mktemp("runs"), {}
 
 
@@ -79,6 +78,10 @@ def test_a_table_a_csv_and_a_page(two, capsys):
     assert page.count("<tr class=winner>") == 1
     assert [page.count(f'<figure class="over{n}">') for n in range(3)] == [2, 2, 2]
     assert "samples and some others" in (two[0] / "report.html").read_text()  # as the run's end left it
+    runs = find([Path("outputs")])
+    assert {key.split(".")[0] for key in differing(runs)} == {"optimizer"}
+    assert common_target(runs) == min(run.best() for run in runs)  # what all reached
+    assert all(run.to_target(common_target(runs)) for run in runs)
 
     assert main.main(["report", str(two[0]), "samples=3"]) == 0  # one run: its own page, in its own folder, with samples
     said = capsys.readouterr().out
@@ -110,12 +113,6 @@ def test_the_page_of_a_regression_draws_numbers_against_what_is_true(tiny, capsy
     assert drawn["Predicted against true"] == drawn["Residuals: predicted less true"] == 88
 
 
-def test_only_what_differs_is_a_column(two):
-    found = differing(find([Path("outputs")]))
-    assert "optimizer" in found
-    assert all(key.split(".")[0] == "optimizer" for key in found)
-
-
 def test_runs_under_way_killed_and_half_written(two):
     under_way, killed = two
     (killed / "result.json").unlink()
@@ -137,36 +134,28 @@ def test_looking_leaves_no_trace(two):
     assert sorted(Path("outputs").rglob("*")) == before
 
 
-def test_seeds_stand_together(train):
-    for seed in (0, 1):
-        train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}")
-    found = summarize_seeds(find([Path("outputs")]))
-    assert found.header == ["config", "accuracy ± deviation", "seeds"]
-    ((_, mean, seeds),) = found.rows
-    assert re.fullmatch(r"[\d.]+ ± [\d.]+", mean)
-    assert seeds == "2"
-
-
-@pytest.mark.parametrize(("word", "words"), [("FAIL", "optimizer.lr=1e-9"), ("PASS", "log_every=5")])
-def test_several_configs_over_the_same_seeds_have_a_verdict(train, word, words, capsys):
-    for more in ([], [words]):
-        for seed in (0, 1, 2):
+@pytest.mark.parametrize(
+    ("words", "seeds", "completed", "word", "because"),
+    [
+        ("optimizer.lr=1e-9", 3, "3", "FAIL", ""),
+        ("log_every=5", 3, "3", "PASS", ""),
+        # A seed that did not come to an end is a FAIL.
+        ("optimizer=sgd optimizer.lr=1e30", 2, "0 of 2 completed", "FAIL", "the run with seed 0 ended: diverged"),
+    ],
+)
+def test_several_configs_over_the_same_seeds_have_a_verdict(train, words, seeds, completed, word, because, capsys):
+    for more in ([], words.split()):
+        for seed in range(seeds):
             train("data=digits", "epochs=2", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    first, second = summarize_seeds(find([Path("outputs")])).rows
-    assert first[3:] == ["", ""]
-    assert (second[0], second[2], second[3]) == (words, "3", word)
+    found = summarize_seeds(find([Path("outputs")]))
+    assert found.header[:3] == ["config", "accuracy ± deviation", "seeds"]
+    first, second = found.rows
+    assert re.fullmatch(r"[\d.]+ ± [\d.]+", first[1])
+    assert (first[2:], second[0], second[2:4]) == ([str(seeds), "", ""], words, [completed, word])
+    assert second[4].startswith(because)
     assert main.main(["report", "outputs", "out=page"]) == 0
-    assert re.search(rf"{words} +[\d.]+ ± .* 3 +{word}", capsys.readouterr().out)
+    assert re.search(rf"{words} +[\d.±– ]+ {completed} +{word}", capsys.readouterr().out)
     assert f'<td class="{word}">{word}</td>' in (Path("page") / "report.html").read_text()
-
-
-def test_a_seed_that_did_not_come_to_an_end_is_a_fail(train):
-    for more in ([], ["optimizer=sgd", "optimizer.lr=1e30"]):
-        for seed in (0, 1):
-            train("data=digits", "epochs=1", "updates=null", "batch.global_batch=128", f"runtime.seed={seed}", *more)
-    _, second = summarize_seeds(find([Path("outputs")])).rows
-    assert second[1:] == ["–", "0 of 2 completed", "FAIL", mock.ANY]
-    assert second[4].startswith("the run with seed 0 ended: diverged")
 
 
 def test_configs_are_judged_on_the_same_data_alone(train):
@@ -179,12 +168,6 @@ def test_configs_are_judged_on_the_same_data_alone(train):
         result.write_text(json.dumps({**json.loads(result.read_text()), "status": "interrupted"}))
     found = summarize_seeds(find([Path("outputs")]))
     assert [row[2:] for row in found.rows] == [["2"], ["2"]]
-
-
-def test_the_target_is_what_all_reached(two):
-    runs = find([Path("outputs")])
-    assert common_target(runs) == min(run.best() for run in runs)
-    assert all(run.to_target(common_target(runs)) for run in runs)
 
 
 def test_the_seconds_of_a_runs_own_target_are_those_that_it_noted(train):

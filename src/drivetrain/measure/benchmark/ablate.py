@@ -107,8 +107,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     echo()
     content = {title: done.as_dict() for title, done in comparisons.items()}
-    place, facts = verbs.folder(ablation.baseline, "ablate"), next(iter(comparisons.values())).environment
-    verbs.write(place, "ablate", sheet(recipe, baseline, comparisons, overrides), ["ablate", *argv], facts, content)
+    shown, place = sheet(recipe, baseline, comparisons, overrides), verbs.folder(ablation.baseline, "ablate")
+    verbs.write(place, "ablate", shown, ["ablate", *argv], content)
     if hand_on is not None:
         hand_on(ladder, ablation.specs)
     return FAILED if any(done.failed for done in comparisons.values()) else DONE

@@ -13,7 +13,7 @@ from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings, measure
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.training import columns as of_target
-from drivetrain.measure.benchmark.training import proven, ranked
+from drivetrain.measure.benchmark.training import proven
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_bad, refuse_resume, swept
 from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS
 from drivetrain.ui.output import echo
@@ -45,11 +45,7 @@ def names(comparison: Comparison) -> list[str]:
 
 def winner(comparison: Comparison) -> int | None:
     """The number of the variant that is the answer, if one is certain: the soonest at the target, or else the fastest."""
-    if comparison.target is None:
-        return fastest(comparison)
-    times = comparison.times()
-    soonest = proven(times)
-    return next((n for n, variant in enumerate(times) if variant is soonest), None)
+    return fastest(comparison) if comparison.target is None else proven(comparison.times())
 
 
 def fastest(comparison: Comparison) -> int | None:
@@ -67,75 +63,71 @@ def fastest(comparison: Comparison) -> int | None:
     return max(good, key=lambda n: good[n]) if good else None
 
 
+def spoken(comparison: Comparison) -> list[str]:
+    """The name of each variant in a sentence."""
+    first, *others = names(comparison)
+    subjects = [comparison.subject.format(name.removeprefix("+ ").removeprefix("− ")) for name in others]
+    return [f"the run {first}" if first in AS_IT else first, *subjects]
+
+
 def headline(comparison: Comparison) -> str:
     """The answer: which variant is soonest at the target, where there is one, which is the fastest, and what starts late."""
-    on_target = [] if comparison.target is None else [_on_target(comparison)]
-    return " ".join([*on_target, _on_speed(comparison), *_on_start(comparison)])
+    said = spoken(comparison)
+    on_target = [] if comparison.target is None else [_on_target(comparison, said)]
+    return " ".join([*on_target, _on_speed(comparison, said), *_on_start(comparison, said)])
 
 
-def _on_target(comparison: Comparison) -> str:
+def _on_target(comparison: Comparison, said: Sequence[str]) -> str:
     """The variant that reaches the target soonest, in one sentence."""
-    times, target = comparison.times(), comparison.target
-    soonest = ranked(times)[0]
+    times, target, first = comparison.times(), comparison.target, comparison.order()[0]
+    soonest = times[first]
     if not soonest.reached:
         return f"No variant reaches {target}."
     median = f"{soonest.when} (median), by " if math.isfinite(soonest.median) else ""
     seeds = f"{median}{soonest.reached} of {len(soonest.seconds)} seeds"
     if (best := winner(comparison)) is not None and (faster := times[best].faster_than(times[0])) is not None:
-        name = _subject(comparison, comparison.rows[best])
-        return f"{name} reaches {target} sooner than {_base(comparison)}, {faster.as_fast()}: {seeds}."
-    name = _base(comparison) if soonest is times[0] else _subject(comparison, comparison.rows[comparison.order()[0]])
-    return f"No variant reaches {target} certainly sooner than {_base(comparison)}; the first in the order is {name}: {seeds}."
+        return f"{said[best]} reaches {target} sooner than {said[0]}, {faster.as_fast()}: {seeds}."
+    return f"No variant reaches {target} certainly sooner than {said[0]}; the first in the order is {said[first]}: {seeds}."
 
 
-def _on_speed(comparison: Comparison) -> str:
+def _on_speed(comparison: Comparison, said: Sequence[str]) -> str:
     """The fastest variant whose result is known to be as good, and which result is better, in one sentence."""
-    base, best, judged = _base(comparison), fastest(comparison), comparison.settings.quality
-    better = max(filter(_improvement, comparison.rows[1:]), key=_improvement, default=None)
+    improvements = {n: by for n, row in enumerate(comparison.rows) if n and (by := _improvement(row))}
+    better = max(improvements, key=lambda n: improvements[n], default=None)
+    best, judged = fastest(comparison), comparison.settings.quality
     if best is None:
-        known = " with a result known to be as good" if judged else ""
-        nearest = _too_few(comparison) or _nearest(comparison)
+        none = f"measurably faster{'' if better is not None else f' than {said[0]}'}"
+        uncertain = f"{none}{' with a result known to be as good' if judged else ''}{_nearest(comparison, said)}."
         if better is None:
-            return f"No variant is measurably faster than {base}{known}{nearest}."
-        better_is = f"{_subject(comparison, better)} has {_better(comparison, better)}"
-        return f"{better_is}, but no variant is measurably faster{known}{nearest}."
-    row = comparison.rows[best]
-    speed = f"{_subject(comparison, row)} is {_speed(row, base)}"
-    if not judged:
-        return f"{speed}."
+            return f"No variant is {uncertain}"
+        return f"{said[better]} has {_better(comparison.rows[better], said[0])}, but no variant is {uncertain}"
+    row, no_worse = comparison.rows[best], ", and its result is no worse" if judged else ""
+    speed = f"{said[best]} is {_speed(row, said[0])}"
     if better is None:
-        return f"{speed}, and its result is no worse."
-    if _improvement(row):
-        return f"{speed}, and has {_better(comparison, row)}."
-    return f"{speed}, and its result is no worse; {_subject(comparison, better)} has {_better(comparison, better)}."
+        return f"{speed}{no_worse}."
+    if best in improvements:
+        return f"{speed}, and has {_better(row, said[0])}."
+    return f"{speed}{no_worse}; {said[better]} has {_better(comparison.rows[better], said[0])}."
 
 
-def _nearest(comparison: Comparison) -> str:
+def _nearest(comparison: Comparison, said: Sequence[str]) -> str:
     """The variant that would be the fastest, and why it is not certain: the answer's own figure beside those of the table."""
-    rows = [row for row in comparison.rows[1:] if row.ratio is not None and row.ratio.middle > 1 + EQUIVALENCE]
-    row = max(rows, key=lambda each: each.ratio or (0.0,), default=None)
-    if row is None or row.ratio is None or row.pays_too_late:
+    ratios = {n: row.ratio for n, row in enumerate(comparison.rows) if n and row.ratio is not None}
+    known = any(found.low for found in ratios.values())  # else all that were measured may be shown
+    likely = [n for n, found in ratios.items() if found.middle > 1 + EQUIVALENCE or not known]
+    nearest = max(likely, key=lambda n: ratios[n], default=None)
+    if nearest is None or (row := comparison.rows[nearest]).pays_too_late:
         return ""
-    if not row.ratio.low:
-        why = f"whose {len(row.rates)} rounds are too few to tell"
-    elif row.ratio.low <= 1:
+    if not ratios[nearest].low:
+        rounds = f"{len(row.rates)} rounds are" if len(row.rates) != 1 else "1 round is"
+        why = f"and {rounds} too few to tell ({MIN_PAIRS} give an interval)"
+    elif ratios[nearest].low <= 1:
         why = "which may be chance"
     elif row.verdict is not None and row.verdict.outcome != PASS:
         why = f"and its result is {row.verdict.outcome}"
     else:
         return ""
-    return f": {_subject(comparison, row)} is {row.ratio.as_fast()}, {why}"
-
-
-def _too_few(comparison: Comparison) -> str:
-    """The table's figure of the fastest variant where none has an interval, because it takes more rounds."""
-    measured = [row for row in comparison.rows[1:] if row.ratio is not None]
-    if not measured or any(row.ratio is not None and row.ratio.low for row in measured):
-        return ""
-    row = max(measured, key=lambda each: each.ratio or (0.0,))
-    assert row.ratio is not None
-    rounds = f"{len(row.rates)} rounds are" if len(row.rates) != 1 else "1 round is"
-    return f": {_subject(comparison, row)} was {row.ratio.as_fast()}, and {rounds} too few to tell ({MIN_PAIRS} give an interval)"
+    return f": {said[nearest]} is {ratios[nearest].as_fast()}, {why}"
 
 
 def _speed(row: Row, base: str) -> str:
@@ -147,30 +139,18 @@ def _speed(row: Row, base: str) -> str:
     return ratio.as_fast(base)
 
 
-def _on_start(comparison: Comparison) -> Iterator[str]:
+def _on_start(comparison: Comparison, said: Sequence[str]) -> Iterator[str]:
     """The lines on start-up that outweighs certainly faster updates: in this run, or in one that compiles anew."""
-    for row in (row for row in comparison.rows[1:] if row.pays_too_late):
-        yield (
-            f"{_subject(comparison, row)} has faster updates and starts later, which makes this run no shorter: "
-            f"it pays after {row.pays_after:,} updates, and this run has {row.run_updates:,}."
-        )
+    for name, row in zip(said[1:], comparison.rows[1:], strict=True):
+        if row.pays_too_late:
+            yield (
+                f"{name} has faster updates and starts later, which makes this run no shorter: "
+                f"it pays after {row.pays_after:,} updates, and this run has {row.run_updates:,}."
+            )
     if (best := fastest(comparison)) is not None:
-        row = comparison.rows[best]
-        uncompiled, updates = row.first_pays_after, row.run_updates
+        uncompiled, updates = comparison.rows[best].first_pays_after, comparison.rows[best].run_updates
         if uncompiled is not None and updates is not None and uncompiled >= updates:
             yield f"Where its kernels are not compiled yet, it pays after {uncompiled:,} updates; this run has {updates:,}."
-
-
-def _base(comparison: Comparison) -> str:
-    """The name of the first variant in a sentence."""
-    called = names(comparison)[0]
-    return f"the run {called}" if called in AS_IT else called
-
-
-def _subject(comparison: Comparison, row: Row) -> str:
-    """The name of another variant in a sentence."""
-    called = names(comparison)[next(n for n, each in enumerate(comparison.rows) if each is row)]
-    return comparison.subject.format(called.removeprefix("+ ").removeprefix("− "))
 
 
 def _improvement(row: Row) -> float:
@@ -180,10 +160,10 @@ def _improvement(row: Row) -> float:
     return -found.middle if found and certain else 0.0
 
 
-def _better(comparison: Comparison, row: Row) -> str:
+def _better(row: Row, base: str) -> str:
     """The figure in which a variant is better than the first variant, and by how much, in words."""
     assert row.verdict is not None
-    return f"a better {row.verdict.metric} than {_base(comparison)}, by {_difference(row.verdict).removeprefix('better by ')}"
+    return f"a better {row.verdict.metric} than {base}, by {_difference(row.verdict).removeprefix('better by ')}"
 
 
 def table(comparison: Comparison) -> Table:
@@ -348,7 +328,7 @@ def sheet(comparison: Comparison, verb: str = "compare") -> Sheet:
 def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:
     """Write compare.json and compare.html to a new folder under the run's output_dir."""
     command, place = [*verb.split(), *argv], verbs.folder(job, "compare")
-    verbs.write(place, "compare", sheet(comparison, verb), command, comparison.environment, comparison.as_dict())
+    verbs.write(place, "compare", sheet(comparison, verb), command, comparison.as_dict())
 
 
 def show(comparison: Comparison) -> None:

@@ -18,18 +18,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core import accelerators
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch import trials
+from drivetrain.launch.job import Job
 from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.interleave import StagedVariant, StoppingRule, Variant, run_rounds
-from drivetrain.measure.benchmark.training import TimesToTarget, Trained, ranked
+from drivetrain.measure.benchmark.training import TimesToTarget, Trained
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.run import directory, environment
@@ -79,7 +80,7 @@ class Row:
         """The results of a variant; `base` is the first variant, and `variant` is None where it could not run."""
         if variant is None:
             return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
-        facts: dict[str, Any] = {
+        facts: JsonObject = {
             name: variant.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")
         }
         row = cls(spec.label, spec.overrides, variant.error, stopped_after=variant.stopped_after, **facts)
@@ -174,7 +175,7 @@ def _with_first(usual: float | None, first: float | None, form: str, unit: str) 
     return figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
 
 
-def updates_of(job: Any, samples: int | None) -> int | None:
+def updates_of(job: Job | None, samples: int | None) -> int | None:
     """The updates of a job's whole run over so many samples; None where they are not known."""
     over = run_horizon(job.run, samples) if job is not None else None
     return over.updates if over is not None else None
@@ -186,13 +187,13 @@ def usual_starts(starts: Sequence[float]) -> list[float]:
     return [statistics.median(later), *later] if later else [first]
 
 
-def seconds(variant: Any, updates: int) -> list[float]:
+def seconds(variant: Variant, updates: int) -> list[float]:
     """The seconds that the whole run of so many updates would take by each round of a variant."""
     starts = usual_starts(variant.starts)[: len(variant.blocks)]
     return [Cost(start, b.seconds / b.updates).of(updates) for start, b in zip(starts, variant.blocks, strict=True)]
 
 
-def speeds(variant: Any, base: Any) -> tuple[list[float], list[float]]:
+def speeds(variant: Variant, base: Variant) -> tuple[list[float], list[float]]:
     """The speeds of two variants in each round: whole runs a second, or samples a second where no length is known."""
     lengths = [updates_of(each.job, each.facts.get("samples")) if each.starts else None for each in (variant, base)]
     mine, theirs = (
@@ -261,7 +262,7 @@ class Comparison:
     notes: list[str]
     overrides: list[str]
     settings: Settings
-    environment: dict[str, Any]
+    environment: JsonObject
     seconds: float
     subject: str = "{}"  # what a sentence calls a variant, with its label in the place of {}
     target: str | None = None  # such as accuracy>=0.98: the variants are ranked by their time to it
@@ -287,9 +288,9 @@ class Comparison:
         if self.target is None:
             return list(range(len(self.rows)))
         times = self.times()
-        return [next(n for n, each in enumerate(times) if each is variant) for variant in ranked(times)]
+        return sorted(range(len(times)), key=lambda n: times[n].rank)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The content of compare.json: an interval is [estimate, low, high], and null where there were too few rounds."""
         content = asdict(self)
         for row in content["rows"]:

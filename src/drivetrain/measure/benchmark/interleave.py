@@ -31,6 +31,7 @@ from drivetrain.compile.base import compiled_anew
 from drivetrain.core import process, stages, trees
 from drivetrain.core.device import Clock, Mark, clock_for, peak_memory, synchronize
 from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
 from drivetrain.loader.resident import free_memory
@@ -38,6 +39,9 @@ from drivetrain.run import environment
 from drivetrain.run.result import Result
 
 if TYPE_CHECKING:
+    import torch
+
+    from drivetrain.core.microbatch import MicroBatch
     from drivetrain.engine.trainer import Trainer
 
 WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up
@@ -115,7 +119,7 @@ class BenchmarkAgent:
         trainer.endless()
         trainer.stream_watchers.append(lambda stream: self._serve(stream, trainer))
 
-    def _serve(self, stream: Iterator[Any], trainer: Trainer) -> Iterator[Any]:
+    def _serve(self, stream: Iterator[MicroBatch], trainer: Trainer) -> Iterator[MicroBatch]:
         """Warm up and report; then time a block of as many updates as each message asks for."""
         if self._started:  # the trainer starts again with a micro-batch half as large, which is another variant
             raise RuntimeError("out of memory")
@@ -124,7 +128,7 @@ class BenchmarkAgent:
         times = Times(clock)
         yield from _updates(stream, trainer.timer.warmup + WARMUP_UPDATES, times)
         synchronize(trainer.device)
-        report: Any = _facts(trainer, time.monotonic() - process.started, times)
+        report: JsonObject | TimedBlock = _facts(trainer, time.monotonic() - process.started, times)
         while True:
             updates = self._pause(trainer, report)
             yield from _updates(stream, max(1, round(LEAD * updates)), Times(clock))
@@ -138,7 +142,7 @@ class BenchmarkAgent:
                 seconds, updates, samples, times.data_wait_s(), times.step_s(), peak_memory(trainer.device)
             )  # fmt: skip
 
-    def _pause(self, trainer: Trainer, report: Any) -> int:
+    def _pause(self, trainer: Trainer, report: JsonObject | TimedBlock) -> int:
         """Wait until every rank stands still, send rank 0's report, and return the number of updates of the next block."""
         trainer.parallel.finish_collectives()
         if self._pipes and trainer.device.type != "cpu":
@@ -156,7 +160,7 @@ class BenchmarkAgent:
         return updates
 
 
-def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> dict[str, Any]:
+def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> JsonObject:
     """The facts that a variant reports of itself after the warm-up, so many seconds after it began."""
     steps = times.step_s()
     step_s = statistics.median(steps[trainer.timer.warmup :])
@@ -175,7 +179,7 @@ def _facts(trainer: Trainer, elapsed_s: float, times: Times) -> dict[str, Any]:
     }
 
 
-def _updates(stream: Iterator[Any], count: int, times: Times) -> Iterator[Any]:
+def _updates(stream: Iterator[MicroBatch], count: int, times: Times) -> Iterator[MicroBatch]:
     """Yield the micro-batches of `count` whole updates, and mark them in `times`."""
     mark = times.clock.mark
     start = mark()
@@ -200,7 +204,7 @@ class Reading(NamedTuple):
     free: int | None  # None where the device does not say
 
 
-def read_memory(device: Any, world: World) -> Reading:
+def read_memory(device: torch.device, world: World) -> Reading:
     """Read the memory of rank 0's device; on a CPU all ranks of this machine share it."""
     if device.type == "cpu":
         return Reading(world.local_size * peak_memory(device), free_memory(device))
@@ -237,7 +241,7 @@ class Variant:
     label: str
     job: Job
     run_dir: Path
-    facts: dict[str, Any] = field(default_factory=dict)  # as its first process reported them after the warm-up
+    facts: JsonObject = field(default_factory=dict)  # as its first process reported them after the warm-up
     starts: list[float] = field(default_factory=list)  # seconds of each round's start, beyond the updates in it
     blocks: list[TimedBlock] = field(default_factory=list)  # one for each round
     updates_per_block: int = 1

@@ -183,6 +183,11 @@ class TimesToTarget:
         return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
 
     @property
+    def rank(self) -> tuple[float, float]:
+        """Its place among variants, the least the soonest: more seeds that reached the target, then less time."""
+        return -self.reached / max(1, len(self.seconds)), self.median
+
+    @property
     def when(self) -> str:
         """The median of the seconds in words."""
         return f"{self.median:.1f} s" if math.isfinite(self.median) else "not reached"
@@ -200,16 +205,11 @@ def columns(variants: Sequence[TimesToTarget], base: TimesToTarget, target: str)
     }
 
 
-def ranked(variants: Sequence[TimesToTarget]) -> list[TimesToTarget]:
-    """The variants, the soonest first: more seeds that reached the target, then less time. None is left out."""
-    return sorted(variants, key=lambda variant: (-variant.reached / max(1, len(variant.seconds)), variant.median))
-
-
-def proven(variants: Sequence[TimesToTarget]) -> TimesToTarget | None:
-    """The soonest variant, where it is sooner than the first beyond doubt and no seed of it is lost; None: none is kept."""
-    base, best = variants[0], ranked(variants)[0]
-    of_base = sum(value is not None for value in base.seconds[: len(best.seconds)])
-    faster = best.faster_than(base) if best is not base and best.reached >= of_base else None
+def proven(variants: Sequence[TimesToTarget]) -> int | None:
+    """The number of the soonest variant, where it is sooner than the first beyond doubt and no seed of it is lost; else None."""
+    best = min(range(len(variants)), key=lambda n: variants[n].rank)
+    of_base = sum(value is not None for value in variants[0].seconds[: len(variants[best].seconds)])
+    faster = variants[best].faster_than(variants[0]) if best and variants[best].reached >= of_base else None
     return best if faster is not None and faster.low > 1 else None
 
 

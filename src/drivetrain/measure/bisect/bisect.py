@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.config.hydra_words import recipe_word, translated
@@ -22,6 +21,7 @@ from drivetrain.core.option import Count, Positive
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import selected
+from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
@@ -49,7 +49,7 @@ class Side:
     overrides: list[str]
     config_dirs: Sequence[str]
     run_dir: Path | None = None
-    recorded: dict[str, Any] = field(default_factory=dict)  # of a run of this user: its environment.json
+    recorded: JsonObject = field(default_factory=dict)  # of a run of this user: its environment.json
 
     def job(self, changes: Sequence[str] = ()) -> Job:
         """The job with these overrides on top. Raises UserError."""
@@ -340,7 +340,7 @@ class Report:
             lines.append(f"{what}: {search.reason}{more}; what is left to suspect: {suspects}")
         return [*lines, f"found by {cost}; BAD: {self._figures(search.whole)}"]
 
-    def as_dict(self, settings: Settings, facts: dict[str, object]) -> dict[str, Any]:
+    def as_dict(self, settings: Settings, facts: JsonObject) -> JsonObject:
         """The content of bisect.json."""
         search, changes = self.search, self.subsets.numbered
         causes = [
@@ -409,10 +409,10 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
     found = Report(words[0], words[1], subsets, search, measurer, notes, time.monotonic() - began)
-    sheet, about = found.sheet(), environment.describe(list(argv), bad.config_hash, {})
+    sheet, content = found.sheet(), found.as_dict(settings, environment.describe(list(argv), bad.config_hash, {}))
     echo()
     sheet.show()
-    verbs.write(verbs.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], about, found.as_dict(settings, about))
+    verbs.write(verbs.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], content)
     return FAILED if search.outcome == UNRESOLVED else DONE
 
 

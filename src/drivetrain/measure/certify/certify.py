@@ -37,7 +37,7 @@ from drivetrain.measure.certify.judge import (
     same_in_float64,
 )
 from drivetrain.measure.changes import apply
-from drivetrain.run import directory, environment
+from drivetrain.run import directory
 from drivetrain.run.identity import flatten
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, setting, words
@@ -272,8 +272,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         done = replace(certify(job.run, reference.run, ours, theirs, progress), different=different)
     shown = sheet(done)
     shown.show()
-    about = environment.describe(argv, job.config_hash, {})
-    verbs.write(verbs.folder(job, "certify"), "certify", shown, ["certify", *argv], about, as_dict(done))
+    verbs.write(verbs.folder(job, "certify"), "certify", shown, ["certify", *argv], as_dict(done))
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
@@ -422,7 +422,7 @@ def _check_figures(found: Sequence[Facts], wanted: Wanted, settings: Settings) -
 
 def _check_alike(runs: Sequence[RunFiles], found: Sequence[Facts]) -> None:
     """Raise UserError where the runs had different devices, software or data: a claim names one of each."""
-    sides: dict[str, list[Any]] = {
+    sides: dict[str, list[object]] = {
         "devices": [fact.device for fact in found],
         "versions": [str(_versions(run)) for run in runs],
         "training data": [(fact.data or {}).get("hash") for fact in found],

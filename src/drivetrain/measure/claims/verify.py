@@ -68,6 +68,12 @@ class Wanted:
     set: str | None = None
     reach: Reach | None = None
 
+    @classmethod
+    def by(cls, claim: Claim) -> Wanted:
+        """The figures to make of the runs here to compare them with a claim."""
+        reach = Reach.parse(claim.target.reach) if claim.target is not None else None
+        return cls(reach=reach) if claim.quality is None else cls(claim.quality.metric, claim.quality.set, reach)
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -81,7 +87,12 @@ class Differences:
     @classmethod
     def of(cls, claim: Claim, kind: str | None, device: str | None, data: object = None) -> Differences:
         """The differences of what ran here, on this device; `data` is the fingerprint of what it read, where that is known."""
-        other = [f"{name} {here}, claimed with {claimed}" for name, claimed, here in _other_versions(claim)]
+        versions = [(name, claimed, environment.version(name)) for name, claimed in claim.versions.items()]
+        other = [
+            f"{name} {here}, claimed with {claimed}"
+            for name, claimed, here in versions
+            if here is not None and here.split(".")[0] != claimed.split(".")[0]  # other major versions
+        ]
         return cls(
             f"{kind}, claimed on {claim.device.kind}" if kind is not None and kind != claim.device.kind else "",
             printable(f"{device}, claimed on {claim.device.name}") if device is not None and device != claim.device.name else "",
@@ -93,12 +104,6 @@ class Differences:
     def hardware(self) -> str:
         """The differences of the machine and its software."""
         return "; ".join(filter(None, (self.device or self.kind, self.versions)))
-
-
-def _other_versions(claim: Claim) -> list[tuple[str, str, str]]:
-    """Name, claimed and present version where the major versions differ."""
-    found = [(name, claimed, environment.version(name)) for name, claimed in claim.versions.items()]
-    return [(n, claimed, here) for n, claimed, here in found if here is not None and here.split(".")[0] != claimed.split(".")[0]]
 
 
 def _other_data(claimed: Data, here: object) -> str:
@@ -135,9 +140,9 @@ class OfRuns:
             return f"other data: {differ.data}"
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
 
-    def answer(self, claimed: object, seen: Seen) -> Answer:
+    def answer(self, claim: Claim, seen: Seen) -> Answer:
         """The answer whether a claim holds of the runs that were trained here."""
-        again = self.made(seen.runs, self.same(claimed))
+        claimed, again = claim.kinds()[self.key], self.made(seen.runs, Wanted.by(claim))
         measured = str(again) if again is not None else "–"
         if failed := next((run for run in seen.runs if run.error is not None), None):
             outcome, because = UNTOLD if seen.differ.kind else REFUTED, f"the run with seed {failed.seed} ended: {failed.error}"
@@ -148,10 +153,6 @@ class OfRuns:
         else:
             outcome, because = self.judge(claimed, again, seen)
         return Answer(self.key, str(claimed), measured, outcome, because)
-
-    def same(self, claimed: Any) -> Wanted:
-        """The figures to make of the runs here to compare them with the claim."""
-        return Wanted()
 
     def judge(self, claimed: Any, again: Any, seen: Seen) -> tuple[str, str]:
         """The outcome, and why."""
@@ -175,9 +176,6 @@ class FinalMetric(OfRuns):
             wanted.metric, of_set, rounded(middle), len(values), rounded(deviation(values)) if several else None,
             (rounded(low), rounded(high)) if several else None,
         )  # fmt: skip
-
-    def same(self, claimed: Quality) -> Wanted:
-        return Wanted(claimed.metric, claimed.set)
 
     def judge(self, claimed: Quality, again: Quality, seen: Seen) -> tuple[str, str]:
         from scipy.stats import t
@@ -224,9 +222,6 @@ class TimeToTarget(OfRuns):
             max(reached) if len(reached) == len(runs) else None, rounded(statistics.median(all_seconds)) if timed else None,
         )  # fmt: skip
 
-    def same(self, claimed: Target) -> Wanted:
-        return Wanted(reach=Reach.parse(claimed.reach))
-
     def judge(self, claimed: Target, again: Target, seen: Seen) -> tuple[str, str]:
         fewer = chance_of_fewer(again.reached, again.n, claimed.reached, claimed.n)
         found = [run.updates_to_target for run in seen.runs]
@@ -246,13 +241,21 @@ class TimeToTarget(OfRuns):
         return HOLDS, f"as many seeds reach it, in as many updates, within {SLOWER:g} times the seconds"
 
 
+Joined = Callable[[Sequence[float]], float]  # of the figures of several runs
+
+
 class Used(OfRuns):
     """The use that a run made of its device: the largest peak of memory, or the mean of the joules, of all runs."""
 
     needs_device = True
 
     def __init__(
-        self, key: str, kind: type[Memory | Energy], of: Callable[[Any], float | None], joined: Any, more: float
+        self,
+        key: str,
+        kind: type[Memory | Energy],
+        of: Callable[[Any], float | None],
+        joined: Callable[[Sequence[float]], float],
+        more: float,
     ) -> None:
         self.key, self._kind, self._of, self._joined, self._more = key, kind, of, joined, more
 
@@ -359,20 +362,20 @@ def verify(
     _check(claim, overrides, settings)
     *base, spec = both_sides(recipe, claim.speed, overrides, config_dirs)
     job = variants.baseline_job([spec])
-    asked = [kind for kind in ALL if getattr(claim, kind.key) is not None]
+    asked = [kind for kind in ALL if kind.key in claim.kinds()]
     answers, compared, runs = [], None, []
     if claim.speed is not None:
         compared = comparison.measure([*base, spec], settings, overrides)
         answers.append(judge(claim, compared.rows[0], compared.rows[1], job.run.runtime.device_type()))
         compared.notes.append(f"{answers[0].outcome}: {answers[0].because}")
     if settings.quick:
-        answers += [Answer(kind.key, str(getattr(claim, kind.key)), "–", SKIPPED, "--quick") for kind in asked]
+        answers += [Answer(kind.key, str(claim.kinds()[kind.key]), "–", SKIPPED, "--quick") for kind in asked]
     elif asked:
         given = any(key_of(word) == "runtime.seed" for word in overrides)
         first = job.run.runtime.seed if given else max(claim.seeds or (job.run.runtime.seed,)) + 1
         runs = train(spec, claim, range(first, first + settings.seeds), asked)
         seen = Seen(runs, differences(claim, runs[0], job), evaluated(job.run))
-        answers += [kind.answer(getattr(claim, kind.key), seen) for kind in asked]
+        answers += [kind.answer(claim, seen) for kind in asked]
     return Verified(recipe, answers, job, compared, runs)
 
 
@@ -409,7 +412,7 @@ def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence
     Raises UserError where the run cannot be built.
     """
     job = variants.baseline_job([spec])
-    reach = Reach.parse(claim.target.reach) if claim.target is not None else None
+    reach = Wanted.by(claim).reach
     memory = claim.memory is not None and job.run.runtime.device_type() == "cpu"
     runs: list[Facts] = []
     with Steps() as progress, trainings("verify", job, reach, progress, sets_target=False) as run:

@@ -29,7 +29,6 @@ from drivetrain.measure.changes import apply, groups_of
 from drivetrain.measure.forecast import replay
 from drivetrain.measure.forecast.plan import Memory, Plan, peak_memory, plan, sent_bytes
 from drivetrain.measure.forecast.replay import FORECAST_ONLY, HERE, NAMES, Device, Figure, known, this_device
-from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, facts, under, words
@@ -577,9 +576,9 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     if as_json:
         echo(json.dumps(as_dict(answers), indent=2))
     else:
-        found, about = sheet(answers), environment.describe(overrides, planned.job.config_hash, {})
+        found = sheet(answers)
         found.show()
-        verbs.write(verbs.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], about, as_dict(answers))
+        verbs.write(verbs.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], as_dict(answers))
     return DONE if fits(answers) else FAILED
 
 

@@ -25,7 +25,6 @@ from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.intervals import Interval
-from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
@@ -451,8 +450,7 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     if settings.prove:
         found.gains = prove(found, overrides, config_dirs, settings)
         commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
-    about = environment.describe(list(overrides), job.config_hash, {})
-    verbs.write(folder, "doctor", sheet(found, commands), ["doctor", *argv], about, found.as_dict())
+    verbs.write(folder, "doctor", sheet(found, commands), ["doctor", *argv], found.as_dict())
     return found
 
 

@@ -10,7 +10,7 @@ import random
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,10 +21,10 @@ from drivetrain.core.option import CountOrZero
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach, Selection
-from drivetrain.core.typed import fits, is_number
+from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.training import trained_run
+from drivetrain.measure.benchmark.training import TimesToTarget, trained_run
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read
@@ -115,7 +115,7 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     return [*shown, *_scatter(samples, looked_at)] if loaded.kind == "values" else shown
 
 
-def _confusion(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, Any]:
+def _confusion(samples: Sequence[Sample], names: Sequence[str]) -> JsonObject:
     """The counts of which class was taken for which, as metrics=confusion_matrix makes them."""
     counts = Counter(pair for sample in samples for pair in sample.pairs)
     return {"rows": names, "columns": names, "values": [[counts[n, m] for m in range(len(names))] for n in range(len(names))]}
@@ -203,7 +203,7 @@ def _of_text(read: One, output: torch.Tensor, target: torch.Tensor, loaded: Load
     return Sample(read.name, read.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
 
 
-def _shown_as(loaded: LoadedRun) -> Any:
+def _shown_as(loaded: LoadedRun) -> Callable[[Sequence[Sample]], Section]:
     """The function that shows samples of this run: as pictures, texts, or names alone."""
     shape = loaded.transforms.shape
     if loaded.transforms.tokens:
@@ -214,7 +214,7 @@ def _shown_as(loaded: LoadedRun) -> Any:
     return lambda samples: _samples_table(samples, lambda sample: sample.name, "sample")
 
 
-def _samples_table(samples: Sequence[Sample], text: Any, header: str) -> Table:
+def _samples_table(samples: Sequence[Sample], text: Callable[[Sample], str | None], header: str) -> Table:
     has_target = any(sample.target for sample in samples)
     rows = []
     for sample in samples:
@@ -258,11 +258,6 @@ ENDED = ("completed", "failed", "diverged")  # the statuses of runs that ended b
 Target = float | Reach | None  # a number is of the runs' own metric
 
 
-def seconds_to(run: RunFiles, target: float | Reach) -> float:
-    """The seconds until a run reached a target; endlessly late where it did not."""
-    return reached[0] if (reached := run.to_target(target)) else math.inf
-
-
 def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
     """A row for each config that was run with several seeds: its metric's mean and deviation, and the verdict on its quality.
 
@@ -281,7 +276,8 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
     configs = [by_seed for by_seed in groups.values() if len(by_seed) > 1]
     metrics = {run.metric[0] for by_seed in configs for run in by_seed.values() if run.metric}
     of = metrics.pop() if len(metrics) == 1 else ""
-    rows = [[name, *_spread(by_seed, of), "", ""] for name, by_seed in zip(_configs_named(configs), configs, strict=True)]
+    names = named([next(iter(by_seed.values())) for by_seed in configs], {"runtime.seed"})
+    rows = [[name, *_spread(by_seed, of), "", ""] for name, by_seed in zip(names, configs, strict=True)]
     for row, by_seed in zip(rows[1:], configs[1:], strict=True):
         first = next(other for other in configs if _task(other) == _task(by_seed))
         seeds = sorted(by_seed.keys() & first.keys())
@@ -289,35 +285,23 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
             row[3:] = _verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)
     header = ["config", f"{of or 'mean'} ± deviation", "seeds", "against the first", "because"]
     if target is not None:
-        medians = [_median_to(list(by_seed.values()), target) for by_seed in configs]
-        rows = [[*row, _arrivals(by_seed, target)] for row, by_seed in zip(rows, configs, strict=True)]
-        rows = [row for _, row in sorted(zip(medians, rows, strict=True), key=lambda found: found[0])]
+        times = [_times_to(target, list(by_seed.values())) for by_seed in configs]
+        for row, each in zip(rows, times, strict=True):
+            when = f", after {each.when} (median)" if math.isfinite(each.median) else ""
+            row.append(f"{each.reached} of {len(each.seconds)} seeds{when}")
+        rows = [row for _, row in sorted(zip(times, rows, strict=True), key=lambda found: found[0].rank)]
         header.append(f"{_said(target)} reached by")
     return Table(header, rows, "Over seeds", ("because",), spare=("because",), width=WIDTH, sortable=True).used(3)
 
 
-def _configs_named(configs: Sequence[dict[int, RunFiles]]) -> list[str]:
-    """The name of each config: its overrides that not all have, without the seed."""
-    words = [[w for w in next(iter(c.values())).label.split() if not w.startswith("runtime.seed=")] for c in configs]
-    return [" ".join(w for w in each if len(words) == 1 or not all(w in other for other in words)) or "default" for each in words]
+def _said(target: Target) -> str:
+    return "target" if target is None else str(target) if isinstance(target, Reach) else f"{target:.4g}"
 
 
-def _said(target: float | Reach) -> str:
-    return str(target) if isinstance(target, Reach) else f"{target:.4g}"
-
-
-def _median_to(runs: Sequence[RunFiles], target: float | Reach) -> float:
-    """The median of the seconds to a target, to which a run that did not reach it counts as endlessly many."""
-    return statistics.median(seconds_to(run, target) for run in runs)
-
-
-def _arrivals(by_seed: dict[int, RunFiles], target: float | Reach) -> str:
-    """The number of seeds that reached a target, and when the middle one did."""
-    runs = list(by_seed.values())
-    reached = sum(run.to_target(target) is not None for run in runs)
-    median = _median_to(runs, target)
-    when = f", after {median:.1f} s (median)" if math.isfinite(median) else ""
-    return f"{reached} of {len(runs)} seeds{when}"
+def _times_to(target: float | Reach, runs: Sequence[RunFiles]) -> TimesToTarget:
+    """The times when runs reached a target."""
+    reached = [run.to_target(target) or (None, None) for run in runs]
+    return TimesToTarget("", [seconds for seconds, _ in reached], [updates for _, updates in reached])
 
 
 def _task(by_seed: dict[int, RunFiles]) -> str:
@@ -401,17 +385,14 @@ def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool,
     }
     if target is not None:
         of |= {name: lambda r: (r.to_target(target) or (None,))[0] for name in found.header if name.startswith("time to ")}
-    bars = {name: [_finite(value(r)) for r in runs] for name, value in of.items()}
+    found_of = {name: [value(run) for run in runs] for name, value in of.items()}
+    bars = {name: [v if v is not None and 0 < v < charts.LARGEST else None for v in each] for name, each in found_of.items()}
     winner = _winner(runs, target, ranked)
     pages = [page if (page := run.path / run_page.FILE).exists() else None for run in runs]
     files = ["" if page is None else os.path.relpath(page, folder) for page in pages]
     rows = [[Drawn(str(name), file=file), *row] for file, (name, *row) in zip(files, found.rows, strict=True)]
     found = replace(found, rows=rows)
     return replace(found, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and 0 < value < charts.LARGEST else None
 
 
 def _best(runs: Sequence[RunFiles], most: int) -> list[RunFiles]:
@@ -564,7 +545,7 @@ def _of_several(runs: Sequence[RunFiles], asked: Target, folder: Path) -> tuple[
     """The page, which will be in a folder, and the table. With a target that was asked for, the runs are ranked by it."""
     seeds = summarize_seeds(runs, asked)
     target = common_target(runs) if asked is None else asked
-    runs = runs if asked is None else sorted(runs, key=lambda run: seconds_to(run, asked))
+    runs = runs if asked is None else sorted(runs, key=lambda run: (run.to_target(asked) or (math.inf,))[0])
     found = table(runs, target, asked is not None)
 
     names = [row[0] for row in found.texts()]
@@ -587,7 +568,7 @@ def _write(sheet: Sheet, found: Table, folder: Path) -> int:
 
 def time_to(target: Target) -> str:
     """The name of the column of seconds to a target."""
-    return f"time to {target if isinstance(target, Reach) else 'target' if target is None else f'{target:.4g}'}"
+    return f"time to {_said(target)}"
 
 
 def common_target(runs: Sequence[RunFiles]) -> float | None:
@@ -597,9 +578,9 @@ def common_target(runs: Sequence[RunFiles]) -> float | None:
     return ((min if found[0][1][1] else max)(values)) if values and len({metric for _, metric in found}) == 1 else None
 
 
-def named(runs: Sequence[RunFiles]) -> list[str]:
+def named(runs: Sequence[RunFiles], without: Collection[str] = ()) -> list[str]:
     """A name for each run: the overrides that not all runs have, and a number where several have the same."""
-    words = [run.label.split() for run in runs]
+    words = [[word for word in run.label.split() if key_of(word) not in without] for run in runs]
     common = set(words[0]).intersection(*words[1:]) if len(words) > 1 else set()
     names = [" ".join(word for word in each if word not in common) or "the default" for each in words]
     seen: Counter[str] = Counter()
@@ -637,7 +618,7 @@ def verdict(runs: Sequence[RunFiles], names: Sequence[str], target: Target = Non
 def _first_at(runs: Sequence[RunFiles], names: Sequence[str], target: float | Reach) -> str:
     """The run that reached a target first, in the rest of a sentence."""
     what = _said(target)
-    reached = sorted((seconds, n) for n, run in enumerate(runs) if math.isfinite(seconds := seconds_to(run, target)))
+    reached = sorted((found[0], n) for n, run in enumerate(runs) if (found := run.to_target(target)) is not None)
     if not reached:
         return f"none reached {what}"
     seconds, n = reached[0]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import shlex
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from drivetrain.compile.step_graph import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
@@ -20,6 +21,7 @@ from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.overrides import format_value
+from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -36,19 +38,116 @@ from drivetrain.measure.benchmark.training import (
     columns,
     in_turns,
     proven,
-    ranked,
     trainings,
 )
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
-from drivetrain.measure.tune import range_test
-from drivetrain.measure.tune.range_test import RangeTest
-from drivetrain.run import environment
+from drivetrain.measure.profile.step import TrackedStream
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
+from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Sheet, Table, commands, sentence, under, words
+
+if TYPE_CHECKING:
+    from drivetrain.engine.trainer import Trainer
+
+LOW, HIGH = 1e-6, 10.0  # the usual rates of any optimizer lie between
+SMOOTHING = 4  # losses to each side that are averaged; a centred mean does not shift the curve, as a running mean would
+MIN_FALL = 0.02  # of the first loss: a smaller fall is noise
+DIVERGED = 4.0  # times the first loss
+
+
+@dataclass
+class RangeTest:
+    """The learning rate range test (Smith 2015): a few updates, each with a higher rate than the one before, and their losses.
+
+    Its result is advice. It sees the first updates only, from freshly initialized weights, each at a rate that changes at once.
+    The best rate of a whole run, with its schedule and warm-up, is often several times away from it, and lower where training
+    is long and batches are noisy.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    configured: float
+
+    @cached_property
+    def smoothed(self) -> list[float]:
+        """The losses, each averaged with its neighbours."""
+        windows = [self.losses[max(0, n - SMOOTHING) : n + SMOOTHING + 1] for n in range(len(self.losses))]
+        return [statistics.fmean(window) for window in windows]
+
+    @property
+    def steepest(self) -> float | None:
+        """The rate at which the loss fell fastest on its way to the lowest; None where it never fell."""
+        lowest = self.smoothed.index(min(self.smoothed))
+        falls = [a - b for a, b in zip(self.smoothed[:lowest], self.smoothed[2 * SMOOTHING : lowest + 1], strict=False)]
+        if not falls or self.smoothed[0] - self.smoothed[lowest] < MIN_FALL * self.smoothed[0]:
+            return None
+        return self.rates[falls.index(max(falls)) + SMOOTHING]
+
+    @property
+    def bound(self) -> float | None:
+        """A tenth of the rate with the lowest loss, near the highest that trains; None where the loss never fell."""
+        return None if self.steepest is None else self.rates[self.smoothed.index(min(self.smoothed))] / 10
+
+
+def range_test(trainer: Trainer, updates: int) -> RangeTest:
+    """Train a built trainer for at most `updates` updates, while the rate rises from LOW to HIGH by a constant factor."""
+    import torch
+
+    from drivetrain.scheduler.base import set_group_value  # imports torch
+
+    trainer.model.train()
+    trainer.endless()
+    groups = trainer.optimizer.param_groups
+    base = [float(group["lr"]) for group in groups]
+    highest = max(base)
+    batches = trainer.requests()
+    stream = TrackedStream(trainer.loader.stream(trainer.train_data, batches, trainer.device, trainer.memory_format))
+    rates: list[float] = []
+    losses: list[float] = []
+    for number in range(updates):
+        rate = LOW * (HIGH / LOW) ** (number / (updates - 1))
+        for group, own in zip(groups, base, strict=True):
+            set_group_value(group, "lr", rate * own / highest)
+        loss = torch.zeros((), device=trainer.device)
+        for micro in stream:
+            trainer.step.micro_batch(micro, loss)
+            if micro.last:
+                break
+        trainer.step.update()
+        trainer.step.zero_grad()
+        if not math.isfinite(float(loss)) or (losses and float(loss) > DIVERGED * losses[0]):
+            break
+        rates.append(rate)
+        losses.append(float(loss))
+    return RangeTest(rates, losses, highest)
+
+
+def chart(tested: RangeTest) -> str:
+    """The loss against the rate."""
+    marks = [("steepest", tested.steepest), ("lowest / 10", tested.bound), ("configured", tested.configured)]
+    curve = Curve("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
+    named = [(name, rate) for name, rate in marks if rate is not None]
+    return charts.curves(
+        "Loss, smoothed, over the learning rate", [curve], "learning rate (logarithmic)", log_x=True, marks=named
+    )
+
+
+def advice(tested: RangeTest) -> list[str]:
+    """The result in sentences."""
+    if tested.steepest is None or tested.bound is None:
+        between = f"{LOW:g} and {tested.rates[-1]:.2g}"
+        return [f"range test: the loss fell at no rate between {between}: check the data and the loss first"]
+    return [
+        f"range test: the loss fell fastest at lr {tested.steepest:.2g}; a tenth of the rate with the lowest loss is "
+        f"{tested.bound:.2g}; optimizer.lr is {tested.configured:.2g}",
+        "this is advice, and nothing was set: the test saw the first updates only, and the best rate of a whole run is often "
+        "several times lower or higher; to measure it: drivetrain compare optimizer.lr=… quality=true",
+    ]
+
 
 LOOK_UPDATES = 50
 NEAR = (0.5, 1.0, 2.0)  # of the noise scale: the batches that are tried
@@ -70,11 +169,12 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
     with Steps() as progress, trainings("tune", job, reach, progress) as train:
         runs = train_all(len(specs), lambda n, number: train(specs[n], job.run.runtime.seed + number), seeds, budget_s)
     found = [TimesToTarget.of(spec.label, each, str(reach)) for spec, each in zip(specs, runs, strict=True)]
-    best, order = proven(found), ranked(found)
+    best, order = proven(found), sorted(found, key=lambda variant: variant.rank)
+    kept = found[best].label if best is not None else None
     answer, told = f"None reaches {reach} sooner beyond doubt: the run stays as it is", []
-    if best is not None:
-        told = [f"drivetrain train {shlex.join(apply(overrides, best.label.split(), config_dirs))}"]
-        answer = f"{best.label} is sooner at {reach}"
+    if kept is not None:
+        told = [f"drivetrain train {shlex.join(apply(overrides, kept.split(), config_dirs))}"]
+        answer = f"{kept} is sooner at {reach}"
     table = Table.of({"batch": [variant.label for variant in order], **columns(order, found[0], str(reach))}, name="The batches")
     sheet = Sheet("Which batch is the soonest – drivetrain tune", answer, [words(noise), table, *map(commands, told)])
     sheet.show()
@@ -82,10 +182,9 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
         "target": str(reach),
         "look": look,
         "variants": [asdict(variant) for variant in found],
-        "kept": best and best.label,
+        "kept": kept,
     }
-    about = environment.describe(overrides, job.config_hash, {})
-    verbs.write(verbs.folder(job, "tune"), "tune", sheet, ["tune", *overrides, f"target={target}"], about, content)
+    verbs.write(verbs.folder(job, "tune"), "tune", sheet, ["tune", *overrides, f"target={target}"], content)
     return DONE
 
 
@@ -411,8 +510,8 @@ def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: 
     job = prepare_job(overrides, config_dirs)
     if job.run.parallel.distributed:  # the rate depends on the global batch, which one rank can compute as well
         job = prepare_job(apply(overrides, ["parallel=single"], config_dirs), config_dirs)
-    tested = child.ask(job.run, partial(range_test.run, updates=settings.lr_updates), "the range test cannot be made")
-    echo("\n".join(range_test.advice(tested)))
+    tested = child.ask(job.run, partial(range_test, updates=settings.lr_updates), "the range test cannot be made")
+    echo("\n".join(advice(tested)))
     return tested
 
 
@@ -431,20 +530,19 @@ def _report(
         told = recommend("tune", tuning.overrides, changes, tuning.config_dirs, base, proof, place, tuning.notes, recipe)
     elif tuning.comparisons:
         echo(f"{recipe} is not written" if recipe else "no candidate is kept")
-    content: dict[str, Any] = {title: done.as_dict() for title, done in tuning.comparisons.items()}
+    content: JsonObject = {title: done.as_dict() for title, done in tuning.comparisons.items()}
     if tested is not None:
         content["range test"] = {name: getattr(tested, name) for name in ("rates", "losses", "steepest", "bound")}
     found = sheet(tuning, conclusion(tuning, proof, tested), told, tested)
     echo(sentence(found.answer))
-    verbs.write(place, "tune", found, ["tune", *argv], environment.describe(tuning.overrides, job.config_hash, {}), content)
+    verbs.write(place, "tune", found, ["tune", *argv], content)
 
 
 def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | None) -> Sheet:
     """The sheet of the findings, with the commands to use them, the notes, the comparisons (proof first), and the range test."""
     found = [*([commands(*told)] if told else []), words(*tuning.notes), *titled(dict(reversed(tuning.comparisons.items())))]
     if tested is not None:
-        chart = Part(charts.grid([range_test.chart(tested)]))
-        found += under("Learning rate range test", words(*range_test.advice(tested)), chart)
+        found += under("Learning rate range test", words(*advice(tested)), Part(charts.grid([chart(tested)])))
     return Sheet("What makes this run faster here – drivetrain tune", answer, found)
 
 
@@ -463,4 +561,4 @@ def conclusion(tuning: Tuning, proof: Row | None, tested: RangeTest | None) -> s
             over = f"before the search of {', '.join(dict.fromkeys(tuning.unfinished))} was done"
             return f"The time was over {over}, and none of {tried} candidates is proven to be faster: the config stays as it was"
         return f"None of the {tried} candidates is measurably faster: the config stays as it was"
-    return range_test.advice(tested)[0] if tested is not None else "Nothing was searched"
+    return advice(tested)[0] if tested is not None else "Nothing was searched"
