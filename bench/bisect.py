@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from bench.harness import before, machine, parse, table
-from drivetrain.measure.bisect.bisect import LEAST_ROUNDS, Settings, log_ratio
-from drivetrain.measure.bisect.search import Measured, Search, Subset
+from drivetrain.measure.bisect.bisect import LEAST_ROUNDS, Measured, Search, Settings, Subset, log_ratio
 from drivetrain.measure.intervals import EQUIVALENCE, Interval
 
 CHANGES = 15

@@ -17,7 +17,7 @@ from drivetrain.measure.benchmark import ablate, compare
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.search import NAMED, Measured, Search
+from drivetrain.measure.bisect.bisect import NAMED, Measured, Search
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval

@@ -12,8 +12,19 @@ from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.bisect import UNKNOWN, Settings, Speed, numbers
-from drivetrain.measure.bisect.search import FAILS, NAMED, NONE, UNRESOLVED, Measured, Search, Unresolved
+from drivetrain.measure.bisect.bisect import (
+    FAILS,
+    NAMED,
+    NONE,
+    UNKNOWN,
+    UNRESOLVED,
+    Measured,
+    Search,
+    Settings,
+    Speed,
+    Unresolved,
+    numbers,
+)
 from drivetrain.measure.changes import Change, in_order
 from drivetrain.measure.intervals import Interval
 from tests.support import json_keys, made_pages

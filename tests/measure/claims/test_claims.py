@@ -254,7 +254,9 @@ def hand_on(done: Comparison, specs: list[VariantSpec], last: bool = False) -> P
 
 
 def test_the_fastest_variant_is_handed_on(capsys):
+    """Of an ablation it is the whole recipe, the last one."""
     done, specs = compared(bf16=(1.5, 1.4, 1.6), sgd=(1.2, 1.1, 1.3))
+    assert recipe.read(hand_on(done, specs, last=True)).choices["optimizer"] == "sgd"
     found = recipe.read(hand_on(done, specs))
     assert found.choices["precision"] == "bf16"
     assert found.claim.speed.against == {"precision": "fp32"}
@@ -265,11 +267,6 @@ def test_the_fastest_variant_is_handed_on(capsys):
     found = recipe.read(hand_on(done, specs))
     assert found.choices["optimizer"] == "sgd", "what made the result worse is not handed on"
     assert found.claim.speed.quality == PASS
-
-
-def test_of_an_ablation_it_is_the_whole_recipe():
-    done, specs = compared(bf16=(1.5, 1.4, 1.6), sgd=(1.2, 1.1, 1.3))
-    assert recipe.read(hand_on(done, specs, last=True)).choices["optimizer"] == "sgd"
 
 
 @pytest.mark.parametrize("ratio", [None, (1.5, 0.0, float("inf")), (1.05, 0.95, 1.15), (0.5, 0.4, 0.6)])

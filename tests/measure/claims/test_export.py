@@ -283,19 +283,11 @@ def test_two_runs(diff, train, tiny):
     assert "\033" not in said, "files of a run steer no terminal"
 
 
-def test_a_run_and_the_recipe_it_leaves_are_the_same(diff, train):
+def test_a_run_and_the_recipe_it_leaves(diff, train):
+    """They are the same, and its recipe is what is measured: own code is not started from a run's files."""
     run_dir = train("precision=bf16", "optimizer.momentum=0.5").run_dir
     assert "the configs are the same" in diff(run_dir, run_dir / "recipe.yaml")
-
-
-def test_a_run_that_left_little_is_shown_as_far_as_it_goes(diff, train):
-    run_dir = train().run_dir
+    assert f"drivetrain compare recipe={run_dir}/recipe.yaml,naive" in diff(run_dir, "naive")
     for name in ("result.json", "metrics.jsonl", "environment.json", "recipe.yaml"):
         (run_dir / name).unlink()
-    assert cells(diff(run_dir, "naive"))["optimizer.lr"] == ["0.05", "0.02"]
-
-
-def test_a_runs_recipe_is_what_is_measured(diff, train):
-    """Its own code is not started from its files: `drivetrain compare` wants it on the command line."""
-    run_dir = train().run_dir
-    assert f"drivetrain compare recipe={run_dir}/recipe.yaml,naive" in diff(run_dir, "naive")
+    assert cells(diff(run_dir, "naive"))["optimizer.lr"] == ["0.05", "0.02"], "one that left little is shown as far as it goes"

@@ -25,8 +25,8 @@ from drivetrain.measure.claims.verify import (
     Differences,
     Seen,
     Settings,
+    Verified,
     chance_of_fewer,
-    exit_code,
 )
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe
@@ -235,7 +235,8 @@ def test_the_chance_of_fewer_is_fishers():
     ],
 )
 def test_the_exit_code(outcomes, code):
-    assert exit_code([Answer("quality", "", "", outcome, "") for outcome in outcomes]) == code
+    answers = [Answer("quality", "", "", outcome, "") for outcome in outcomes]
+    assert Verified(None, answers, None, None, []).code == code
 
 
 SPEED = Speed(2.0, (1.9, 2.1), Against({"epochs": 3}))

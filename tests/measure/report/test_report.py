@@ -17,6 +17,7 @@ from drivetrain.core.selection import Reach
 from drivetrain.data.tabular import data_file
 from drivetrain.measure.report import report
 from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict
+from drivetrain.run import directory
 from drivetrain.run.reader import differing, find, read
 from drivetrain.run.result import Result
 from tests.support import pages
@@ -114,24 +115,19 @@ def test_the_page_of_a_regression_draws_numbers_against_what_is_true(tiny, capsy
 
 
 def test_runs_under_way_killed_and_half_written(two):
+    """Looking at them leaves no trace."""
     under_way, killed = two
     (killed / "result.json").unlink()
+    (killed / ".lock").unlink()
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"event": "train", "upd')
+    before = sorted(Path("outputs").rglob("*"))
+    assert [run.status for run in find([Path("outputs")])] == ["completed", "killed"]
+    assert sorted(Path("outputs").rglob("*")) == before
     (under_way / "result.json").unlink()
-    from drivetrain.run import directory
-
     with directory.locked(under_way):
         assert [run.status for run in find([Path("outputs")])] == ["running", "killed"]
     assert main.main(["report", "outputs", "out=page"]) == 0
-
-
-def test_looking_leaves_no_trace(two):
-    (two[0] / "result.json").unlink()
-    (two[0] / ".lock").unlink()
-    before = sorted(Path("outputs").rglob("*"))
-    assert [run.status for run in find([Path("outputs")])] == ["killed", "completed"]
-    assert sorted(Path("outputs").rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -252,17 +248,18 @@ def test_a_run_without_anything_but_a_result(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [(["nowhere"], "no such folder"), (["target=high"], "target=high"), (["tarGet=1"], "no setting")]
+    ("words", "told"),
+    [
+        (["nowhere"], "no such folder"),
+        (["empty"], "no run in empty"),
+        (["target=high"], "target=high"),
+        (["tarGet=1"], "no setting"),
+    ],
 )
 def test_wrong_words(words, told, capsys):
+    Path("empty").mkdir()
     assert main.main(["report", *words]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_folder_without_runs(tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    assert main.main(["report", "empty"]) == 2
-    assert "no run in empty" in capsys.readouterr().err
 
 
 GOOD = {"status": "completed", "metrics": {"validation": {"final": {"loss": 1.0}, "best": {"loss": 1.0}}}, "updates": 3}

@@ -54,12 +54,6 @@ class Answer(NamedTuple):
     because: str
 
 
-def exit_code(answers: Sequence[Answer]) -> int:
-    """1: something does not hold. 0: nothing is refuted, and something holds. 4: nothing could be told here."""
-    outcomes = {answer.outcome for answer in answers}
-    return FAILED if REFUTED in outcomes else DONE if HOLDS in outcomes else NOTHING_TOLD
-
-
 @dataclass(frozen=True)
 class Wanted:
     """The figures to claim of runs; None: those that the runs were judged by."""
@@ -318,8 +312,9 @@ class Verified:
 
     @property
     def code(self) -> int:
-        """The exit code of the command."""
-        return exit_code(self.answers)
+        """The exit code. 1: something does not hold. 0: nothing is refuted, and something holds. 4: nothing can be told here."""
+        outcomes = {answer.outcome for answer in self.answers}
+        return FAILED if REFUTED in outcomes else DONE if HOLDS in outcomes else NOTHING_TOLD
 
     def as_dict(self) -> JsonObject:
         """The answers and the runs, for a file."""
