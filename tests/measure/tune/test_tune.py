@@ -100,7 +100,7 @@ def sigmoid(rate: float, centre: float) -> float:
     [
         (RATES, [sigmoid(r, -2) + max(0.0, math.log10(r)) * 9 for r in RATES], 1e-2, 0.1, "advice"),
         # A fall after the lowest loss is noise.
-        (RATES, [sigmoid(r, -3) for r in RATES[:100]] + [0.5] * 10 + [9.0] * 10 + [0.5] * 20, 1e-3, 0.016, "advice"),
+        (RATES, [sigmoid(r, -3) for r in RATES[:100]] + [0.5] * 10 + [9.0] * 10 + [0.5] * 20, 1e-3, 0.0056, "advice"),
         (RATES[:4], [2.3, 2.31, 2.29, 2.3], None, None, "fell at no rate"),
     ],
 )
