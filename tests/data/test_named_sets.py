@@ -19,11 +19,10 @@ from drivetrain.data.base import HeldOut
 from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.images import ImageFolder, LabelsCsv
 from drivetrain.data.instructions import Instructions
-from drivetrain.data.jsonl import Jsonl
+from drivetrain.data.jsonl import Jsonl, Words
 from drivetrain.data.own import Own
 from drivetrain.data.tabular import Tabular
 from drivetrain.data.webdataset import WebDataset
-from drivetrain.data.words import Words
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load

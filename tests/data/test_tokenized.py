@@ -99,7 +99,7 @@ def test_other_sets_take_the_tokenizer_and_the_classes_of_training(texts, large)
     assert torch.equal(x, same)
     assert torch.equal(y, classes)
     (texts / "own.jsonl").write_text(rows[0].replace('"c"', '"new"'))
-    with pytest.raises(UserError, match=r"own.jsonl: no training text has the class new"):
+    with pytest.raises(UserError, match=r"own.jsonl:1: no training row has the class new of"):
         option(texts, "labelled", **given).load_sets(CPU)
 
 

@@ -384,7 +384,7 @@ def check(other: Evaluation, probabilities: torch.Tensor, classes: torch.Tensor)
         ("tabular", "size,color,kind,price\n1,red,castle,2\n", "no training row has the class castle of kind"),
         ("labels_csv", "image,kind\n0.png,bird\n", "no training row has the class bird of kind"),
         ("labels_csv", "file,kind\n0.png,dog\n", "data.image=image is no column of"),
-        ("jsonl", '{"text": "a bird", "kind": "bird"}\n', "no training text has the class bird"),
+        ("jsonl", '{"text": "a bird", "kind": "bird"}\n', "no training row has the class bird of kind"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(reader, content, says, trained, tmp_path):
@@ -427,5 +427,5 @@ def test_folders_of_some_classes_have_the_runs_numbers(finished, tmp_path):
     files = [sorted((tmp_path / "other" / kind).iterdir()) for kind in "bc"]
     found = run.predict([str(file) for file in (*files[0], *files[1])]).probabilities
     check(evaluate(result.run_dir, [f"data.root={tmp_path / 'other'}"]), found, torch.tensor([1] * 4 + [2] * 4))
-    with pytest.raises(UserError, match="has classes that the run does not know: d"):
+    with pytest.raises(UserError, match="no training image has the class d"):
         evaluate(result.run_dir, [f"data.root={tmp_path / 'more'}"])

@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
+from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import Source
 from drivetrain.data.base import FileSets, HeldOut, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import PictureData
+from drivetrain.data.schema import TargetReader
+from drivetrain.data.tables import Cells, Words, typed
 from drivetrain.data.text import TextData, tell_cut
 from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import read_image_file
@@ -24,7 +27,7 @@ VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for
 LOOKED_AT = 1000  # texts whose lengths are counted, spread evenly
 
 
-Known = tuple[Mapping[str, Any], "list[str] | None", Tokenizer]  # the splits, the names of the classes, and what encodes texts
+Known = tuple[Mapping[str, Any], TargetReader, Tokenizer]  # the splits, what reads labels, and what encodes texts
 
 
 @dataclass(kw_only=True, eq=False)
@@ -69,11 +72,14 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         return self.image is not None
 
     def read(self) -> tuple[Images | Texts, Known]:
-        splits = self._splits()
-        names = getattr(self._checked("train", self.train, splits).features[self.label], "names", None)
-        tokenizer = self.given_tokenizer()
+        found, tokenizer = load_from_disk("data.root", str(self.root)), self.given_tokenizer()
         assert tokenizer is not None  # none is trained
-        return self.read_set(self.train, (splits, names, tokenizer), "train"), (splits, names, tokenizer)
+        splits = found if isinstance(found, dict) else {self.train: found}
+        rows = self._checked("train", self.train, splits)
+        names = getattr(rows.features[self.label], "names", None)
+        reader = TargetReader("class", [self.label], f"data.label={self.label}", classes=names, numbered=True)
+        reader.learn(cells := self._labels(rows), cells)
+        return self.read_set(self.train, (splits, reader, tokenizer), "train"), (splits, reader, tokenizer)
 
     def divided(self, every: Images | Texts) -> tuple[Any, Any]:
         order, count = rng.permutation(0, 0, len(every)), round(len(every) * self.holdout)  # the same one in every run
@@ -90,13 +96,12 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         return found or dict(zip([""], own, strict=False))
 
     def read_set(self, place: str, known: Known, split: str) -> Images | Texts:
-        splits, names, tokenizer = known
+        splits, reader, tokenizer = known
         rows = self._checked(split, place, splits)
-        return self._source(rows, self._labels(rows, names), tokenizer)
+        return self._source(rows, reader.read(self._labels(rows)), tokenizer)
 
     def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
-        (_, names, tokenizer), train = known, sources[0][1]
-        classes = len(names) if names else 1 + max(int(source.targets.max()) for _, source in sources)
+        (_, reader, tokenizer), train = known, sources[0][1]
         if isinstance(train, Texts):
             some = torch.arange(n := min(len(train), LOOKED_AT)) * (len(train) // max(1, n))
             tell_cut(torch.tensor([len(tokens) for tokens in train.tokens(some)]), self.length, len(train))
@@ -104,38 +109,15 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
             "normalize": None, "dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding,
             "files": tokenizer.files(),
         }  # fmt: skip
-        return {"shape": self.shape(), "classes": classes, "names": names, **about}
+        return {"shape": self.shape(), **reader.about(sources), **about}
 
-    def _labels(self, rows: Any, names: list[str] | None) -> torch.Tensor:
-        """Return the classes of a split (n,) by the numbers that their names have in training. Raises DataError."""
-        where, own = f"{self.root}: column '{self.label}'", getattr(rows.features[self.label], "names", None)
-        found = rows.select_columns([self.label])[:][self.label]
-        if None in found:
-            raise DataError(f"{where} has no label in row {found.index(None)}: leave it out or mend it")
-        if (lowest := min(found)) < 0:
-            raise DataError(f"{where} has labels from {lowest}: leave samples without a label out")
-        if own == names:
-            return torch.tensor(found)
-        if own is None or names is None:
-            raise DataError(
-                f"{where} has names of classes in one split and none in another: save all splits with the same column"
-            )
-        if unknown := sorted({own[label] for label in found} - set(names)):
-            raise DataError(f"{where} has classes that data.train={self.train} has not: {', '.join(unknown[:5])}")
-        return torch.tensor([names.index(name) if name in names else -1 for name in own])[found]
-
-    def _splits(self) -> Mapping[str, Any]:
-        """Open the data set; return its splits. Raises UserError."""
-        import datasets
-
-        try:
-            found = datasets.load_from_disk(str(self.root))
-        except Exception as error:  # pyarrow and datasets fail in many ways
-            text = str(error).strip().splitlines() or [type(error).__name__]
-            raise UserError(
-                f"data.root={self.root} cannot be read as a data set ({text[0]}): save it with save_to_disk"
-            ) from None
-        return found if isinstance(found, dict) else {self.train: found}
+    def _labels(self, rows: Any) -> Cells:
+        """Return the labels of a split. Raises UserError for those that are neither numbers nor texts."""
+        column, names = rows.select_columns([self.label]).with_format("arrow"), getattr(rows.features[self.label], "names", None)
+        values = typed(lambda: column[:], self.label, str(self.root), ())
+        if names is not None and not isinstance(values, Words):
+            values = Words(np.where(values >= 0, values, -1).astype(np.int32), names)
+        return Cells({self.label: values}, str(self.root))
 
     def _checked(self, setting: str, name: str, splits: Mapping[str, Any]) -> Any:
         """Return the rows of a split. Raises UserError where it is empty, or a column is missing or of the wrong kind."""
@@ -151,9 +133,6 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
                 )
         if not len(rows):
             raise UserError(f"data.root={self.root}: the split {name} has no samples: give it some, or set data.{setting}")
-        kind = getattr(rows.features[self.label], "dtype", "")
-        if not str(kind).startswith(("int", "uint")):
-            raise UserError(f"data.label={self.label} is a column of {kind or 'nested values'}, not of whole numbers")
         if self.image and not isinstance(rows.features[column], datasets.Image):
             raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
         return rows
@@ -167,6 +146,17 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         if self.text is not None:
             return Texts(rows, column, labels, self.length, tokenizer)
         return Images(self, rows.cast_column(column, datasets.Image(decode=False)), column, labels)
+
+
+def load_from_disk(setting: str, path: str) -> Any:
+    """Open a data set, or its splits by name. Raises UserError."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(path)
+    except Exception as error:  # pyarrow and datasets fail in many ways
+        text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(f"{setting}={path} cannot be read as a data set ({text}): save it with save_to_disk") from None
 
 
 class Texts(Source):
@@ -215,4 +205,4 @@ class Images(ImageFileSource):
         return read_image_file(image["path"], self.how.max_pixels)
 
     def name(self, index: int) -> str:
-        return f"{self.root}: row {index}"
+        return f"{self.root}, row {index + 1}"

@@ -43,7 +43,7 @@ from drivetrain.data.decoding import (
 )
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
-from drivetrain.data.schema import Schema, TargetReader, check_names, columns_of, words_of
+from drivetrain.data.schema import Schema, TargetReader, check_names, columns_of, named, words_of
 from drivetrain.data.tables import KINDS, Cells, absent, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, Known, form_of, names_of
 from drivetrain.data.untrusted import as_kept, read_image_file
@@ -250,9 +250,6 @@ class ImageFolder(PictureData, HeldOut[Images, Folders]):
         known = self._folders()
         classes = known.classes if own.names is None else [one_form(name) for name in own.names]
         of_run, tests, train = known._replace(classes=classes), self.places("test", known), known.layout.train
-        for folder in known.layout.test.values() if tests else [train]:
-            if unknown := sorted(set(folder.folders) - set(classes)):
-                raise UserError(f"{self.root}/{folder.path} has classes that the run does not know: {', '.join(unknown[:5])}")
         if tests and known.classes == classes:
             return None
         parts = {name: self.read_set(place, of_run, "test") for name, place in tests.items()}
@@ -290,10 +287,6 @@ class ImageFolder(PictureData, HeldOut[Images, Folders]):
     def read_set(self, place: str, known: Folders, split: str) -> Images:
         layout = known.layout
         folder = (layout.test if split == "test" else layout.validation)[one_form(place)]
-        if unknown := set(folder.folders) - set(known.classes):
-            raise UserError(
-                f"{self.root}/{folder.path} has classes that {layout.train.path} has not: {', '.join(sorted(unknown))}"
-            )
         return self._files(folder, known.classes)
 
     def about(self, known: Folders, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
@@ -307,7 +300,9 @@ class ImageFolder(PictureData, HeldOut[Images, Folders]):
         return {"shape": self.shape(), "classes": len(known.classes), "names": known.classes, "origins": origins, **looked}
 
     def _files(self, folder: Folder, classes: list[str]) -> Images:
-        """Return the files of each class. Raises UserError for a class without any."""
+        """Return the files of each class. Raises UserError for a class without any, and for one that is not known."""
+        if unknown := sorted(set(folder.folders) - set(classes)):
+            raise UserError(f"{self.root}/{folder.path}: no training image has the class {named(unknown, 5)}")
         if empty := [inside.path for inside in folder.folders.values() if not inside.holds_files()]:
             where = ", ".join(f"{self.root}/{path}" for path in empty)
             raise UserError(f"no image in {where}: remove the empty class or add images ({' '.join(IMAGES)})")
@@ -376,8 +371,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known]):
         ]
         looked = self.looked_at(sources, own, doubts=doubts)
         return {
-            "shape": self.shape(), "classes": reader.outputs, "names": reader.classes, "units": reader.units,
-            "files": {KEPT: schema.to_json()}, **looked,
+            **reader.about(sources), "shape": self.shape(), "files": {KEPT: schema.to_json()}, **looked,
         }  # fmt: skip
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:

@@ -16,6 +16,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.data.base import Splits
 from drivetrain.data.chat import ChatTemplate, messages_of
+from drivetrain.data.huggingface import load_from_disk
 from drivetrain.data.jsonl import Jsonl, Known, Line
 from drivetrain.data.text import BEGIN, Conversations
 from drivetrain.data.tokenized import Some
@@ -118,19 +119,13 @@ class Instructions(Jsonl):
         if not path.is_dir():
             yield from super()._read(path)
             return
-        import datasets
-
-        try:
-            rows = datasets.load_from_disk(str(path))
-        except Exception as error:  # pyarrow and datasets fail in many ways
-            text = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"{path} cannot be read as a data set ({text}): save it with save_to_disk") from None
+        rows = load_from_disk("data.path", str(path))
         if isinstance(rows, dict):
             raise UserError(
                 f"{path} has several splits: set data.path to one, such as {path / next(iter(rows))}, and data.test too"
             )
-        for number, row in enumerate(rows.with_format(None)):
-            yield self._conversation(row, f"{path}: row {number}")
+        for number, row in enumerate(rows.with_format(None), 1):
+            yield self._conversation(row, f"{path}, row {number}")
 
     def _line(self, content: bytes, source: str, number: int) -> Line:
         return self._conversation(self._object(content, source, number, []), f"{source}:{number}")

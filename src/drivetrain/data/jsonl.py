@@ -1,7 +1,8 @@
-"""Texts in files: JSON lines, one object on each line, and plain text."""
+"""Texts in files: JSON lines, one object on each line, and plain text; and words with a class each."""
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +18,10 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
-from drivetrain.data.base import FromFile, Inputs, Splits, hash_fraction
+from drivetrain.data import tables
+from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk
+from drivetrain.data.schema import TargetReader
 from drivetrain.data.text import LabelledTexts, TextData, Texts, tell_cut
 from drivetrain.data.tokenized import Document, Documents, Some, Work, key_of, tokenized
 from drivetrain.data.tokenizer import KEPT, BytePairs, Bytes, Tokenizer, from_json
@@ -35,9 +38,10 @@ class Line(NamedTuple):
     label: str
     end: int = 0  # bytes of the files up to its end
     answers: Sequence[tuple[int, int]] = ()  # where they stand in the text of a conversation
+    number: int = 0  # of its line in the file
 
 
-Known = tuple[Tokenizer, list[str]]  # what encodes texts, and the names of the classes
+Known = tuple[Tokenizer, TargetReader]  # what encodes texts, and what reads their classes
 
 
 @dataclass(kw_only=True, eq=False)
@@ -116,14 +120,15 @@ class Jsonl(FromFile[Any, Known], TextData):
 
     def read(self) -> tuple[Any, Known]:
         documents, tokenizer = self._tokenized(str(self.path), None)
-        return Some.all(documents, str(self.path)), (tokenizer, [])
+        return Some.all(documents, str(self.path)), (tokenizer, self._reader())
 
     def fractions(self, every: Any) -> np.ndarray:
         return np.asarray(every.documents.fractions())
 
     def learn(self, known: Known, every: Any, train: Any) -> Known:
-        numbers = train.documents.numbers[train.which].unique().tolist()
-        return known[0], sorted(train.documents.names[number] for number in numbers)
+        if self.label is not None:
+            known[1].learn(self._labels(every), self._labels(train))
+        return known
 
     def read_set(self, place: str, known: Known, split: str) -> Any:
         return Some.all(self._tokenized(place, known[0])[0], place)
@@ -131,28 +136,38 @@ class Jsonl(FromFile[Any, Known], TextData):
     def kept(self, own: Splits) -> Known:
         tokenizer = self.given_tokenizer()
         assert tokenizer is not None  # only byte pairs are trained, and the run has kept them
-        return tokenizer, list(own.names or ())
+        return tokenizer, self._reader().of(own)
+
+    def _reader(self) -> TargetReader:
+        return TargetReader("class", [str(self.label)], "data.label")
+
+    def _labels(self, part: Any) -> tables.Cells:
+        """Return the classes of texts."""
+
+        def lines(rows: np.ndarray) -> np.ndarray:
+            return np.array([line.number for line in self._read(Path(part.source))])[part.which.numpy()[rows]]
+
+        words = tables.Words(part.documents.numbers[part.which].numpy(), list(part.documents.names))
+        return tables.Cells({str(self.label): words}, part.source, lines)
 
     def source(self, known: Known, part: Any) -> Source:
         """Return texts to continue as a source; with `label`, texts with a class each. Raises UserError for other classes."""
-        (tokenizer, names), documents, which = known, part.documents, part.which
+        (tokenizer, reader), documents, which = known, part.documents, part.which
         if self.label is None:
             return Texts(documents, self.length, tokenizer.begin, self._packs(), which)
-        numbers = {name: number for number, name in enumerate(names)}
-        classes = torch.tensor([numbers.get(name, -1) for name in documents.names])[documents.numbers]
-        if foreign := sorted({documents.names[n] for n in documents.numbers[which[classes[which] < 0]].unique().tolist()}):
-            raise UserError(f"{part.source}: no training text has the class {', '.join(foreign[:5])}")
+        classes = torch.zeros(len(documents), dtype=torch.int64)
+        classes[which] = reader.read(self._labels(part))
         return LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, tokenizer.padding or 0, which)
 
     def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
-        tokenizer, names = known
+        tokenizer, reader = known
         about = {
             "shape": self.shape(), "normalize": None, "dtype": torch.int64, "files": tokenizer.files(),
             "pad_token": tokenizer.padding,
         }  # fmt: skip
         if self.label is not None:
             tell_cut(sources[0][1].lengths, self.length, len(sources[0][1]))
-            return {**about, "classes": len(names), "names": names, "vocabulary": tokenizer.vocabulary}
+            return {**about, **reader.about(sources), "vocabulary": tokenizer.vocabulary}
         lengths = tokenizer.token_bytes()
         if lengths is not None and tokenizer.vocabulary > len(lengths):
             lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
@@ -233,16 +248,19 @@ class Jsonl(FromFile[Any, Known], TextData):
             end += len(content)
             if content.strip() and (line := self._line(content, str(path), number)).text:
                 empty = False
-                yield line._replace(end=end)
+                yield line._replace(end=end, number=number)
         if empty:
             raise UserError(f"{path} has no texts under the key '{self.text}'")
 
     def _line(self, content: bytes, source: str, number: int) -> Line:
         entry = self._entry(content, source, number, [("text", self.text), ("label", self.label)])
-        label = entry[self.label] if self.label is not None else ""
-        if not isinstance(label, str | int | bool):
-            raise DataError(f"{source}:{number}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
-        return Line(entry[self.text], str(label))
+        return Line(entry[self.text], "" if self.label is None else self._class(entry[self.label], f"{source}:{number}"))
+
+    def _class(self, label: object, where: str) -> str:
+        """Return the name of a class. Raises DataError."""
+        if not isinstance(label, str | int):
+            raise DataError(f"{where}: '{self.label}' is {type(label).__name__}: a class is a text or a whole number")
+        return str(label)
 
     def _entry(self, content: bytes, source: str, number: int, keys: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
         """Return a line's object, which has these keys of settings and a text. Raises DataError."""
@@ -326,3 +344,121 @@ class TextFiles(Jsonl):
             if start // MAPPED < end // MAPPED:
                 let_go(content)
             start, line = end, line + passage.count(b"\n")
+
+
+class Tagged(NamedTuple):
+    """The words of a text, and the class of each."""
+
+    words: list[str]
+    tags: list[str]
+    source: str
+    line: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Words(Jsonl):
+    """Texts of which each word has a class: lines such as {"tokens": ["the", "Nile"], "tags": ["O", "RIVER"]}.
+
+    A word's class is that of its first token. Its other tokens, and what the tokenizer puts around a text, have none. Of a longer
+    text the first `length` tokens are read.
+    """
+
+    reads_what = "a file whose lines are JSON objects with a list of words and a list of their classes"
+
+    text: ColumnName = "tokens"
+    label: ColumnName | None = "tags"
+    tokenizer: Literal["auto", "bytes", "file"] = "auto"
+    vocabulary: int = field(init=False, default=4096)
+    packing: bool = field(init=False, default=False)
+    cache: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.targets = "words"
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.model.tokens:
+            yield f"{run.named('data')} wants a model that reads a text as a whole: set model=transformers, with model.name=bert"
+
+    def encode(self, text: str, data: Splits) -> torch.Tensor:
+        """Return the tokens of a text's words, which spaces separate."""
+        return torch.tensor(tokens_of(text.split(), self.kept_tokenizer(data), self.length)[0] or [0])
+
+    def read(self) -> tuple[Listed[Tagged], Known]:
+        tokenizer = self.given_tokenizer()
+        assert tokenizer is not None  # only byte pairs are trained
+        return self.read_set(str(self.path)), (tokenizer, self._reader())
+
+    def fractions(self, every: Listed[Tagged]) -> np.ndarray:
+        return hash_fractions(" ".join(text.words) for text in every)
+
+    def read_set(self, place: str, known: Known | None = None, split: str = "") -> Listed[Tagged]:
+        """Return the texts of a file that have words. Raises DataError."""
+        lines = ((number, content) for number, content in lines_of(Path(place), self.encoding) if content.strip())
+        texts = (self._tagged(content, place, number) for number, content in lines)
+        if not (found := Listed(text for text in texts if text.words)):
+            raise UserError(f"{place} has no texts under the key '{self.text}'")
+        return found
+
+    def _labels(self, part: Listed[Tagged]) -> tables.Cells:
+        words = tables.Words.each(tag for text in part for tag in text.tags)
+        lines = np.repeat([text.line for text in part], [len(text.tags) for text in part])
+        return tables.Cells({str(self.label): words}, part[0].source, lines.__getitem__)
+
+    def source(self, known: Known, part: Listed[Tagged]) -> TaggedTexts:
+        classes = known[1].read(self._labels(part)).split([len(text.tags) for text in part])
+        return TaggedTexts([text.words for text in part], classes, known[0], self.length)
+
+    def _tagged(self, content: bytes, source: str, number: int) -> Tagged:
+        entry, where = self._object(content, source, number, [("text", self.text), ("label", self.label)]), f"{source}:{number}"
+        words, tags = entry[self.text], entry[str(self.label)]
+        if not all(isinstance(each, list) for each in (words, tags)) or len(words) != len(tags):
+            raise DataError(
+                f"{where}: '{self.text}' must be a list of words, and '{self.label}' a list of a class for each of them"
+            )
+        if wrong := [word for word in words if not isinstance(word, str)]:
+            raise DataError(f"{where}: '{self.text}' has a {type(wrong[0]).__name__} among its words")
+        return Tagged(words, [self._class(tag, where) for tag in tags], source, number)
+
+
+def tokens_of(words: Sequence[str], tokenizer: Tokenizer, length: int) -> tuple[list[int], list[int]]:
+    """Return at most `length` tokens of a text, and the number of the word that each belongs to; -1: to none."""
+    begins, at = [], 0
+    for word in words:
+        begins.append(at)
+        at += len(word) + 1
+    tokens, ends = tokenizer.with_ends(" ".join(words), length)
+    return tokens, [-1 if end == 0 else bisect.bisect_right(begins, end - 1) - 1 for end in ends]
+
+
+class TaggedTexts(Source):
+    """Texts as a source: tokens (n, longest of the batch), and for the first token of each word its class, -100 for others."""
+
+    def __init__(
+        self, texts: Sequence[Sequence[str]], classes: Sequence[torch.Tensor], tokenizer: Tokenizer, length: int
+    ) -> None:
+        self.padding, self._rows = tokenizer.padding or 0, list[tuple[torch.Tensor, torch.Tensor]]()
+        self.texts = [" ".join(words) for words in texts]
+        for words, tags in zip(texts, classes, strict=True):
+            tokens, of = tokens_of(words, tokenizer, length)
+            words_of = torch.tensor(of)
+            first = (words_of >= 0) & words_of.diff(prepend=torch.tensor([-1])).bool()
+            self._rows.append((torch.tensor(tokens), torch.where(first, tags[words_of], IGNORE_INDEX)))
+        sizes = [len(tokens) for tokens, _ in self._rows]
+        self.lengths, self._longest = torch.tensor(sizes), max(sizes)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def identities(self) -> Sequence[str]:
+        return self.texts
+
+    def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [self._rows[i] for i in indices.tolist()]
+        longest = min(-(-max(len(x) for x, _ in rows) // pad_to) * pad_to, self._longest)
+
+        def padded(parts: Any, value: int) -> torch.Tensor:
+            return torch.stack([torch.nn.functional.pad(part, (0, longest - len(part)), value=value) for part in parts])
+
+        return padded([x for x, _ in rows], self.padding), padded([y for _, y in rows], IGNORE_INDEX)

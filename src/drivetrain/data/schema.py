@@ -17,10 +17,12 @@ from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.core.lazy import torch
+from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.typed import fits
 from drivetrain.data.base import Splits, Units
 from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, is_number, numbers_of, with_nan
+from drivetrain.data.untrusted import number_of_classes
 
 PARTS = ("year", "month", "day", "weekday", "hour")  # of a date; Monday is 0
 FORMS = ("%d.%m.%Y", "%m/%d/%Y", "%d/%m/%Y", "%Y/%m/%d")  # of dates, beside ISO's
@@ -527,29 +529,35 @@ def check_names(names: Sequence[str], known: Sequence[str], setting: str, source
 
 @dataclass
 class TargetReader:
-    """Turns the columns `names` into targets of one kind. Their scale comes from the training rows, their classes from all."""
+    """Reads the targets of every source, in the columns `names` of its cells.
+
+    Their classes come from all rows of the training file, their scale from those that train. By these the targets of every other
+    set are read.
+    """
 
     kind: TargetKind
     names: Sequence[str]
     setting: str  # that names the columns, for messages
     separator: str | None = None  # between several labels in one cell
-    classes: Sequence[str] | None = None  # of the outputs, once `learn` has found them; None for values
+    classes: Sequence[str] | None = None  # of the outputs, once they are known; None for values, and for numbers without names
+    numbered: bool = False  # a whole number is the number of a class, which has no name
+    hint: str = ""  # what says which cells hold no value
     units: Units | None = None
 
     def learn(self, rows: Cells, train: Cells) -> None:
         """Find the classes in all rows of the training file, or the values' mean and deviation in those that train."""
-        if self.kind == "class":
-            values = self._known(rows, self._only_name())
-            found = sorted(values.texts) if isinstance(values, Words) else [as_text(n) for n in sorted(set(values.tolist()))]
-            self.classes = found
-        elif self.kind == "labels" and self.separator is None:
-            self.classes = list(self.names)
-        elif self.kind == "labels":
-            self.classes = sorted({label for labels in self._split(rows)[0] for label in labels})
-        else:
+        if self.kind == "values":
             self._numbers(rows)
             scales = [mean_and_std(values) for values in self._numbers(train).T]
             self.units = Units(*map(torch.tensor, zip(*scales, strict=True)))
+        elif self.kind == "labels" and self.separator is None:
+            self.classes = list(self.names)
+        elif self.classes is None:
+            values = self._column(rows)
+            if isinstance(values, Words) or self.separator is not None:
+                self.classes = sorted({name for parts in self._parts(words_of(values)) for name in parts})
+            elif not self.numbered:
+                self.classes = [as_text(number) for number in sorted(set(values.tolist()))]
 
     def of(self, own: Splits) -> Self:
         """Return the reader with the classes, or the mean and deviation, of a run's own data. Raises UserError."""
@@ -562,12 +570,8 @@ class TargetReader:
 
     def read(self, rows: Cells) -> torch.Tensor:
         """Return the targets of rows: class numbers (n,) int64, labels (n, k) of 0 and 1, or standardised values (n, k)."""
-        if self.classes is None and self.units is None:
-            self.learn(rows, rows)
-        if self.kind == "class":
-            return self._class_numbers(rows)
-        if self.kind == "labels" and self.separator is not None:
-            return self._split_labels(rows)
+        if self.kind == "class" or self.separator is not None:
+            return self._as_numbers(rows) if self.classes is None else self._by_name(rows, self.classes)
         values = self._numbers(rows)
         if self.units is not None:
             return (torch.from_numpy(values).float() - self.units.mean) / self.units.std
@@ -575,36 +579,69 @@ class TargetReader:
             raise DataError(f"{rows.source}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
         return torch.from_numpy(values).float()
 
-    @property
-    def outputs(self) -> int:
-        """The number of the model's outputs."""
-        return len(self.names) if self.classes is None else len(self.classes)
+    def about(self, sources: Sequence[tuple[str, Source]], classes: int | None = None) -> dict[str, Any]:
+        """Return what Splits say of the targets of sources, that of training first; `classes` is how many the user says.
 
-    def _only_name(self) -> str:
+        Raises DataError for a number of a class that the data cannot have.
+        """
+        outputs = len(self.classes or self.names)
+        if self.kind == "class" and self.classes is None:
+            labels = [source.labels() for _, source in sources]
+            highest = max(int(each.max()) for each in labels if each is not None)
+            outputs = number_of_classes(highest, len(sources[0][1]), classes, self.setting)
+        return {"classes": outputs, "names": self.classes, "units": self.units}
+
+    def _column(self, rows: Cells) -> np.ndarray | Words:
+        """Return the one column of classes or labels; a row may have no labels."""
         if len(self.names) != 1:
             raise UserError(
                 f"{self.setting}={list(self.names)}: a class is one column: name one, or set data.kind=labels or values"
             )
-        return self.names[0]
+        return self._known(rows, self.names[0]) if self.kind == "class" else rows.columns[self.names[0]]
 
     def _known(self, rows: Cells, name: str) -> np.ndarray | Words:
         values = rows.columns[name]
         if (empty := absent(values)).any():
             raise DataError(
                 f"{rows.place(int(empty.argmax()))} has no value in the target column {name}, and {int(empty.sum())} of "
-                f"{len(empty):,} rows have none: remove them (data.na says which words are no value)"
+                f"{len(empty):,} rows have none: remove them{self.hint}"
             )
         return values
 
-    def _class_numbers(self, rows: Cells) -> torch.Tensor:
-        assert self.classes is not None
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        words = words_of(self._known(rows, self._only_name()), self.classes)
-        if unknown := [text for n, text in enumerate(words.texts) if text not in numbers and (words.codes == n).any()]:
+    def _as_numbers(self, rows: Cells) -> torch.Tensor:
+        """Return whole numbers as those of classes."""
+        values, name = self._column(rows), self.names[0]
+        numbers = np.full(len(values), -1.0) if isinstance(values, Words) else values
+        if (wrong := (numbers < 0) | (numbers != np.rint(numbers))).any():
+            row = int(wrong.argmax())
+            found = repr(values.texts[values.codes[row]]) if isinstance(values, Words) else f"{values[row]:g}"
+            raise DataError(f"{rows.place(row)}: the class {found} of {name} is no whole number from 0 on, as others are")
+        return torch.from_numpy(numbers).long()
+
+    def _by_name(self, rows: Cells, classes: Sequence[str]) -> torch.Tensor:
+        """Return the classes or labels of words by the numbers that their names have."""
+        words = words_of(self._column(rows), classes)
+        parts, numbers = self._parts(words), {name: number for number, name in enumerate(classes)}
+        words_with = {name: n for n, names in reversed([*enumerate(parts)]) for name in names if name not in numbers}
+        if unknown := sorted(name for name, n in words_with.items() if (words.codes == n).any()):
             hint = ": if it is a number to predict, set task=regression" if all(map(is_number, unknown)) else ""
-            row = rows.place(int((words.codes == words.texts.index(unknown[0])).argmax()))
-            raise DataError(f"{row}: no training row has the class {named(unknown, 5)} of {self.names[0]}{hint}")
-        return torch.from_numpy(np.array([numbers.get(text, 0) for text in words.texts])[words.codes])
+            row = int(np.isin(words.codes, [words_with[name] for name in unknown]).argmax())
+            raise DataError(
+                f"{rows.place(row)}: no training row has the {'class' if self.kind == 'class' else 'label'} {named(unknown, 5)} "
+                f"of {self.names[0]}{hint}"
+            )
+        if self.kind == "class":
+            return torch.tensor([numbers.get(name, 0) for (name,) in parts])[torch.from_numpy(words.codes).long()]
+        target = torch.zeros(len(parts) + 1, len(numbers))  # the last one is of rows without a word
+        for n, names in enumerate(parts):
+            target[n, [numbers[name] for name in names if name in numbers]] = 1.0
+        return target[torch.from_numpy(words.codes).long()]
+
+    def _parts(self, words: Words) -> list[list[str]]:
+        """Return the names in each word."""
+        if self.separator is None:
+            return [[text] for text in words.texts]
+        return [[part.strip() for part in text.split(self.separator) if part.strip()] for text in words.texts]
 
     def _numbers(self, rows: Cells) -> np.ndarray:
         """Return the columns as float64 (n, k). Truths are 1 and 0."""
@@ -620,19 +657,3 @@ class TargetReader:
                 )
             found.append(values)
         return np.stack(found, 1)
-
-    def _split(self, rows: Cells) -> tuple[list[list[str]], np.ndarray]:
-        """Return the labels in each word, and each row's word; a row without any is one that has none: its number is -1."""
-        words = words_of(rows.columns[self._only_name()])
-        return [[part.strip() for part in text.split(self.separator) if part.strip()] for text in words.texts], words.codes
-
-    def _split_labels(self, rows: Cells) -> torch.Tensor:
-        assert self.classes is not None
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        labels, codes = self._split(rows)
-        if unknown := sorted({label for of_word in labels for label in of_word} - set(numbers)):
-            raise DataError(f"{rows.source}: no training row has the label {named(unknown, 5)}")
-        target = torch.zeros(len(labels) + 1, len(numbers))  # the last one is of rows without a word
-        for n, of_word in enumerate(labels):
-            target[n, [numbers[label] for label in of_word]] = 1.0
-        return target[torch.from_numpy(codes).long()]

@@ -40,6 +40,12 @@ class Words:
         codes = number[np.append(numbers_of(trimmed.indices), -1)].astype(np.int32)[_codes(found.indices)]
         return cls(codes, trimmed.dictionary.filter(pc.invert(absent)))
 
+    @classmethod
+    def each(cls, texts: Iterable[str]) -> Words:
+        """Return texts as they are."""
+        numbers: dict[str, int] = {}
+        return cls(np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int32), list(numbers))
+
     @cached_property
     def texts(self) -> list[str]:
         """The distinct words."""
@@ -486,10 +492,10 @@ def _parquet(content: object, source: str) -> dict[str, Callable[[tuple[str, ...
 
     file = parquet.ParquetFile(pa.BufferReader(pa.py_buffer(content)))
     names = {name: NO_NAME if name.startswith("__index_level_") else name for name in file.schema_arrow.names}  # as a CSV has it
-    return {named: partial(_typed, partial(file.read, [name]), name, source) for name, named in names.items()}
+    return {named: partial(typed, partial(file.read, [name]), name, source) for name, named in names.items()}
 
 
-def _typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[str, ...]) -> np.ndarray | Words:
+def typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a typed column as numbers, or as the texts that a CSV would have."""
     array = read().column(0).combine_chunks()
     kind = array.type

@@ -78,8 +78,8 @@ class Table:
     def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
         schema, reader, tokenizer = known
         about: dict[str, Any] = {
-            "shape": (schema.outputs,), "classes": reader.outputs, "normalize": None, "names": reader.classes,
-            "units": reader.units, "files": {KEPT: schema.to_json()}, "inputs": schema.described(),
+            **reader.about(sources), "shape": (schema.outputs,), "normalize": None, "files": {KEPT: schema.to_json()},
+            "inputs": schema.described(),
             "doubts": [*schema.doubts.values(), *(line for _, source in sources for line in source.said)],
         }  # fmt: skip
         if tokenizer is not None:
@@ -249,7 +249,8 @@ class Tabular(Table, FromFile[Cells, Known], TextData):
         return None if schema.text is None else self.kept_tokenizer(data)
 
     def _reader(self) -> TargetReader:
-        return TargetReader(self.targets or "class", names_of(self.target), "data.target")
+        hint = " (data.na says which words are no value)"
+        return TargetReader(self.targets or "class", names_of(self.target), "data.target", hint=hint)
 
     def form(self) -> Form:
         return form_of(self.delimiter, self.encoding, self.header, self.na)

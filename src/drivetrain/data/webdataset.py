@@ -23,7 +23,7 @@ from drivetrain.data import shards
 from drivetrain.data.base import SPLITS, Fraction, HeldOut, Sets, Splits, hash_fractions
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import PictureData
-from drivetrain.data.untrusted import number_of_classes
+from drivetrain.data.schema import TargetReader
 
 MAX_CONCURRENT = 16  # shards that are scanned, or samples that are fetched from a web server, at once
 REMOTE_LOOKED_AT = 8  # samples on a web server, for the range of their pixels
@@ -82,9 +82,8 @@ class WebDataset(PictureData, HeldOut["ShardImages", None]):
         return ShardImages(SampleTable.load(shards.expand(place), cache), self)
 
     def about(self, known: None, sources: Sequence[tuple[str, ShardImages]], own: Splits | None) -> dict[str, Any]:
-        highest = max(int(source.targets.max()) for _, source in sources)
-        classes = number_of_classes(highest, len(sources[0][1]), self.classes, f"data.train={self.train}")
-        return {"shape": self.shape(), "classes": classes, **self.looked_at(sources)}
+        reader = TargetReader("class", ["label"], f"data.train={self.train}", numbered=True)
+        return {"shape": self.shape(), **reader.about(sources, self.classes), **self.looked_at(sources)}
 
 
 class SampleTable(NamedTuple):
