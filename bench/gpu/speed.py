@@ -287,13 +287,13 @@ def pack(work: Work, folder: Path) -> None:
     """In a child: a block's images of noise, as `drivetrain pack` writes them."""
     import torch
 
-    from drivetrain.data import Normalize, Splits, Tensors, packing
+    from drivetrain.data import Normalize, Splits, Tensors, packed
 
     folder.mkdir()
     x = torch.randint(256, (work.samples, *work.shape), dtype=torch.uint8)
     source = Tensors(x, torch.arange(work.samples) % work.classes)
     splits = Splits(source, Tensors(x[:8], source.y[:8]), work.shape, work.classes, Normalize([127.0] * 3, [70.0] * 3))
-    packing.pack(splits, folder, packing.Raw(), work.shape, "", 8, lambda *_: None)
+    packed.pack(splits, folder, packed.Raw(), work.shape, "", 8, lambda *_: None)
 
 
 def measure(work: Work, variants: dict[str, Loop]) -> None:

@@ -11,8 +11,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data.chat import DEFAULT, ChatTemplate, messages_of
-from drivetrain.data.instructions import exercises, in_words
+from drivetrain.data.instructions import DEFAULT, ChatTemplate, exercises, in_words, messages_of
 from drivetrain.inference.loaded import load
 from tests.data.test_model_tokenizer import SIZES, tokenizer
 from tests.support.same_end import differences

@@ -20,7 +20,7 @@ import drivetrain
 from drivetrain.augment.geometry import RandomResizedCrop
 from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import packing, stored
+from drivetrain.data import packed, stored
 from drivetrain.data.cifar10 import Cifar10
 from drivetrain.data.digits import Digits
 from drivetrain.data.images import ImageFolder
@@ -121,7 +121,7 @@ def test_any_data_of_whole_numbers_can_be_packed(tmp_path, data):
         expected = Digits().load(CPU)
         about = "digits"
         (tmp_path / "packed").mkdir()
-        packing.pack(expected, tmp_path / "packed", packing.Raw(), expected.shape, about, 2, lambda *_: None)
+        packed.pack(expected, tmp_path / "packed", packed.Raw(), expected.shape, about, 2, lambda *_: None)
     splits = Packed(root=str(tmp_path / "packed")).load(CPU)
     assert same(splits.train, expected.train)
     assert (splits.shape, splits.classes) == (expected.shape, 10)
@@ -137,7 +137,7 @@ def test_numbers_that_are_no_bytes_are_refused(tmp_path, capsys):
     (tmp_path / "packed").mkdir()
     splits = Synthetic().load(CPU)
     with pytest.raises(UserError, match=r"whole numbers from 0 to 255, and this data gives torch\.float32"):
-        packing.pack(splits, tmp_path / "packed", packing.Raw(), splits.shape, "", 1, lambda *_: None)
+        packed.pack(splits, tmp_path / "packed", packed.Raw(), splits.shape, "", 1, lambda *_: None)
 
 
 # --- JPEG ---
@@ -366,7 +366,7 @@ def test_a_kill_from_outside_goes_on_too(images, tmp_path):
 def test_what_was_begun_otherwise_is_not_gone_on_with(images, tmp_path, monkeypatch, capsys):
     root, out = images(), tmp_path / "packed"
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "write_index", lambda *a: 1 / 0)
+        patch.setattr(packed, "write_index", lambda *a: 1 / 0)
         assert main.main(["pack", str(root), str(out), "--size", "8"]) == 1
     assert main.main(["pack", str(root), str(out), "--size", "9"]) == 2
     assert "was begun with something else" in capsys.readouterr().err

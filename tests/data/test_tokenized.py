@@ -14,7 +14,8 @@ import torch
 
 from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import stored, tokenized
+from drivetrain.data import stored
+from drivetrain.data import tokenizer as tokens
 from drivetrain.data.base import Splits, fingerprint
 from drivetrain.data.jsonl import Jsonl, TextFiles
 from drivetrain.loader import Loader, Pipeline
@@ -42,7 +43,7 @@ def texts(tmp_path: Path) -> Path:
 @pytest.fixture
 def large(monkeypatch) -> None:
     """Every text is large, and every few documents are written apart."""
-    monkeypatch.setattr(tokenized, "LARGE", 0)
+    monkeypatch.setattr(tokens, "LARGE", 0)
     monkeypatch.setattr(stored, "CHUNK", 200)
 
 
@@ -76,10 +77,10 @@ def test_samples_from_files_are_those_in_memory(texts, kind, tokenizer, monkeypa
     made = option(texts, kind, tokenizer=tokenizer, vocabulary=300)
     in_memory = made.load_sets(CPU)
     assert not (texts.parent / "cache").exists()
-    monkeypatch.setattr(tokenized, "LARGE", 0)
+    monkeypatch.setattr(tokens, "LARGE", 0)
     monkeypatch.setattr(stored, "CHUNK", 200)
     assert_same(made.load_sets(CPU), in_memory)
-    monkeypatch.setattr(tokenized, "write_set", None)  # the second time nothing is written, nor a tokenizer trained
+    monkeypatch.setattr(tokens, "write_set", None)  # the second time nothing is written, nor a tokenizer trained
     again = made.load_sets(CPU)
     assert_same(again, in_memory)
     (kept,) = (p for p in (texts.parent / "cache").iterdir())
@@ -134,7 +135,7 @@ def test_a_killed_tokenizing_goes_on_to_the_same_bytes(texts, large, kind, monke
 
 
 def test_who_comes_second_waits_and_writes_nothing(texts, large, monkeypatch):
-    made, write, found = option(texts, "rows"), tokenized.write_set, list[Splits]()
+    made, write, found = option(texts, "rows"), tokens.write_set, list[Splits]()
     second = threading.Thread(target=lambda: found.append(made.load(CPU)))
     written = []
 
@@ -144,7 +145,7 @@ def test_who_comes_second_waits_and_writes_nothing(texts, large, monkeypatch):
         written.append(given)
         return write(*given)
 
-    monkeypatch.setattr(tokenized, "write_set", write_set)
+    monkeypatch.setattr(tokens, "write_set", write_set)
     first = made.load(CPU)
     second.join()
     assert len(written) == 1
@@ -238,6 +239,6 @@ def test_a_run_on_files_is_the_run_in_memory(texts, train, monkeypatch):
     ]  # fmt: skip
     in_memory = train(*words)
     assert in_memory.status == "completed", in_memory.error
-    monkeypatch.setattr(tokenized, "LARGE", 0)
+    monkeypatch.setattr(tokens, "LARGE", 0)
     assert train(*words).judged("final") == in_memory.judged("final")
     assert (texts.parent / "cache").is_dir()

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data import packed, shards, stored, untrusted
+from drivetrain.data import packed, stored, untrusted, webdataset
 from drivetrain.data.cifar10 import read_members
 from drivetrain.data.decoding import Layout
 from drivetrain.data.masks import MaskReading
@@ -75,8 +75,8 @@ def test_archives_shards_and_packed_files_that_never_end():
     odd_files()
     for name in ("fifo.png", "endless.png", "folder.png"):
         for read in (
-            lambda file: shards.scan(file, 0),
-            lambda file: shards.read_range(file, 0, 1),
+            lambda file: webdataset.scan(file, 0),
+            lambda file: webdataset.read_range(file, 0, 1),
             lambda file: read_members(Path(file), set(), 1),
         ):
             with pytest.raises(DataError, match=f"{name} is no ordinary file"):
@@ -132,8 +132,8 @@ IMPOSSIBLE = [".", "a/..", "/x.png", "../x.png", ""]
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_odd_names_in_a_shard_are_read_and_kept(name):
     label = name[: -len("png")] + "cls"
-    index = shards.load_index(shard([(name, png()), (label, b"3")]), Path("cache"))
-    again = shards.load_index("x.tar", Path("cache"))
+    index = webdataset.load_index(shard([(name, png()), (label, b"3")]), Path("cache"))
+    again = webdataset.load_index("x.tar", Path("cache"))
     assert index.labels.tolist() == again.labels.tolist() == [3]
     assert index.names == again.names
     assert len(list(Path("cache").iterdir())) == 1
@@ -141,30 +141,30 @@ def test_odd_names_in_a_shard_are_read_and_kept(name):
 
 def test_hidden_files_in_a_shard_are_no_samples():
     hidden = [(name, b"x") for name in (".png", "a/.png", "...png", "._a.png", ".DS_Store")]
-    assert shards.scan(shard([("a.png", png()), *hidden, ("a.cls", b"0")]), 0).names == ["a"]
+    assert webdataset.scan(shard([("a.png", png()), *hidden, ("a.cls", b"0")]), 0).names == ["a"]
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_impossible_names_in_a_shard_are_refused_or_ignored(name):
     members = [("a.png", png()), ("a.cls", b"0"), (name, b"x")]
     with contextlib.suppress(DataError):
-        assert shards.scan(shard(members), 0).names == ["a"]
+        assert webdataset.scan(shard(members), 0).names == ["a"]
 
 
 def test_a_pattern_over_the_whole_disk_is_not_listed(monkeypatch):
-    monkeypatch.delattr(shards.glob, "iglob")
+    monkeypatch.delattr(webdataset.glob, "iglob")
     for pattern in ("/*/*/*/*/*", "/*/*/nothing", "~/?/[a-z]/x.tar"):
         with pytest.raises(UserError, match="several folders"):
-            shards.expand(pattern)
+            webdataset.expand(pattern)
 
 
 def test_a_pattern_of_too_many_files(monkeypatch):
-    monkeypatch.setattr(shards, "MAX_SHARDS", 3)
+    monkeypatch.setattr(webdataset, "MAX_SHARDS", 3)
     for n in range(5):
         Path(f"{n}.tar").touch()
     with pytest.raises(UserError, match="more than 3 shards"):
-        shards.expand("*.tar")
-    assert shards.expand("[01].tar") == ["0.tar", "1.tar"]
+        webdataset.expand("*.tar")
+    assert webdataset.expand("[01].tar") == ["0.tar", "1.tar"]
 
 
 ENTRY = {"samples": 1, "bytes": 48, "table": "x"}

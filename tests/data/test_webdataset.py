@@ -24,7 +24,7 @@ from drivetrain.cli import main
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.order import Order, shuffled
 from drivetrain.core.world import World
-from drivetrain.data import shards
+from drivetrain.data import webdataset
 from drivetrain.data.packed import Packed
 from drivetrain.data.webdataset import WebDataset
 from drivetrain.loader import Loader, Pipeline
@@ -115,7 +115,7 @@ def test_long_names_and_jpegs(tmp_path):
             add(tar, f"{'x' * 150}/{n}.v2.jpg", b"a file of another kind")
             add(tar, f"{'x' * 150}/{n}.JPG", encoded(n, "jpg"))
             add(tar, f"{'x' * 150}/{n}.cls", b" 4\n")
-    index = shards.scan(str(tmp_path / "a.tar"), 0)
+    index = webdataset.scan(str(tmp_path / "a.tar"), 0)
     assert index.names == [f"{'x' * 150}/1", f"{'x' * 150}/200"]
     assert index.labels.tolist() == [4, 4]
 
@@ -130,18 +130,18 @@ def test_long_names_and_jpegs(tmp_path):
     ],
 )
 def test_patterns_are_spelled_out(pattern, names):
-    assert shards.expand(pattern) == names
+    assert webdataset.expand(pattern) == names
 
 
 def test_stars_name_what_is_there_and_endless_ranges_are_refused(four):
-    assert [Path(p).name for p in shards.expand(f"{four}/train-*.tar")] == [f"train-{k:03d}.tar" for k in range(4)]
+    assert [Path(p).name for p in webdataset.expand(f"{four}/train-*.tar")] == [f"train-{k:03d}.tar" for k in range(4)]
     for pattern, says in (
         (f"{four}/no-*.tar", "names no shard"),
         ("{5..4}", "names no shard"),
         ("{0..999999999}.tar", "more than 100,000 shards"),
     ):
         with pytest.raises(UserError, match=says):
-            shards.expand(pattern)
+            webdataset.expand(pattern)
 
 
 def test_without_test_shards_samples_are_held_out_by_name(four):
@@ -257,8 +257,8 @@ def test_the_trainer_takes_the_sources_order(make, four):
 
 def test_a_shard_is_scanned_once_and_again_when_it_has_changed(four, monkeypatch):
     scanned: list[str] = []
-    scan = shards.scan
-    monkeypatch.setattr(shards, "scan", lambda name, size: scanned.append(Path(name).name) or scan(name, size))
+    scan = webdataset.scan
+    monkeypatch.setattr(webdataset, "scan", lambda name, size: scanned.append(Path(name).name) or scan(name, size))
     data(four).load(CPU)
     assert sorted(scanned) == ["test.tar", *(f"train-{k:03d}.tar" for k in range(4))]
     scanned.clear()
@@ -286,22 +286,22 @@ def test_a_damaged_or_hostile_index_is_made_anew(four):
 
 def test_an_index_that_is_a_pipe_is_made_anew(four):
     path = next(iter(four.glob("*.tar"))) if four.is_dir() else four
-    made = shards.load_index(str(path), Path("cache"))
+    made = webdataset.load_index(str(path), Path("cache"))
     (kept,) = Path("cache").glob("*.safetensors")
     kept.unlink()
     os.mkfifo(kept)
-    assert shards.load_index(str(path), Path("cache")).names == made.names
+    assert webdataset.load_index(str(path), Path("cache")).names == made.names
     assert kept.is_file()
 
 
 def test_many_threads_read_indices_at_once_and_parse_no_python(four, monkeypatch):
     expected = data(four).load(CPU).train.table
     files = [str(four / f"train-{k:03d}.tar") for k in range(4)]
-    monkeypatch.setattr(shards, "scan", None)  # every index is in the cache
+    monkeypatch.setattr(webdataset, "scan", None)  # every index is in the cache
     monkeypatch.setattr("ast.parse", None)  # numpy reads the header of an .npy file by ast.literal_eval
     monkeypatch.setattr("ast.literal_eval", None)
     with ThreadPoolExecutor(32) as pool:
-        indices = list(pool.map(lambda file: shards.load_index(file, Path("cache")), files * 100))
+        indices = list(pool.map(lambda file: webdataset.load_index(file, Path("cache")), files * 100))
     for number, index in enumerate(indices):
         mine = slice(number % 4 * EACH, number % 4 * EACH + EACH)
         assert index.names == expected.names[mine].tolist()
@@ -311,7 +311,7 @@ def test_many_threads_read_indices_at_once_and_parse_no_python(four, monkeypatch
 
 def test_an_index_keeps_names_that_are_no_utf8(tmp_path):
     path = shard(tmp_path / "set/a.tar", (), extra=[("\udcff\u20ac.png", encoded(1, "png")), ("\udcff\u20ac.cls", b"1")])
-    made, read = (shards.load_index(str(path), tmp_path / "cache") for _ in range(2))
+    made, read = (webdataset.load_index(str(path), tmp_path / "cache") for _ in range(2))
     assert made.names == read.names == ["\udcff\u20ac"]
 
 
@@ -469,7 +469,7 @@ def server(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["sync", "workers(3)", "threads"])
 def test_remote_shards_give_the_same_samples_in_the_same_order(four, server, name, monkeypatch):
-    monkeypatch.setattr(shards, "REQUEST_BYTES", 3000)
+    monkeypatch.setattr(webdataset, "REQUEST_BYTES", 3000)
     local, remote = data(four).load(CPU).train, data(f"{server}/set").load(CPU).train
     assert torch.equal(local.order(3, 1), remote.order(3, 1))
     assert epoch(remote, LOADERS[name]()) == epoch(local, Loader())

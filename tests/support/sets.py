@@ -87,13 +87,13 @@ def packed(folder: Path, images: np.ndarray) -> None:
     """What `drivetrain pack` writes."""
     import torch
 
-    from drivetrain.data import Normalize, Splits, Tensors, packing
+    from drivetrain.data import Normalize, Splits, Tensors, packed
 
     folder.mkdir()
     x = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
     source = Tensors(x, torch.arange(len(x)) % 2)
     splits = Splits(source, source, tuple(x.shape[1:]), 2, Normalize([127.0] * 3, [70.0] * 3))
-    packing.pack(splits, folder, packing.Raw(), splits.shape, "", 1, lambda *_: None)
+    packed.pack(splits, folder, packed.Raw(), splits.shape, "", 1, lambda *_: None)
 
 
 def hub(folder: Path, images: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from drivetrain.cli import arguments
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.paths import add_import_paths
-from drivetrain.data import packing, stored
+from drivetrain.data import packed, stored
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
 from drivetrain.ui import terminal
@@ -40,7 +40,7 @@ drivetrain pack SOURCE FOLDER [data=option] [data.key=value] …      decode the
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
   -h, --help            this
 
-If packing is interrupted, give the same command again: it continues, and writes the same bytes.
+If packed is interrupted, give the same command again: it continues, and writes the same bytes.
 """
 
 
@@ -97,13 +97,13 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     with directory.locked(out):
         splits = job.run.data.load(torch.device("cpu"))
         shape = tuple(splits.shape)
-        store: Any = packing.Raw()
+        store: Any = packed.Raw()
         if given.jpeg:
             size = given.size or SIZE
-            store, shape = packing.Jpeg(size, given.quality), (3, size, size)
+            store, shape = packed.Jpeg(size, given.quality), (3, size, size)
         key = json.dumps([job.composed.plain["data"], store.kind, vars(store), _listing(splits)], sort_keys=True)
         with _progress("packed") as step:
-            packing.pack(splits, out, store, shape, key, given.threads, step)
+            packed.pack(splits, out, store, shape, key, given.threads, step)
     samples = len(splits.train) + len(splits.test)
     size = sum(p.stat().st_size for p in out.iterdir())
     echo(f"{out}: {samples:,} samples, {size / 2**20:,.1f} MiB, in {time.monotonic() - started:.1f} s")
@@ -143,7 +143,7 @@ def _listing(splits: Any) -> str:
 
 
 @contextmanager
-def _progress(verb: str) -> Iterator[packing.OnProgress]:
+def _progress(verb: str) -> Iterator[packed.OnProgress]:
     """The progress of one split after the other."""
     with ExitStack() as shown:
         rates: dict[str, Rate] = {}

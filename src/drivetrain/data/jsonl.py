@@ -23,8 +23,19 @@ from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits,
 from drivetrain.data.listing import walk
 from drivetrain.data.schema import TargetReader
 from drivetrain.data.text import LabelledTexts, TextData, Texts, tell_cut
-from drivetrain.data.tokenized import Document, Documents, Some, Work, key_of, tokenized
-from drivetrain.data.tokenizer import KEPT, BytePairs, Bytes, Tokenizer, from_json
+from drivetrain.data.tokenizer import (
+    KEPT,
+    BytePairs,
+    Bytes,
+    Document,
+    Documents,
+    Some,
+    Tokenizer,
+    Work,
+    from_json,
+    key_of,
+    tokenized,
+)
 from drivetrain.data.untrusted import MAPPED, as_utf8, decode, let_go, lines_of, mapped
 
 TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a tokenizer

@@ -22,8 +22,7 @@ from drivetrain.data.base import Fraction, FromFile, HeldOut, Inputs, Splits, Te
 from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, columns_of, named
 from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, Words, absent, open_table
 from drivetrain.data.text import LabelledTexts, TextData, tell_cut
-from drivetrain.data.tokenized import Documents
-from drivetrain.data.tokenizer import Tokenizer
+from drivetrain.data.tokenizer import Documents, Tokenizer
 from drivetrain.data.untrusted import as_kept
 
 KEPT = "table.json"  # in the run's directory: how rows are read and become inputs

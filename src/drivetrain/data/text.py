@@ -22,8 +22,7 @@ from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX, SPLITS, Data, Fraction, HeldOut, Listed, Splits, hash_fraction, hash_fractions
-from drivetrain.data.tokenized import Documents
-from drivetrain.data.tokenizer import KEPT, Bytes, OfModel, Tokenizer, from_json
+from drivetrain.data.tokenizer import KEPT, Bytes, Documents, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import as_kept, read_whole
 
 BEGIN = 256  # the token before a document's first byte
