@@ -40,7 +40,7 @@ drivetrain pack SOURCE FOLDER [data=option] [data.key=value] …      decode the
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
   -h, --help            this
 
-If packed is interrupted, give the same command again: it continues, and writes the same bytes.
+If packing is interrupted, give the same command again: it continues, and writes the same bytes.
 """
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-import os
 import pickletools
 import tarfile
 from collections.abc import Callable, Iterator
@@ -216,25 +215,9 @@ def download(url: str, path: Path, sha256: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if not path.exists():
-            _download(url, path, sha256)
-
-
-def _download(url: str, path: Path, sha256: str) -> None:
-    from urllib.request import urlopen
-
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    digest = hashlib.sha256()
-    try:
-        with urlopen(url, timeout=60) as response, partial.open("wb") as file:
-            while block := response.read(1 << 20):
-                digest.update(block)
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"{url} could not be fetched ({error}): put the archive at {path} by hand") from None
-    if digest.hexdigest() != sha256:
-        partial.unlink()
-        raise UserError(f"{url} gave a file whose SHA-256 is {digest.hexdigest()}, not {sha256}: it was not kept")
-    partial.replace(path)
+            try:
+                torch.hub.download_url_to_file(url, str(path), sha256, progress=False)
+            except OSError as error:
+                raise UserError(f"{url} could not be fetched ({error}): put the archive at {path} by hand") from None
+            except RuntimeError as error:
+                raise UserError(f"{url} gave a file of another SHA-256 ({error}): it was not kept") from None

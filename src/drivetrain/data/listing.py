@@ -7,7 +7,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from drivetrain.core.errors import DataError, UserError
@@ -50,15 +50,16 @@ def one_form(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def walk(root: str, endings: Iterable[str]) -> Folder:
+def walk(root: str, endings: Iterable[str], unwanted: Container[str] = ()) -> Folder:
     """List the files below a folder whose names end in one of `endings`, in upper or lower case; links are followed.
 
-    Hidden files and folders, and those of JUNK, are left out. Raises OSError, and DataError for names that look the same.
+    Hidden files and folders, those of JUNK and `unwanted` ones are left out. Raises OSError, and DataError for names that look
+    the same.
     """
-    return _walk(root, "", frozenset(endings), (os.path.realpath(root),))
+    return _walk(root, "", frozenset(endings), unwanted, (os.path.realpath(root),))
 
 
-def _walk(root: str, path: str, endings: frozenset[str], chain: tuple[str, ...]) -> Folder:
+def _walk(root: str, path: str, endings: frozenset[str], unwanted: Container[str], chain: tuple[str, ...]) -> Folder:
     """List a folder. `chain` has the real folders that lead to it, as far as a link led on; a link back to one ends there."""
     found = Folder(path)
     inside: list[tuple[str, tuple[str, ...]]] = []
@@ -66,7 +67,7 @@ def _walk(root: str, path: str, endings: frozenset[str], chain: tuple[str, ...])
     with os.scandir(os.path.join(root, path)) as entries:
         for entry in entries:
             name = entry.name
-            if name[0] == "." or name.casefold() in JUNK:
+            if name[0] == "." or name.casefold() in JUNK or name in unwanted:
                 continue
             ending = f".{name.rpartition('.')[2].lower()}" if "." in name else ""
             if ending in endings:
@@ -85,7 +86,7 @@ def _walk(root: str, path: str, endings: frozenset[str], chain: tuple[str, ...])
     for name, leading in sorted(inside):
         if (key := one_form(name)) in found.folders:
             raise DataError(f"{root}: two folders in {path or '.'} have the name {key!r}, written differently: rename one")
-        found.folders[key] = _walk(root, f"{path}{name}/", endings, leading)
+        found.folders[key] = _walk(root, f"{path}{name}/", endings, unwanted, leading)
         found.passed_over += found.folders[key].passed_over
         found.twins += found.folders[key].twins
     return found

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sysconfig
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,6 +21,7 @@ from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX, SPLITS, Data, Fraction, HeldOut, Listed, Splits, hash_fraction, hash_fractions
+from drivetrain.data.listing import walk
 from drivetrain.data.tokenizer import KEPT, Bytes, Documents, OfModel, Tokenizer, from_json
 from drivetrain.data.untrusted import as_kept, read_whole
 
@@ -102,7 +102,7 @@ def _kept(tokenizer: str, own_file: str | None) -> Tokenizer:
 
 
 @dataclass(kw_only=True, eq=False)
-class Stdlib(HeldOut[Listed[Path], list[str]]):
+class Stdlib(HeldOut[Listed[str], list[str]], TextData):
     """The source code of Python's standard library as bytes: real text of variable length, on every machine.
 
     A document is a file. Longer files are cut into pieces of `length` bytes, and a piece's first input is the byte before it,
@@ -116,6 +116,7 @@ class Stdlib(HeldOut[Listed[Path], list[str]]):
     remedy: ClassVar[str] = "set data.root to a folder with more of them; see data.max_files and data.holdout"
     tokens = True
     targets = "tokens"
+    tokenizer = "bytes"
     reads: ClassVar[tuple[TargetKind, ...]] = ("tokens", "class")
 
     kind: Literal["tokens", "class"] | None = None
@@ -135,31 +136,22 @@ class Stdlib(HeldOut[Listed[Path], list[str]]):
     def shape(self) -> tuple[int, ...]:
         return (self.length,)
 
-    def encode(self, text: str, data: Splits) -> torch.Tensor:
-        """Return BEGIN and the bytes of a text, of a longer one those at its end; for its class the first bytes, each plus 1."""
-        content = text.encode(errors="surrogateescape")
-        if self.targets == "class":
-            return torch.tensor([byte + 1 for byte in content[: self.length]] or [0])  # as LabelledTexts has them
-        return torch.tensor([BEGIN, *content][-self.length :])
+    def kept_tokenizer(self, data: Splits) -> Tokenizer:
+        return Bytes()
 
-    def decode(self, tokens: Sequence[int], data: Splits) -> str:
-        """Return the text of an input's bytes, without BEGIN and padding."""
-        shift = 1 if self.targets == "class" else 0
-        return bytes(t - shift for t in tokens if 0 <= t - shift < BEGIN).decode(errors="replace")
-
-    def read(self) -> tuple[Listed[Path], list[str]]:
-        names = self._files(self._folder())
+    def read(self) -> tuple[Listed[str], list[str]]:
+        names = self._files()
         packages = _packages(names) if self.targets == "class" else list[str]()
-        return Listed(name for name in names if not packages or name.parts[0] in packages), packages
+        return Listed(name for name in names if not packages or name.partition("/")[0] in packages), packages
 
-    def fractions(self, every: Listed[Path]) -> np.ndarray:
-        return hash_fractions(name.as_posix() for name in every)
+    def fractions(self, every: Listed[str]) -> np.ndarray:
+        return hash_fractions(every)
 
-    def source(self, known: list[str], part: Listed[Path]) -> Pieces:
+    def source(self, known: list[str], part: Listed[str]) -> Pieces:
         contents = [read_whole(self._folder() / name) for name in part]
         if not known:
             return Texts(contents, self.length)
-        return LabelledTexts(contents, [known.index(name.parts[0]) for name in part], self.length, PIECES)
+        return LabelledTexts(contents, [known.index(name.partition("/")[0]) for name in part], self.length, PIECES)
 
     def about(self, known: list[str], sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
         classes = {"names": known, "vocabulary": VOCABULARY} if known else {}
@@ -169,35 +161,25 @@ class Stdlib(HeldOut[Listed[Path], list[str]]):
         return Path(self.root or sysconfig.get_paths()["stdlib"])
 
     def load_sets(self, device: torch.device) -> Splits:
-        data = super().load_sets(device)
-        fewer = {of: _spread(source, self.test_samples) for of in SPLITS for source in data.sets(of).values()}
+        data, most = super().load_sets(device), self.test_samples
+        fewer = {
+            of: source.subset(torch.arange(most) * len(source) // most)  # spread evenly over the documents
+            for of in SPLITS for source in data.sets(of).values() if most is not None and most < len(source)
+        }  # fmt: skip
         return replace(data, **cast(Any, fewer))
 
-    def _files(self, root: Path) -> list[Path]:
-        """Return the names of files below `root`, in the order of their hashes; no empty files."""
-        unwanted = NOT_LIBRARY if self.tests else NOT_LIBRARY | TESTS
-        hashed = sorted((hash_fraction(name.as_posix()), name) for name in _python_files(root, unwanted))
+    def _files(self) -> list[str]:
+        """Return the names of files, in the order of their hashes; no empty files."""
+        root, unwanted = self._folder(), NOT_LIBRARY if self.tests else NOT_LIBRARY | TESTS
+        names = walk(str(root), (".py",), unwanted).every()
+        hashed = sorted((hash_fraction(name), name) for name in names if (root / name).stat().st_size)
         step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # held-out files come first: skip through all
         return [name for _, name in hashed[::step][: self.max_files]]
 
 
-def _spread(source: Source, most: int | None) -> Source:
-    """Return a source of at most so many of the pieces, spread evenly over the documents."""
-    return source if most is None or most >= len(source) else source.subset(torch.arange(most) * len(source) // most)
-
-
-def _python_files(root: Path, unwanted: Container[str]) -> Iterator[Path]:
-    """The names of files below `root` that are not empty; no folder of an unwanted name is entered, as some hold thousands."""
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in unwanted]
-        for path in (Path(folder, name) for name in files if name.endswith(".py")):
-            if path.stat().st_size:
-                yield path.relative_to(root)
-
-
-def _packages(files: list[Path]) -> list[str]:
+def _packages(files: list[str]) -> list[str]:
     """Return the packages that have enough files to be classes. Raises UserError."""
-    counts = Counter(name.parts[0] for name in files if len(name.parts) > 1)
+    counts = Counter(name.partition("/")[0] for name in files if "/" in name)
     packages = sorted(package for package, count in counts.items() if count >= PACKAGE)
     if len(packages) < 2:
         raise UserError(

@@ -101,7 +101,7 @@ class Bytes(Tokenizer):
     size = 256
 
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        encoded = [text.encode() for text in texts]
+        encoded = [text.encode(errors="surrogateescape") for text in texts]
         all_bytes = torch.frombuffer(bytearray(b"".join(encoded) + b"."), dtype=torch.uint8)[:-1]  # torch takes no empty buffer
         return list(all_bytes.split([len(content) for content in encoded]))
 
