@@ -202,7 +202,7 @@ def test_the_classes_of_words_are_learnt(texts, train):
     [
         ({"tokens": ["a", "b"], "tags": ["X"]}, "a list of a class for each of them"),
         ({"tokens": ["a", 3], "tags": ["X", "Y"]}, "has a int among its words"),
-        ({"tokens": ["a"], "tags": [1.5]}, "has a float: a class is a text or a whole number"),
+        ({"tokens": ["a"], "tags": [1.5]}, "'tags' is float: a class is a text or a whole number"),
         ({"text": "a"}, "has no 'tokens' (data.text)"),
     ],
 )

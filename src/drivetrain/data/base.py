@@ -50,6 +50,7 @@ WHOLE = {"test": "the whole file"}  # the origin of the samples of another file 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = TypeVar("P", bound="Part")
+S = TypeVar("S", bound=Source)
 K = TypeVar("K")
 
 
@@ -176,7 +177,7 @@ class Data(Option):
     drop_last: bool = True
     order: Sampling = "shuffled"
     # A share of the training set, a set of its own, auto (that, else a share), or several sets of these by name.
-    validation: Validation | Mapping[str, Any] = None
+    validation: Validation | Mapping[str, object] = None
     stage_keys: ClassVar[tuple[str, ...]] = ("size",)
     why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
     test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
@@ -201,6 +202,8 @@ class Data(Option):
     def __post_init__(self) -> None:
         for key in self.machine_local_keys:
             vars(self)[key] = _expanded(getattr(self, key))
+        if self.reads:
+            self.targets = self.kind or self.reads[0]
 
     def resolve(self, run: RunSpec) -> Self:
         """Read the targets that the user chose, or those that the task wants; for pairs, make two views of each image."""
@@ -229,7 +232,7 @@ class Data(Option):
         if len(shares) > 1:
             yield f"data.validation: {' and '.join(shares)} are shares of training, and one can be held out: name files"
 
-    def several(self, split: str) -> Mapping[str, Any]:
+    def several(self, split: str) -> Mapping[str, object]:
         """Return the settings of the named sets of a split, validation or test; {} where it is one set, or none."""
         given = self.test if split == "test" else self.validation
         return given if isinstance(given, Mapping) else {}
@@ -238,11 +241,8 @@ class Data(Option):
         """Return the names of the sets that models are selected by; one alone is \"\"."""
         return list(self.several("test" if self.validation is None else "validation")) or [""]
 
-    def places(self, split: str, known: Any = None) -> dict[str, str]:
-        """Return the file, folder or name of each set of a split that is one of its own, by name; one alone is \"\".
-
-        Those too that what was read of training shows, where it is `known`.
-        """
+    def places(self, split: str) -> dict[str, str]:
+        """Return the file, folder or name of each set of a split that is one of its own, by name; one alone is \"\"."""
         given = self.test if split == "test" else self.validation
         named = given if isinstance(given, Mapping) else {"": given}
         return {name: place for name, place in named.items() if isinstance(place, str) and place != "auto"}
@@ -395,7 +395,7 @@ class Part(Protocol):
 
     def __len__(self) -> int: ...
 
-    def subset(self, indices: torch.Tensor) -> Any:
+    def subset(self, indices: torch.Tensor) -> Self:
         """Return some of the samples (n,)."""
 
 
@@ -407,15 +407,20 @@ class Listed(list[T]):
 
 
 @dataclass(kw_only=True, eq=False)
-class HeldOut(Data, Generic[P, K]):
+class HeldOut(Data, Generic[P, K, S]):
     """The base of data that is read set by set. The share `holdout` of training is the test set where it has no other.
 
-    A subclass reads the training samples and those of another set (P), and knows what encodes them (K): a schema, classes, …
+    A subclass reads the training samples and those of another set (P), knows what encodes them (K), such as a schema or classes,
+    and makes sources of them (S).
     """
 
     holdout: Fraction = 0.1
     samples_are: ClassVar[str] = "images"  # what messages call them
     remedy: ClassVar[str] = "set data.test or data.holdout, or add more"  # where a set is empty
+
+    def places(self, split: str, known: K | None = None) -> dict[str, str]:
+        """Return the places of sets, those too that what was read of training shows, where it is `known`."""
+        return super().places(split)
 
     def read(self) -> tuple[P, K]:
         """Return the training samples, those included that are held out of them, and what is known. Raises UserError."""
@@ -438,11 +443,11 @@ class HeldOut(Data, Generic[P, K]):
         """Return the samples of another set than that of training. Raises UserError."""
         raise NotImplementedError
 
-    def source(self, known: K, part: P) -> Any:
+    def source(self, known: K, part: P) -> S:
         """Return the samples of a set as a source. Raises UserError."""
-        return part
+        return cast(S, part)
 
-    def about(self, known: K, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: K, sources: Sequence[tuple[str, S]], own: Splits | None) -> dict[str, object]:
         """Return what Splits say of the sources, each after its split, that of training first.
 
         `own` is a run's own data, where these are others.
@@ -476,7 +481,9 @@ class HeldOut(Data, Generic[P, K]):
         source = self.source(known, train)
         of = {split: {name: self.source(known, part) for name, part in parts.items()} for split, parts in sets.items()}
         sources = [("train", source), *((split, each) for split, found in of.items() for each in found.values())]
-        return Splits(train=source, test=of["test"], validation=of.get("validation"), **self.about(known, sources, own))
+        return Splits(
+            train=source, test=of["test"], validation=of.get("validation"), **cast(Any, self.about(known, sources, own))
+        )
 
     def kept(self, own: Splits) -> K | None:
         """Return what a run knows of its own data, to encode other data by it; None: it cannot be. Raises UserError."""
@@ -497,7 +504,7 @@ class HeldOut(Data, Generic[P, K]):
 
 
 @dataclass(kw_only=True, eq=False)
-class FromFile(HeldOut[P, K]):
+class FromFile(HeldOut[P, K, S]):
     """The base of data in a file for each set."""
 
     reads_what: ClassVar[str]  # in words
@@ -508,7 +515,7 @@ class FromFile(HeldOut[P, K]):
     encoding: Encoding | None = None
     validation: Fraction | FileName | Sets | None = 0.1
 
-    def places(self, split: str, known: Any = None) -> dict[str, str]:
+    def places(self, split: str, known: K | None = None) -> dict[str, str]:
         """Return the files of a split's sets; those of the validation stand beside the training file."""
         found, folder = super().places(split), Path(str(self.path)).parent
         return found if split == "test" else {name: str(folder / file) for name, file in found.items()}
@@ -549,7 +556,7 @@ def hash_fractions(names: Iterable[str]) -> np.ndarray:
     return np.array([hash_fraction(name) for name in names])
 
 
-def _expanded(given: Any) -> Any:
+def _expanded(given: object) -> object:
     """Return a path, or those of several sets, with ~ as the home directory; None for an empty one; and what else there is."""
     if isinstance(given, Mapping):
         return {name: _expanded(each) for name, each in given.items()}
@@ -644,7 +651,7 @@ def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
     return np.frombuffer(digests, "<u8").astype(np.uint64)
 
 
-def fingerprint(source: Source) -> dict[str, Any] | None:
+def fingerprint(source: Source) -> dict[str, object] | None:
     """Return `hash`, `of` (what was hashed) and `samples` (how many there are) of a source; None where it cannot be read.
 
     It is equal on every machine where the samples are, whatever the seed, and cheap: tensors in memory are hashed as a whole up
@@ -660,7 +667,7 @@ def fingerprint(source: Source) -> dict[str, Any] | None:
     return {"hash": digest.hexdigest(), "of": of, "samples": len(source)}
 
 
-def _add(digest: Any, source: Source) -> str:
+def _add(digest: hashlib.blake2b, source: Source) -> str:
     """Hash what there is of a source; return what that was."""
     names = source.identities()
     if names is None and isinstance(source, Tensors) and trees.nbytes((source.x, source.y)) <= MAX_BYTES:
@@ -686,11 +693,11 @@ def _add(digest: Any, source: Source) -> str:
     return f"{count} samples"
 
 
-def _add_tensors(digest: Any, tree: Any) -> None:
+def _add_tensors(digest: hashlib.blake2b, tree: Tree) -> None:
     """Hash the tensors of a tree: their names, types, shapes and values."""
     for name, tensor in trees.named_leaves(tree):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _bytes(name: str | bytes) -> bytes:

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.files import one_at_a_time
@@ -134,7 +134,7 @@ def _read_files(version: Version, path: Path) -> dict[str, bytes]:
     return {name: files[name] for name in names}
 
 
-def _to_tensors(name: str, x: Any, y: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _to_tensors(name: str, x: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn arrays into images (n, 3, 32, 32) uint8 and labels (n,) int64. Raises DataError for labels that do not exist."""
     if not len(y):
         raise DataError(f"{name} holds no images: fetch the archive again")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Annotated, Any, BinaryIO, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Literal, NamedTuple, Self, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
@@ -17,6 +17,9 @@ from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.source import CropBox, Source
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
 
 OnError = Literal["raise", "skip"]
 MaxSkipped = Annotated[float, Ge(0)]  # below 1: a share of the samples; else a number of them
@@ -37,7 +40,7 @@ class BadSamples:
 
     def __init__(self, on_error: OnError, max_skipped: float, samples: int) -> None:
         self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
-        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_() if on_error == "skip" else None
+        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_() if on_error == "skip" else None  # type: ignore[no-untyped-call]
 
     def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
         """Return `read_sample(index)`, or the sample that replaces a bad one."""
@@ -74,9 +77,13 @@ class Range:
     low: float
     high: float
     said: bool = False  # by the user: it holds for images of 8 bits too
-    beyond: Any = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64).share_memory_(), compare=False, repr=False)
+    beyond: torch.Tensor = field(
+        default_factory=lambda: torch.zeros(1, dtype=torch.int64).share_memory_(),  # type: ignore[no-untyped-call]
+        compare=False,
+        repr=False,
+    )
 
-    def __call__(self, values: Any, name: str) -> Any:
+    def __call__(self, values: np.ndarray, name: str) -> np.ndarray:
         """Return values (h, w, …) as uint8. Raises DataError for NaN."""
         scaled = np.asarray((values.astype(np.float32) - self.low) * (255 / (self.high - self.low)))
         lowest, highest = float(scaled.min()), float(scaled.max())
@@ -91,7 +98,7 @@ class Range:
                     "data.range=[low,high]",
                     count, "" if count == 1 else "s", self.low, self.high, name, values.min(), values.max(),
                 )  # fmt: skip
-        return np.rint(scaled.clip(0, 255)).astype(np.uint8)
+        return np.asarray(np.rint(scaled.clip(0, 255)).astype(np.uint8))
 
 
 def of_values(low: float, high: float, whole: bool, where: str) -> Range:
@@ -249,14 +256,14 @@ def check_pixels(size: tuple[int, int], name: str, max_pixels: int) -> None:
         raise DataError(f"{name} has {size[0]}×{size[1]} pixels, over data.max_pixels={max_pixels}")
 
 
-def orientation_of(image: Any, name: str, max_pixels: int) -> int:
+def orientation_of(image: ImageFile, name: str, max_pixels: int) -> int:
     """Return the orientation that an opened image's EXIF or XMP says, 1 (upright) to 8. Raises DataError for too many pixels."""
     check_pixels(image.size, name, max_pixels)  # before: a PNG's EXIF may stand behind its pixels
     found = image.getexif().get(ORIENTATION, 1)
     return found if found in TURNS else 1
 
 
-def upright(pixels: Any, orientation: int) -> Any:
+def upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Return pixels (h, w, …) turned upright: a view."""
     swapped, rows, columns = TURNS[orientation]
     turned = pixels.swapaxes(0, 1) if swapped else pixels
@@ -287,12 +294,13 @@ def _has_metadata(content: bytes) -> bool:
 
 
 @contextmanager
-def open_image(content: bytes | BinaryIO, name: str) -> Iterator[Any]:
+def open_image(content: bytes | BinaryIO, name: str) -> Iterator[ImageFile]:
     """Open an image file with Pillow. Whatever fails while it is open becomes a DataError with the file's name."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image as pillow
+    from PIL import UnidentifiedImageError
 
     try:
-        with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
+        with pillow.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
             yield image
     except DataError:
         raise
@@ -330,7 +338,9 @@ def decode_crop(
     pixels = _decode_jpeg(content, needed) if plain else None
     if pixels is None:
         with open_image(content, name) as image:
-            image.draft("RGB", tuple(needed[::-1] if orientation >= 5 else needed))  # JPEG: a half, a quarter or an eighth
+            image.draft(
+                "RGB", (needed[1], needed[0]) if orientation >= 5 else (needed[0], needed[1])
+            )  # JPEG: a half, a quarter or an eighth
             pixels = upright(pixels_of(image, name, scale), orientation)
     elif scale is not None and scale.said:
         pixels = scale(pixels, name)
@@ -343,7 +353,7 @@ def center_square(width: int, height: int, share: float = 1.0) -> tuple[int, int
     return (width - side) // 2, (height - side) // 2, side, side
 
 
-def _decode_jpeg(content: bytes, needed: Sequence[int]) -> Any:
+def _decode_jpeg(content: bytes, needed: Sequence[int]) -> np.ndarray | None:
     """Decode a JPEG (h, w, 3) at half, a quarter or an eighth of its size where that is at least `needed` (width, height).
 
     Returns None for a file that libjpeg-turbo refuses; Pillow decides about it. Measured on photographs of 500×400 pixels:
@@ -353,13 +363,13 @@ def _decode_jpeg(content: bytes, needed: Sequence[int]) -> Any:
 
     try:
         width, height = needed
-        return simplejpeg.decode_jpeg(content, "RGB", min_height=height, min_width=width, min_factor=2)
+        return np.asarray(simplejpeg.decode_jpeg(content, "RGB", min_height=height, min_width=width, min_factor=2))
     except ValueError:
         return None
 
 
 def crop_and_resize(
-    pixels: Any, full: tuple[int, int], crop: Sequence[int], size: tuple[int, int], interpolation: str
+    pixels: np.ndarray, full: tuple[int, int], crop: Sequence[int], size: tuple[int, int], interpolation: str
 ) -> torch.Tensor:
     """Crop pixels (h, w, c) and resize the crop to uint8 (c, *size).
 
@@ -367,7 +377,7 @@ def crop_and_resize(
     copy: a JPEG decoded at a half, a quarter or an eighth. Memory is channels last: torch's kernel for bytes takes half of
     Pillow's time on it, but twice on planes. Pillow's takes a crop that begins or ends within a pixel of the copy.
     """
-    from PIL import Image
+    from PIL import Image as pillow
 
     height, width = pixels.shape[:2]
     factor = min(SMALLER, key=lambda each: abs(-(-full[0] // each) - width) + abs(-(-full[1] // each) - height))
@@ -377,18 +387,18 @@ def crop_and_resize(
         part = torch.from_numpy(np.array(pixels[int(top) : int(bottom), int(left) : int(right)])).permute(2, 0, 1)
         resize = torch.nn.functional.interpolate
         return resize(part.unsqueeze(0), size, mode=interpolation, antialias=True).squeeze(0)
-    kind = Image.Resampling.BICUBIC if interpolation == "bicubic" else Image.Resampling.BILINEAR
-    whole = Image.fromarray(np.ascontiguousarray(pixels))
+    kind = pillow.Resampling.BICUBIC if interpolation == "bicubic" else pillow.Resampling.BILINEAR
+    whole = pillow.fromarray(np.ascontiguousarray(pixels))
     return torch.from_numpy(np.array(whole.resize(size[::-1], kind, (left, top, right, bottom)))).permute(2, 0, 1)
 
 
-def pixels_of(image: Any, name: str, scale: Range | None, mode: str = "RGB") -> Any:
+def pixels_of(image: ImageFile, name: str, scale: Range | None, mode: str = "RGB") -> np.ndarray:
     """Return an opened image's pixels, uint8 (h, w, 3), or (h, w) with the mode L.
 
     Values of more than 8 bits become 0 to 255 by their range, and those of 8 bits where the user gave it. Raises DataError for
     more bits without a range.
     """
-    from PIL import Image
+    from PIL import Image as pillow
 
     values = values_of(image)
     if values is None and (scale is None or not scale.said):
@@ -399,10 +409,10 @@ def pixels_of(image: Any, name: str, scale: Range | None, mode: str = "RGB") -> 
             "data.range=[low,high]"
         )
     pixels = scale(np.asarray(image.convert("RGB")) if values is None else values, name)
-    return np.asarray(Image.fromarray(pixels).convert(mode))
+    return np.asarray(pillow.fromarray(pixels).convert(mode))
 
 
-def values_of(image: Any) -> Any:
+def values_of(image: ImageFile) -> np.ndarray | None:
     """Return the numbers (h, w) or (h, w, 3) of an opened image of more than 8 bits; None for one of 8 bits.
 
     Of colours with 16 bits Pillow keeps the upper 8, so they are read by torchvision. Raises DataError where it cannot.
@@ -410,12 +420,13 @@ def values_of(image: Any) -> Any:
     if image.mode[0] in "IF":
         return np.asarray(image)
     how = image.tile[0][3] if image.tile else ""
-    if ";16" not in str(how if isinstance(how, str) else how[0]):
+    if ";16" not in str(how[0] if isinstance(how, tuple) else how):
         return None
     if image.format != "PNG":
         raise DataError(f"a {image.format} of colours with 16 bits each is not read: save it as PNG")
     from torchvision.io import decode_png
 
+    assert image.fp is not None
     image.fp.seek(0)
     values = decode_png(torch.frombuffer(bytearray(image.fp.read()), dtype=torch.uint8)).numpy()
-    return values[:3].transpose(1, 2, 0) if len(values) > 2 else values[0]
+    return np.asarray(values[:3].transpose(1, 2, 0) if len(values) > 2 else values[0])

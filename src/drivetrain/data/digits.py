@@ -36,7 +36,7 @@ Digit = Annotated[int, annotated_types.Ge(0), annotated_types.Le(9)]
 
 
 @dataclass(kw_only=True, eq=False)
-class Digits(HeldOut):
+class Digits(HeldOut[Tensors, None, Tensors]):
     """scikit-learn's 1,797 real handwritten digits, 8×8 (Alpaydin & Kaynak 1998). Nothing is downloaded.
 
     With `classes` only these digits, numbered from 0 in the order given: for pretraining on some and fine-tuning on others.
@@ -99,7 +99,7 @@ STREAM = 7  # of the random numbers that place the digits
 
 
 @dataclass(kw_only=True, eq=False)
-class DigitScenes(HeldOut):
+class DigitScenes(HeldOut[Tensors, None, Tensors]):
     """Real digits (scikit-learn's) at random places on a canvas of noise, 24×24. Nothing is downloaded.
 
     The canvas has 2×2 cells, and each holds a digit with the probability `density`, somewhere within its 12×12 pixels. Targets
@@ -109,7 +109,6 @@ class DigitScenes(HeldOut):
 
     max_value = 16.0
     mirrored_changes_label = True
-    targets = "labels"
     reads: ClassVar[tuple[TargetKind, ...]] = ("labels", "mask")
 
     kind: Literal["labels", "mask"] | None = None
@@ -135,7 +134,7 @@ class DigitScenes(HeldOut):
     def load(self, device: torch.device) -> Splits:
         digits, classes = read_digits()
         apart = number_apart(len(classes), self.holdout)
-        test, rest = rng.permutation(0, 0, len(classes)).split([apart, len(classes) - apart])
+        test, rest = torch.split(rng.permutation(0, 0, len(classes)), [apart, len(classes) - apart])
         share = self.share()
         held, samples = (0, 0) if share is None else (count_held_out(n, share) for n in (len(rest), self.samples))
         parts = [(rest[held:], self.samples - samples), (test, self.test_samples), (rest[:held], samples)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, Name
@@ -23,15 +23,18 @@ from drivetrain.data.text import TextData, tell_cut
 from drivetrain.data.tokenizer import Tokenizer
 from drivetrain.data.untrusted import read_image_file
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 VALIDATION = ("validation", "valid", "val", "dev")  # the names that a split for it has
 LOOKED_AT = 1000  # texts whose lengths are counted, spread evenly
 
 
-Known = tuple[Mapping[str, Any], TargetReader, Tokenizer]  # the splits, what reads labels, and what encodes texts
+Known = tuple[Mapping[str, "Dataset"], TargetReader, Tokenizer]  # the splits, what reads labels, and what encodes texts
 
 
 @dataclass(kw_only=True, eq=False)
-class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
+class HuggingFace(PictureData, HeldOut["Images | Texts", Known, "Images | Texts"], TextData):
     """A data set that Hugging Face's `datasets` saved to disk: images or texts, each with a label.
 
     A text becomes int64 (length,): its tokens by the tokenizer of model=transformers, else its bytes plus one, and padding.
@@ -81,11 +84,11 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         reader.learn(cells := self._labels(rows), cells)
         return self.read_set(self.train, (splits, reader, tokenizer), "train"), (splits, reader, tokenizer)
 
-    def divided(self, every: Images | Texts) -> tuple[Any, Any]:
+    def divided(self, every: Images | Texts) -> tuple[Images | Texts, Images | Texts]:
         order, count = rng.permutation(0, 0, len(every)), round(len(every) * self.holdout)  # the same one in every run
         return every.subset(order[count:].sort().values), every.subset(order[:count].sort().values)
 
-    def places(self, split: str, known: Any = None) -> dict[str, str]:
+    def places(self, split: str, known: Known | None = None) -> dict[str, str]:
         """Return the splits that are a set each: those that are named, or called so; one beside train is the test set."""
         found, tests, splits = super().places(split), super().places("test"), () if known is None else known[0]
         usual = [name for name in VALIDATION if name in splits][:1] if tests or "test" in splits else []
@@ -100,18 +103,19 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         rows = self._checked(split, place, splits)
         return self._source(rows, reader.read(self._labels(rows)), tokenizer)
 
-    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Images | Texts]], own: Splits | None) -> dict[str, object]:
         (_, reader, tokenizer), train = known, sources[0][1]
         if isinstance(train, Texts):
             some = torch.arange(n := min(len(train), LOOKED_AT)) * (len(train) // max(1, n))
             tell_cut(torch.tensor([len(tokens) for tokens in train.tokens(some)]), self.length, len(train))
-        about = self.looked_at(sources) if self.image else {
+        images = [(split, source) for split, source in sources if isinstance(source, Images)]
+        about = self.looked_at(images) if images else {
             "normalize": None, "dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding,
             "files": tokenizer.files(),
         }  # fmt: skip
         return {"shape": self.shape(), **reader.about(sources), **about}
 
-    def _labels(self, rows: Any) -> Cells:
+    def _labels(self, rows: Dataset) -> Cells:
         """Return the labels of a split. Raises UserError for those that are neither numbers nor texts."""
         column, names = rows.select_columns([self.label]).with_format("arrow"), getattr(rows.features[self.label], "names", None)
         values = typed(lambda: column[:], self.label, str(self.root), ())
@@ -119,7 +123,7 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
             values = Words(np.where(values >= 0, values, -1).astype(np.int32), names)
         return Cells({self.label: values}, str(self.root))
 
-    def _checked(self, setting: str, name: str, splits: Mapping[str, Any]) -> Any:
+    def _checked(self, setting: str, name: str, splits: Mapping[str, Dataset]) -> Dataset:
         """Return the rows of a split. Raises UserError where it is empty, or a column is missing or of the wrong kind."""
         import datasets
 
@@ -137,7 +141,7 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
             raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
         return rows
 
-    def _source(self, rows: Any, labels: torch.Tensor, tokenizer: Tokenizer) -> Images | Texts:
+    def _source(self, rows: Dataset, labels: torch.Tensor, tokenizer: Tokenizer) -> Images | Texts:
         """Return the rows of a split as a source."""
         import datasets
 
@@ -148,7 +152,7 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known], TextData):
         return Images(self, rows.cast_column(column, datasets.Image(decode=False)), column, labels)
 
 
-def load_from_disk(setting: str, path: str) -> Any:
+def load_from_disk(setting: str, path: str) -> Dataset | dict[str, Dataset]:
     """Open a data set, or its splits by name. Raises UserError."""
     import datasets
 
@@ -162,7 +166,7 @@ def load_from_disk(setting: str, path: str) -> Any:
 class Texts(Source):
     """Texts as a source: the tokens int64 (n, length), padded after the end."""
 
-    def __init__(self, rows: Any, column: str, labels: torch.Tensor, length: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, rows: Dataset, column: str, labels: torch.Tensor, length: int, tokenizer: Tokenizer) -> None:
         self.rows, self.column, self.targets, self.length, self.tokenizer = rows, column, labels, length, tokenizer
 
     def __len__(self) -> int:
@@ -188,7 +192,7 @@ class Texts(Source):
 class Images(ImageFileSource):
     """Images as a source: uint8 (n, 3, size, size)."""
 
-    def __init__(self, data: HuggingFace, rows: Any, column: str, labels: torch.Tensor) -> None:
+    def __init__(self, data: HuggingFace, rows: Dataset, column: str, labels: torch.Tensor) -> None:
         self.root, self.rows, self.column = data.root, rows, column
         super().__init__(data.how(), labels)
 

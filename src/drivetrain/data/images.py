@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from drivetrain.core.allowed import ColumnName, FileName, one_of
 from drivetrain.core.errors import DataError, OperatorGives, UserError
@@ -80,7 +80,7 @@ class ImageData:
 
     def looked_at(
         self, sources: Sequence[tuple[str, ImageFileSource]], own: Splits | None = None, *more: str, doubts: Iterable[str] = ()
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Give sources the range of their pixels: the user's, that of a run's `own` data, or that of the first source's files.
 
         Returns what Splits say of them: their normalisation, their range, what they are in short, with `more` of it, and what
@@ -144,7 +144,7 @@ class Seen:
                         seen.high = float(np.maximum(seen.high, values.max()))
                         seen.whole = seen.whole and (values.dtype.kind != "f" or bool((values == np.rint(values)).all()))
                     elif len(seen.plain) < 2:
-                        seen.plain.update(value for ends in image.convert("RGB").getextrema() for value in ends)
+                        seen.plain.update(np.ravel(image.convert("RGB").getextrema()).tolist())
             except DataError as error:  # whoever reads it says so
                 logger.debug("%s", error)
         return seen
@@ -218,7 +218,7 @@ class Folders(NamedTuple):
 
 
 @dataclass(kw_only=True, eq=False)
-class ImageFolder(PictureData, HeldOut[Images, Folders]):
+class ImageFolder(PictureData, HeldOut[Images, Folders, Images]):
     """A folder per class, or train/, val/ and test/ folders of them. Images come out as RGB, upright, `size` square.
 
     The test set is test/, or val/ where there is no other. Without either the share `holdout` of the files is held out,
@@ -267,7 +267,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders]):
         said = ", ".join(filter(None, [others, listing.said(listed.passed_over), listing.said(beside)]))
         return Folders(layout, sorted(layout.train.folders), f"not read: {said}" if said else "", listing.doubts(root, listed))
 
-    def places(self, split: str, known: Any = None) -> dict[str, str]:
+    def places(self, split: str, known: Folders | None = None) -> dict[str, str]:
         usual = {} if known is None else known.layout.test if split == "test" else known.layout.validation
         return super().places(split) or dict(zip([""], usual, strict=False))
 
@@ -289,7 +289,7 @@ class ImageFolder(PictureData, HeldOut[Images, Folders]):
         folder = (layout.test if split == "test" else layout.validation)[one_form(place)]
         return self._files(folder, known.classes)
 
-    def about(self, known: Folders, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Folders, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, object]:
         looked = self.looked_at(sources, own, known.not_read, doubts=known.doubts)
         left = self.verify if own is None else 0
         for _, source in sources:
@@ -320,7 +320,7 @@ Separator = Annotated[str, one_of(",", ";", "|", "/", " ")]
 
 
 @dataclass(kw_only=True, eq=False)
-class LabelsCsv(PictureData, FromFile[Cells, Known]):
+class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
     """Images, and a table beside them with a row for each: its file, and a class, several labels, or numbers.
 
     The share `holdout` of the images is held out, chosen by the hash of their names, unless there is a table for the test.
@@ -362,7 +362,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known]):
     def read_set(self, place: str, known: Known, split: str) -> Cells:
         return self._rows(place, known[0])[0]
 
-    def about(self, known: Known, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Images]], own: Splits | None) -> dict[str, object]:
         schema, reader, _ = known
         doubts = [
             f"{len(twice)} images of data.{split} are in training too, the first is {twice[0]}"

@@ -83,7 +83,7 @@ class Instructions(Jsonl):
         with _said_of(f"{source}:{number}"):
             return self._prompt(messages_of(entry, self._keys, asks=True), data).unsqueeze(0)
 
-    def _prompt(self, messages: Any, data: Splits) -> torch.Tensor:
+    def _prompt(self, messages: Messages, data: Splits) -> torch.Tensor:
         (tokens,) = self.kept_tokenizer(data)([self._kept_template(data).prompt(messages)])
         if len(tokens) > self.length:
             raise DataError(f"the prompt has {len(tokens)} tokens, and the run has data.length={self.length}: shorten it")
@@ -108,7 +108,7 @@ class Instructions(Jsonl):
     def _files(self, path: Path) -> list[Path]:
         return [] if self.path is None else sorted(path.glob("*.arrow")) if path.is_dir() else [path]
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, object]:
         template = self._chat()
         return {**super()._about(), **self._keys, "template": template.text, "special": dict(template.special)}
 
@@ -130,7 +130,7 @@ class Instructions(Jsonl):
     def _line(self, content: bytes, source: str, number: int) -> Line:
         return self._conversation(self._object(content, source, number, []), f"{source}:{number}")
 
-    def _conversation(self, entry: Any, where: str) -> Line:
+    def _conversation(self, entry: Mapping[str, object], where: str) -> Line:
         with _said_of(where):
             text, answers = self._chat().conversation(messages_of(entry, self._keys))
         return Line(text, "", answers=answers)

@@ -56,7 +56,7 @@ Known = tuple[Tokenizer, TargetReader]  # what encodes texts, and what reads the
 
 
 @dataclass(kw_only=True, eq=False)
-class Jsonl(FromFile[Any, Known], TextData):
+class Jsonl(FromFile[Any, Known, Any], TextData):
     """Texts of a file of JSON lines. Without `label` the model learns to predict the next token, with it the text's class.
 
     Longer texts are cut into pieces of `length` tokens; of a text that has a class only the first piece is read. Without a
@@ -156,7 +156,8 @@ class Jsonl(FromFile[Any, Known], TextData):
         """Return the classes of texts."""
 
         def lines(rows: np.ndarray) -> np.ndarray:
-            return np.array([line.number for line in self._read(Path(part.source))])[part.which.numpy()[rows]]
+            numbers = np.array([line.number for line in self._read(Path(part.source))])
+            return np.asarray(numbers[part.which.numpy()[rows]])
 
         words = tables.Words(part.documents.numbers[part.which].numpy(), list(part.documents.names))
         return tables.Cells({str(self.label): words}, part.source, lines)
@@ -170,7 +171,7 @@ class Jsonl(FromFile[Any, Known], TextData):
         classes[which] = reader.read(self._labels(part))
         return LabelledTexts(documents, classes, self.length, 1, tokenizer.shift, tokenizer.padding or 0, which)
 
-    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, object]:
         tokenizer, reader = known
         about = {
             "shape": self.shape(), "normalize": None, "dtype": torch.int64, "files": tokenizer.files(),
@@ -200,7 +201,7 @@ class Jsonl(FromFile[Any, Known], TextData):
         texts = [line.text for line in lines]
         return tokenizer(texts) if self.label is None else tokenizer.whole(texts, self.length)
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> dict[str, object]:
         """Return what decides the tokens of a file beside its content and the tokenizer."""
         return {
             "reads": type(self).__name__, "text": self.text, "label": self.label, "length": self.length,
@@ -418,7 +419,7 @@ class Words(Jsonl):
         return tables.Cells({str(self.label): words}, part[0].source, lines.__getitem__)
 
     def source(self, known: Known, part: Listed[Tagged]) -> TaggedTexts:
-        classes = known[1].read(self._labels(part)).split([len(text.tags) for text in part])
+        classes = torch.split(known[1].read(self._labels(part)), [len(text.tags) for text in part])
         return TaggedTexts([text.words for text in part], classes, known[0], self.length)
 
     def _tagged(self, content: bytes, source: str, number: int) -> Tagged:
@@ -469,7 +470,7 @@ class TaggedTexts(Source):
         rows = [self._rows[i] for i in indices.tolist()]
         longest = min(-(-max(len(x) for x, _ in rows) // pad_to) * pad_to, self._longest)
 
-        def padded(parts: Any, value: int) -> torch.Tensor:
+        def padded(parts: Sequence[torch.Tensor], value: int) -> torch.Tensor:
             return torch.stack([torch.nn.functional.pad(part, (0, longest - len(part)), value=value) for part in parts])
 
         return padded([x for x, _ in rows], self.padding), padded([y for _, y in rows], IGNORE_INDEX)

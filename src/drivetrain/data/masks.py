@@ -47,7 +47,7 @@ Known = tuple["MaskReading", Sequence[str]]  # how masks are read, and what look
 
 
 @dataclass(kw_only=True, eq=False)
-class Masks(ImageData, HeldOut["MaskedImages", Known]):
+class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
     """Images and their masks: `root` holds the folders `images` and `masks`, whose files have the same names.
 
     What a mask's values mean follows from those of all masks, or `values` lists them in the order of the classes. Pixels of
@@ -95,7 +95,7 @@ class Masks(ImageData, HeldOut["MaskedImages", Known]):
     def fractions(self, every: MaskedImages) -> np.ndarray:
         return hash_fractions(_name_of(image.partition("/")[2]) for image, _ in every.pairs)
 
-    def about(self, known: Known, sources: Sequence[tuple[str, MaskedImages]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, MaskedImages]], own: Splits | None) -> dict[str, object]:
         reading, doubts = known
         looked = self.looked_at(sources, own, reading.found, doubts=doubts)
         names = [_named(value) for value in reading.values]

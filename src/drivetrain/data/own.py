@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,18 +97,18 @@ class Own(Data):
             validation=of["validation"],
         )  # fmt: skip
 
-    def several(self, split: str) -> Mapping[str, Any]:
+    def several(self, split: str) -> Mapping[str, object]:
         """Return the arguments of the named sets: a mapping of mappings. One mapping is the arguments of one set."""
         given = super().several(split)
         return given if all(isinstance(each, Mapping) for each in given.values()) else {}
 
-    def _given(self, split: str) -> Mapping[str, Any]:
+    def _given(self, split: str) -> Mapping[str, object]:
         """Return the arguments of the sets of a split by their names; {} where it is a share of the training set, or none."""
         given = self.test if split == "test" else self.validation
         is_set = split == "test" or isinstance(given, str | Mapping)
         return self.several(split) or ({"": given} if is_set else {})
 
-    def _dataset(self, target: object, split: str, given: Any) -> Any:
+    def _dataset(self, target: object, split: str, given: object) -> Any:
         """Build the Dataset of a split. Raises UserError."""
         kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
         dataset = user_code.make(f"data.target={self.target}", target, kwargs)
@@ -122,7 +122,7 @@ class Own(Data):
             raise UserError(f"data.target={self.target} has no {split} samples (made with {kwargs})")
         return dataset
 
-    def _split_arguments(self, target: Any, split: str, given: Any) -> dict[str, Any]:
+    def _split_arguments(self, target: Any, split: str, given: Any) -> dict[str, object]:
         """Return the arguments that make it the training or the test set. Raises UserError."""
         if isinstance(given, str):
             return {"split": given}
@@ -194,7 +194,11 @@ class Own(Data):
 
     def _log_target(self, dataset: object, example: Tree) -> None:
         """Log which key of a sample was taken for its target, where none is named."""
-        if self.target_key is None and not self.collate and isinstance(sample := Reader(dataset).look([0])[0], Mapping):
+        if (
+            self.target_key is None
+            and not self.collate
+            and isinstance(sample := Reader[list[Any]](dataset, list).look([0])[0], Mapping)
+        ):
             target = next(key for key in TARGETS if key in sample)
             inputs = ", ".join(map(str, example)) if isinstance(example, dict) else "the other key"
             logger.info("the target of a sample is %s, the model gets %s (data.target_key)", target, inputs)
@@ -218,7 +222,7 @@ class OwnCollate:
         self._takes_pad_to = "pad_to" in inspect.signature(collate).parameters
         self._calls: dict[int, UserCall] = {}
 
-    def __call__(self, samples: Sequence[Any], pad_to: int = 1) -> tuple[Tree, Tree]:
+    def __call__(self, samples: Sequence[object], pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets. Raises UserError."""
         if pad_to > 1 and not self._takes_pad_to:
             raise UserError(
@@ -239,7 +243,9 @@ class OwnCollate:
 class OwnSource(Source):
     """A map-style Dataset as a source; `together` makes a batch of a list of its samples."""
 
-    def __init__(self, dataset: Any, setting: str, together: Any, lengths: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, dataset: Any, setting: str, together: Callable[..., tuple[Tree, Tree]], lengths: torch.Tensor | None = None
+    ) -> None:
         self.dataset, self.setting, self.lengths = dataset, setting, lengths
         self.own_code = self.reader = Reader(dataset, together)
         if callable(given := getattr(dataset, "order", None)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
@@ -140,7 +140,7 @@ class RawImages(Stored, Source):
     def __len__(self) -> int:
         return len(self.table)
 
-    def subset(self, indices: torch.Tensor) -> Any:
+    def subset(self, indices: torch.Tensor) -> Self:
         """Return a source of some of the samples, in the same file."""
         made = copy(self)
         made.select(indices)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from drivetrain.core import owned, rng, streams
 from drivetrain.core.errors import DataError, UserError
@@ -16,16 +16,17 @@ from drivetrain.core.trees import Tree, named_leaves
 from drivetrain.data.base import IGNORE_INDEX
 
 STREAM = 10  # of the keys of samples
+B = TypeVar("B")  # a batch
 TOGETHER = 11  # of the key of the function that makes a batch, beside that of its first sample
 
 
-class Reader:
+class Reader(Generic[B]):
     """Reads samples of a map-style Dataset with draws by key. `together` makes a batch of a list of them.
 
     Streams belong to a process: a copy in a worker finds its own.
     """
 
-    def __init__(self, dataset: Any, together: Any = list) -> None:
+    def __init__(self, dataset: Any, together: Callable[..., B]) -> None:
         self.dataset, self.together = dataset, together
         self.used: list[int] = []  # the positions of the streams that were seen to move
         self.stateful = bool(owned.find({"data": dataset, "data.collate": together}))  # each read counts: none is repeated
@@ -33,10 +34,10 @@ class Reader:
         self.watched: list[Stream] = []  # those that only the Dataset draws from, where threads read it
         self._suspected = False  # whether one of them has moved
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.dataset, self.together)
 
-    def keeps(self) -> dict[str, Any]:
+    def keeps(self) -> dict[str, object]:
         """Return what the user brought by name."""
         return {"data": self.dataset, "data.collate": getattr(self.together, "collate", None)}
 
@@ -54,7 +55,7 @@ class Reader:
             self.used = list(range(len(self._streams))) if self.stateful else []
         return self._streams
 
-    def read(self, indices: Sequence[int], keys: Sequence[int], *options: Any) -> Any:
+    def read(self, indices: Sequence[int], keys: Sequence[int], *options: object) -> B:
         """Return a batch whose samples draw by their keys; the streams are as they were before. Raises DataError."""
         found = self._find(indices[0])
         saved = [stream.save() for stream in found]
@@ -69,7 +70,7 @@ class Reader:
                 if n in self.used or stream.moved(saved[n]):
                     stream.restore(saved[n])
 
-    def look(self, indices: Sequence[int]) -> Any:
+    def look(self, indices: Sequence[int]) -> B:
         """Return a batch that is only looked at: its samples draw the same in every run. Raises DataError."""
         return self.read(indices, keys(0, 0, torch.tensor(indices)).tolist())
 
@@ -82,7 +83,7 @@ class Reader:
         suspected, self._suspected = self._suspected, False
         return suspected
 
-    def plain(self, indices: Sequence[int], *options: object) -> Any:
+    def plain(self, indices: Sequence[int], *options: object) -> B:
         """Return a batch whose samples draw as they come. Raises DataError."""
         saved = [stream.save() for stream in self.watched]
         batch = self._unkeyed(indices, options)
@@ -90,10 +91,10 @@ class Reader:
             self._suspected = True
         return batch
 
-    def _unkeyed(self, indices: Sequence[int], options: Sequence[object]) -> Any:
+    def _unkeyed(self, indices: Sequence[int], options: Sequence[object]) -> B:
         return self._together(indices, self._samples(indices), options)
 
-    def _keyed(self, indices: Sequence[int], keys: Sequence[int], options: Sequence[object]) -> Any:
+    def _keyed(self, indices: Sequence[int], keys: Sequence[int], options: Sequence[object]) -> B:
         samples = []
         for index, key in zip(indices, keys, strict=True):
             self._seed(key)
@@ -101,7 +102,7 @@ class Reader:
         self._seed(rng.mix(keys[0], TOGETHER))
         return self._together(indices, samples, options)
 
-    def _together(self, indices: Sequence[int], samples: list[object], options: Sequence[object]) -> Any:
+    def _together(self, indices: Sequence[int], samples: list[object], options: Sequence[object]) -> B:
         try:
             return self.together(samples, *options)
         except DataError as error:
@@ -111,7 +112,7 @@ class Reader:
         for number in self.used:
             self._streams[number].seed(key ^ streams.salt(number))
 
-    def _samples(self, indices: Sequence[int]) -> list[Any]:
+    def _samples(self, indices: Sequence[int]) -> list[object]:
         """Return samples, at once where the Dataset can. A StopIteration would end the loop that reads, and the training."""
         many = getattr(self.dataset, "__getitems__", None)
         try:
@@ -223,7 +224,7 @@ class Stack:
 
     target_key: TargetKey = None
 
-    def __call__(self, samples: Sequence[Any], pad_to: int = 1) -> tuple[Tree, Tree]:
+    def __call__(self, samples: Sequence[object], pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets. Raises DataError."""
         pairs = [tensors_of(sample, self.target_key) for sample in samples]
         return stacked([x for x, _ in pairs], "x", stack), stacked([y for _, y in pairs], "y", stack)
@@ -280,7 +281,7 @@ class Pad:
     along: frozenset[str]  # all parts that are as long as it
     longest: int = 0  # sample of the set
 
-    def __call__(self, samples: Sequence[Any], pad_to: int = 1) -> tuple[Tree, Tree]:
+    def __call__(self, samples: Sequence[object], pad_to: int = 1) -> tuple[Tree, Tree]:
         """Return inputs and targets. Their length is a multiple of `pad_to`, or that of the set's longest sample."""
         pairs = [tensors_of(sample, self.target_key, keep_dict=True) for sample in samples]
         lengths = [len(dict(named_parts(pair))[self.sequence]) for pair in pairs]
@@ -318,7 +319,7 @@ class Lengths:
     """The lengths of the parts of a set's samples, by name. A sample is read once for them."""
 
     def __init__(self, dataset: Any, target_key: TargetKey) -> None:
-        self.dataset, self.target_key, self._reader = dataset, target_key, Reader(dataset)
+        self.dataset, self.target_key, self._reader = dataset, target_key, Reader[list[Any]](dataset, list)
         self._read: dict[int, dict[str, int]] = {}
 
     def of(self, index: int) -> dict[str, int]:

@@ -106,7 +106,7 @@ def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
 def spread(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return each row's value of its word's; NaN where there is none."""
     nothing: np.ndarray = np.full((1, *values.shape[1:]), np.nan)
-    return np.concatenate([values, nothing])[codes]
+    return np.asarray(np.concatenate([values, nothing])[codes])
 
 
 def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
@@ -142,7 +142,7 @@ def decimal_of(cells: Cells, styles: Mapping[str, Sequence[Style]]) -> str | Non
     return found.pop() if len(found) == 1 else None
 
 
-def date_form(words: Words) -> list[Any] | None:
+def date_form(words: Words) -> list[str | int] | None:
     """Return the one form in which all words are dates, and how many parts they have; None where there is none."""
     if not numbers_of(pc.match_substring_regex(words.words, r"^\d{1,4}[-./]\d{1,2}[-./]\d{1,4}([T ]\d[\d:.+-]+Z?)?$")).all():
         return None
@@ -249,7 +249,7 @@ class Column:
 
     def _codes(self, words: Words) -> np.ndarray:
         code_of = {category: number for number, category in enumerate(self.categories or ())}
-        return np.array([code_of.get(text, len(code_of)) for text in (*words.texts, NO_VALUE)])[words.codes]
+        return np.asarray(np.array([code_of.get(text, len(code_of)) for text in (*words.texts, NO_VALUE)])[words.codes])
 
     @property
     def outputs(self) -> int:
@@ -489,8 +489,8 @@ def _span(values: np.ndarray | Words) -> str:
     return ", ".join(shares) + (", …" if len(values.texts) > SHOWN else "")
 
 
-KEYS = {"missing": list[str], "inputs": list[str], "columns": list[Any]}
-ENTRY = {"name": str, "type": str, "style": Any, "categories": list[str] | None, "mean": list[float], "std": list[float]}
+KEYS = {"missing": list[str], "inputs": list[str], "columns": list[object]}
+ENTRY = {"name": str, "type": str, "style": object, "categories": list[str] | None, "mean": list[float], "std": list[float]}
 
 
 def _is_column(entry: object) -> bool:
@@ -499,15 +499,15 @@ def _is_column(entry: object) -> bool:
         return False
     categories, mean, std, style = entry["categories"], entry["mean"], entry["std"], entry["style"]
     right_style = {
-        "number": lambda: fits(style, dict[str, str]) and style.keys() == PLAIN_MARKS.keys() and _are_marks(style),
-        "category": lambda: style in (None, BOOLEAN) and not mean,
-        "text": lambda: fits(style, int) and style > 0 and not mean,
-        "date": lambda: isinstance(style, list) and len(style) == 2 and style[0] in ("", *FORMS) and style[1] in (4, 5),
-    }.get(entry["type"], lambda: False)
+        "number": fits(style, dict[str, str]) and style.keys() == PLAIN_MARKS.keys() and _are_marks(style),
+        "category": style in (None, BOOLEAN) and not mean,
+        "text": fits(style, int) and style > 0 and not mean,
+        "date": isinstance(style, list) and len(style) == 2 and style[0] in ("", *FORMS) and style[1] in (4, 5),
+    }.get(entry["type"], False)
     sizes = {"number": (0, 1), "category": (0,), "text": (0,), "date": (0, 4, 5)}.get(entry["type"], ())
     few = categories is None or (entry["type"] == "category" and 0 < len(categories) <= MAX_CATEGORIES)
     scales = len(mean) == len(std) and len(mean) in sizes and all(map(math.isfinite, (*mean, *std))) and all(s > 0 for s in std)
-    return bool(few and scales and right_style())
+    return bool(few and scales and right_style)
 
 
 def _are_marks(style: Mapping[str, str]) -> bool:
@@ -579,7 +579,7 @@ class TargetReader:
             raise DataError(f"{rows.source}: columns of labels hold 0 and 1, and {', '.join(self.names)} hold other numbers")
         return torch.from_numpy(values).float()
 
-    def about(self, sources: Sequence[tuple[str, Source]], classes: int | None = None) -> dict[str, Any]:
+    def about(self, sources: Sequence[tuple[str, Source]], classes: int | None = None) -> dict[str, object]:
         """Return what Splits say of the targets of sources, that of training first; `classes` is how many the user says.
 
         Raises DataError for a number of a class that the data cannot have.
@@ -624,7 +624,8 @@ class TargetReader:
         parts, numbers = self._parts(words), {name: number for number, name in enumerate(classes)}
         words_with = {name: n for n, names in reversed([*enumerate(parts)]) for name in names if name not in numbers}
         if unknown := sorted(name for name, n in words_with.items() if (words.codes == n).any()):
-            hint = ": if it is a number to predict, set task=regression" if all(map(is_number, unknown)) else ""
+            hint = ": others have names" if self.numbered else ": if it is a number to predict, set task=regression"
+            hint = hint if all(map(is_number, unknown)) else ""
             row = int(np.isin(words.codes, [words_with[name] for name in unknown]).argmax())
             raise DataError(
                 f"{rows.place(row)}: no training row has the {'class' if self.kind == 'class' else 'label'} {named(unknown, 5)} "

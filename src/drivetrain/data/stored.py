@@ -29,9 +29,9 @@ END, CRC, LABEL, KEY = range(4)
 MOST_INDEX = 1 << 26  # bytes of index.json
 CHUNK = 16 << 20  # bytes written between two entries of the journal, about
 FAULT = 1 << 16  # bytes that the system maps at once where one is read
-INDEX: dict[str, Any] = {"kind": str, "names": list[str] | None, "splits": dict[str, dict[str, Any]]}
-OF_IMAGES: dict[str, Any] = {"shape": list[int], "classes": int, "normalize": dict[str, list[float]] | None}
-OF_TEXTS: dict[str, Any] = {"dtype": str, "files": dict[str, str]}
+INDEX: dict[str, object] = {"kind": str, "names": list[str] | None, "splits": dict[str, dict[str, Any]]}
+OF_IMAGES: dict[str, object] = {"shape": list[int], "classes": int, "normalize": dict[str, list[float]] | None}
+OF_TEXTS: dict[str, object] = {"dtype": str, "files": dict[str, str]}
 IMAGES, TEXTS = ("uint8", "jpeg"), ("tokens",)  # kinds of samples
 KINDS = {IMAGES: OF_IMAGES, TEXTS: OF_TEXTS}
 DTYPES = ("uint8", "int16", "int32")
@@ -148,7 +148,7 @@ def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
     try:
         if not (root / "index.json").exists():
             raise FileNotFoundError
-        index = json.loads(read_whole(root / "index.json", MOST_INDEX))
+        index: dict[str, Any] = json.loads(read_whole(root / "index.json", MOST_INDEX))
         known, version = index["format"] == FORMAT, index["version"]
     except FileNotFoundError:
         started = any(root.glob("*.journal"))
@@ -231,9 +231,9 @@ class Stored:
     def expect_all(self) -> None:
         """Verify each sample when it is read."""
         # In memory that worker processes share: each sample is verified once, whichever process reads it.
-        self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None
+        self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None  # type: ignore[no-untyped-call]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": None}  # each process maps the file itself
 
     @property

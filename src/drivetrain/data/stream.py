@@ -60,7 +60,7 @@ class Stream(Own):
     def loaded_samples(self) -> int:
         return self._samples
 
-    def _dataset(self, target: object, split: str, given: Any) -> Any:
+    def _dataset(self, target: object, split: str, given: object) -> Any:
         made = partial(self._made, target, split, given)
         if split == "train":
             return made
@@ -71,7 +71,7 @@ class Stream(Own):
             raise UserError(f"data.target={self.target} has no {split} samples")
         return dataset
 
-    def _made(self, target: object, split: str, given: Any) -> Any:
+    def _made(self, target: object, split: str, given: object) -> Any:
         kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
         return user_code.make(f"data.target={self.target}", target, kwargs)
 
@@ -148,7 +148,7 @@ class StreamSource(Source):
             return self.reads.look(indices.tolist())
         return self.reads.take((draws[1], int(indices[0])), len(indices))
 
-    def keeps(self) -> dict[str, Any]:
+    def keeps(self) -> dict[str, object]:
         return {"data": self.reads}
 
     def drawn(self) -> list[str]:
@@ -300,7 +300,7 @@ class Reads:
             f"{self.setting} gives no samples to rank {self.world.rank} of {self.world.size}: give it more, or fewer ranks"
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return where the reads are: the state before the batch, and how much of it was taken."""
         if self._parked is not None:
             return dict(self._parked)

@@ -25,7 +25,7 @@ def begin_worker(_: int) -> None:
     threading.Thread(target=end_with_run, args=(parent_pid(),), daemon=True, name="end with run").start()
 
 
-class Part(IterableDataset[Any]):
+class Part(IterableDataset[object]):
     """Every so-manyth sample of a stream, or all where it divides itself. What a sample draws follows from a key and its place.
 
     The draws are those from torch, numpy and random. Generators that the stream keeps belong to its own state.
@@ -35,7 +35,7 @@ class Part(IterableDataset[Any]):
         self.dataset, self.key, self.part, self.parts = dataset, key, part, parts
         self.place = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         if not self.parts:  # it divides itself
@@ -59,7 +59,7 @@ class Part(IterableDataset[Any]):
             if (self.place - 1) % parts == part:
                 yield sample
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the stream, and the place in it."""
         return {"place": self.place, "stream": self.dataset.state_dict()}
 

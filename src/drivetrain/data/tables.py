@@ -20,6 +20,7 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data import untrusted
 from drivetrain.data.base import hash_of
+from drivetrain.data.untrusted import Content
 
 
 class Words:
@@ -29,7 +30,7 @@ class Words:
         self.codes, self._words = codes, words
 
     @classmethod
-    def of(cls, array: Any, missing: Collection[str]) -> Words:
+    def of(cls, array: pa.Array | pa.ChunkedArray, missing: Collection[str]) -> Words:
         """Return the words of an array of texts, without the spaces around them."""
         found = array.dictionary_encode()
         found = found.combine_chunks() if isinstance(found, pa.ChunkedArray) else found
@@ -60,7 +61,7 @@ class Words:
     def __len__(self) -> int:
         return len(self.codes)
 
-    def __getitem__(self, rows: Any) -> Words:
+    def __getitem__(self, rows: slice | np.ndarray) -> Words:
         return Words(self.codes[rows], self._words)
 
 
@@ -96,7 +97,7 @@ class Cells:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def __getitem__(self, rows: Any) -> Cells:
+    def __getitem__(self, rows: slice | np.ndarray) -> Cells:
         """Return some rows: a slice, or where a mask is true."""
         columns = {name: values[rows] for name, values in self.columns.items()}
         return Cells(columns, self.source, self.lines, self.numbers[rows])
@@ -137,7 +138,7 @@ def _mixed(bits: np.ndarray) -> np.ndarray:
     """Return splitmix64 of numbers (n,) uint64."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    return np.asarray(bits ^ (bits >> np.uint64(31)))
 
 
 def absent(values: np.ndarray | Words) -> np.ndarray:
@@ -153,7 +154,7 @@ def strings(texts: Collection[str]) -> pa.StringArray:
     return pa.StringArray.from_buffers(len(encoded), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded)))
 
 
-def numbers_of(array: Any) -> np.ndarray:
+def numbers_of(array: pa.Array) -> np.ndarray:
     """Return an array's numbers or truths, whatever they are where one is missing. `to_numpy` would import pandas."""
     if pa.types.is_boolean(array.type):
         return _bits(array, 1)
@@ -162,17 +163,17 @@ def numbers_of(array: Any) -> np.ndarray:
     return np.frombuffer(array.buffers()[1] or b"", kind)[array.offset : array.offset + len(array)]
 
 
-def _bits(array: Any, buffer: int) -> np.ndarray:
+def _bits(array: pa.Array, buffer: int) -> np.ndarray:
     packed = np.frombuffer(array.buffers()[buffer] or b"", np.uint8)
     return np.unpackbits(packed, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
 
 
-def with_nan(array: Any) -> np.ndarray:
+def with_nan(array: pa.Array) -> np.ndarray:
     """Return an array of float64, NaN where a number is missing."""
     return np.where(_bits(array, 0), numbers_of(array), np.nan) if array.null_count else numbers_of(array)
 
 
-def _codes(indices: Any) -> np.ndarray:
+def _codes(indices: pa.Array) -> np.ndarray:
     return np.where(_bits(indices, 0), numbers_of(indices), -1) if indices.null_count else numbers_of(indices)
 
 
@@ -228,7 +229,11 @@ class Layout:
         return cls([name or NO_NAME.replace("1", str(n)) for n, name in enumerate(cells, 1)], separator, form, source, first)
 
     def parse(
-        self, content: Any, plain: Collection[str], wanted: Collection[str] | None, lines: np.ndarray | None = None
+        self,
+        content: Content | memoryview,
+        plain: Collection[str],
+        wanted: Collection[str] | None,
+        lines: np.ndarray | None = None,
     ) -> Cells:
         """Return the cells of rows; those of the columns `plain` as numbers, unless one is none. Raises DataError.
 
@@ -276,15 +281,15 @@ class Layout:
             partial(self._lines, content, first, table.num_rows) if lines is None else lines.__getitem__,
         )  # fmt: skip
 
-    def _lines(self, content: Any, first: int, count: int, rows: np.ndarray) -> np.ndarray:
+    def _lines(self, content: Content | memoryview, first: int, count: int, rows: np.ndarray) -> np.ndarray:
         """Return the lines of some of `count` rows. Raises DataError."""
         view = memoryview(content)
         ends = sum(bytes(view[start : start + BLOCK]).count(b"\n") for start in range(0, view.nbytes, BLOCK))
         if count == ends + (bytes(view[-1:]) != b"\n"):  # each row is a line
-            return rows + first
-        return np.array([number for number, _ in self._records(content, first)])[rows]
+            return np.asarray(rows + first)
+        return np.asarray(np.array([number for number, _ in self._records(content, first)])[rows])
 
-    def _records(self, content: Any, first: int) -> Iterator[tuple[int, list[str]]]:
+    def _records(self, content: Content | memoryview, first: int) -> Iterator[tuple[int, list[str]]]:
         """Yield the number of each row's first line, and its cells. Raises DataError for what is no text, and an open quote."""
         lines = io.BytesIO(bytes(content).replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
         texts = (untrusted.decode(line, self.source, number) for number, line in enumerate(lines, first))
@@ -303,7 +308,7 @@ class TextTable:
 
     refused: ClassVar[dict[str, UserError]] = {}
 
-    def __init__(self, content: Any, form: Form, source: str) -> None:
+    def __init__(self, content: Content, form: Form, source: str) -> None:
         content = untrusted.as_utf8(content, form.encoding, source)
         end, most = 0, len(content)
         if not bytes(content[:FIRST]).strip():
@@ -388,12 +393,12 @@ class Stream:
             row, is_open = [], False
 
 
-def _column(array: Any, missing: tuple[str, ...]) -> np.ndarray | Words:
+def _column(array: pa.Array, missing: tuple[str, ...]) -> np.ndarray | Words:
     """Return a column of texts or of float64."""
     return with_nan(array.combine_chunks()) if pa.types.is_floating(array.type) else Words.of(array, missing)
 
 
-def _lines(content: Any) -> Iterator[bytes]:
+def _lines(content: Content) -> Iterator[bytes]:
     start = 0
     while start < len(content):
         end = content.find(b"\n", start, start + untrusted.MOST_LINE) + 1 or start + untrusted.MOST_LINE
@@ -421,7 +426,7 @@ def _has_fractions(words: Words) -> bool:
     return bool(numbers_of(fractions).any())
 
 
-def _quotes(content: Any) -> int:
+def _quotes(content: Content | memoryview) -> int:
     """Return the number of quotes in some bytes, or in the end of some."""
     view = memoryview(content)
     whole: Any = view.obj
@@ -516,7 +521,7 @@ def typed(read: Callable[[], pa.Table], name: str, source: str, missing: tuple[s
         raise UserError(f"{source}: the column {name} holds {kind}, which is no number and no text: leave it out") from None
 
 
-def _numpy(content: Any, path: Path) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
+def _numpy(content: Content, path: Path) -> dict[str, Callable[[tuple[str, ...]], np.ndarray | Words]]:
     """The columns of arrays: of one with two dimensions by their numbers, after the array's name where it has one."""
     loaded = np.load(io.BytesIO(bytes(content)), allow_pickle=False)
     columns: dict[str, np.ndarray] = {}

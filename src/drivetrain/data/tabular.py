@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from drivetrain.core import rng
 from drivetrain.core.allowed import ColumnName, Text
@@ -74,16 +74,16 @@ class Table:
             return TextRows(part, schema, reader.read(part), tokenizer)
         return Rows(schema.encode(part), reader.read(part), part, [*said(schema, part)])
 
-    def about(self, known: Known, sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: Known, sources: Sequence[tuple[str, Rows | TextRows]], own: Splits | None) -> dict[str, object]:
         schema, reader, tokenizer = known
-        about: dict[str, Any] = {
-            **reader.about(sources), "shape": (schema.outputs,), "normalize": None, "files": {KEPT: schema.to_json()},
+        files = {KEPT: schema.to_json(), **({} if tokenizer is None else tokenizer.files())}
+        about: dict[str, object] = {
+            **reader.about(sources), "shape": (schema.outputs,), "normalize": None, "files": files,
             "inputs": schema.described(),
             "doubts": [*schema.doubts.values(), *(line for _, source in sources for line in source.said)],
         }  # fmt: skip
-        if tokenizer is not None:
-            tell_cut(sources[0][1].lengths, schema.outputs, len(sources[0][1]))
-            about["files"].update(tokenizer.files())
+        if tokenizer is not None and isinstance(train := sources[0][1], TextRows):
+            tell_cut(train.lengths, schema.outputs, len(train))
             about |= {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
         return about
 
@@ -181,7 +181,7 @@ def refuse_missing(rows: Cells, schema: Schema) -> None:
 
 
 @dataclass(kw_only=True, eq=False)
-class Tabular(Table, FromFile[Cells, Known], TextData):
+class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
     Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model that
@@ -303,7 +303,7 @@ WINE = (
 
 
 @dataclass(kw_only=True, eq=False)
-class ScikitLearn(Table, HeldOut[Cells, Known]):
+class ScikitLearn(Table, HeldOut[Cells, Known, "Rows | TextRows"]):
     """A table that comes with scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
 
     rows: ClassVar[int]

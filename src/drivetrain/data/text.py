@@ -102,7 +102,7 @@ def _kept(tokenizer: str, own_file: str | None) -> Tokenizer:
 
 
 @dataclass(kw_only=True, eq=False)
-class Stdlib(HeldOut[Listed[str], list[str]], TextData):
+class Stdlib(HeldOut[Listed[str], list[str], "Pieces"], TextData):
     """The source code of Python's standard library as bytes: real text of variable length, on every machine.
 
     A document is a file. Longer files are cut into pieces of `length` bytes, and a piece's first input is the byte before it,
@@ -115,7 +115,6 @@ class Stdlib(HeldOut[Listed[str], list[str]], TextData):
     samples_are: ClassVar[str] = ".py files"
     remedy: ClassVar[str] = "set data.root to a folder with more of them; see data.max_files and data.holdout"
     tokens = True
-    targets = "tokens"
     tokenizer = "bytes"
     reads: ClassVar[tuple[TargetKind, ...]] = ("tokens", "class")
 
@@ -153,7 +152,7 @@ class Stdlib(HeldOut[Listed[str], list[str]], TextData):
             return Texts(contents, self.length)
         return LabelledTexts(contents, [known.index(name.partition("/")[0]) for name in part], self.length, PIECES)
 
-    def about(self, known: list[str], sources: Sequence[tuple[str, Any]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: list[str], sources: Sequence[tuple[str, Pieces]], own: Splits | None) -> dict[str, object]:
         classes = {"names": known, "vocabulary": VOCABULARY} if known else {}
         return {"shape": self.shape(), "classes": len(known) or VOCABULARY, "normalize": None, "dtype": torch.int64, **classes}
 

@@ -103,7 +103,7 @@ class Bytes(Tokenizer):
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         encoded = [text.encode(errors="surrogateescape") for text in texts]
         all_bytes = torch.frombuffer(bytearray(b"".join(encoded) + b"."), dtype=torch.uint8)[:-1]  # torch takes no empty buffer
-        return list(all_bytes.split([len(content) for content in encoded]))
+        return list(torch.split(all_bytes, [len(content) for content in encoded]))
 
     def with_ends(self, text: str, length: int) -> tuple[list[int], list[int]]:
         ends = [end for end, character in enumerate(text, 1) for _ in character.encode()]
@@ -150,7 +150,7 @@ class BytePairs(Tokenizer):
     def _encoded(self, texts: Sequence[str], special: bool) -> list[torch.Tensor]:
         encoded = [text.ids for text in self._encodings(texts, special)]
         tokens = torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int32)
-        return list(tokens.split([len(text) for text in encoded]))
+        return list(torch.split(tokens, [len(text) for text in encoded]))
 
     def largest(self) -> int:
         return int(max(self.tokenizer.get_vocab().values()))
@@ -219,7 +219,7 @@ class OfModel(BytePairs):
 
     shift = 0
 
-    def __init__(self, tokenizer: Any, settings: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, settings: Mapping[str, object]) -> None:
         super().__init__(tokenizer)
         self.settings = settings
         found = [self._token(settings.get(f"{name}_token")) for name in ("bos", "eos", "cls", "pad", "eos")]
@@ -247,7 +247,7 @@ class OfModel(BytePairs):
             return self._encoded(texts, True)
 
     @classmethod
-    def read(cls, path: Path, settings: Mapping[str, Any]) -> OfModel:
+    def read(cls, path: Path, settings: Mapping[str, object]) -> OfModel:
         """Return the tokenizer of a model's file tokenizer.json, and its settings. Raises UserError."""
         return cls(BytePairs.loaded(path, "model.name").tokenizer, settings)
 

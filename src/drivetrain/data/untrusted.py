@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated
 
 from drivetrain.core.allowed import Text
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.data.decoding import DAMAGED
 
+Content = bytes | mmap.mmap  # of a file
 BYTES_OF_PIXEL = 16  # at most, in any format: four channels of four bytes
 HEADER_BYTES = 1 << 20  # beside the pixels
 MOST_LINE = 1 << 24  # characters of one line of a table or of texts
@@ -112,7 +113,7 @@ def bom_of(begin: bytes) -> str | None:
     return next((encoding for mark, encoding in BOMS if begin.startswith(mark)), None)
 
 
-def as_utf8(content: Any, encoding: str | None, source: str) -> Any:
+def as_utf8(content: Content, encoding: str | None, source: str) -> Content:
     """Return the bytes of a text in UTF-8, without a mark of its encoding; `encoding` names another one. Raises DataError."""
     encoding = encoding or bom_of(bytes(content[:4]))
     if encoding in (None, "utf-8-sig"):
@@ -128,13 +129,13 @@ def utf8_lines(lines: Iterable[bytes], encoding: str | None, source: str) -> Ite
     lines = iter(lines)
     first = next(lines, b"")
     if (encoding or bom_of(first)) not in (None, "utf-8-sig"):  # a line may end within a character
-        first, lines = as_utf8(b"".join((first, *lines)), encoding, source), iter(())
-    for line in chain([as_utf8(first, None, source)], lines):
+        first, lines = bytes(as_utf8(b"".join((first, *lines)), encoding, source)), iter(())
+    for line in chain([bytes(as_utf8(first, None, source))], lines):
         body = line.removesuffix(b"\n").removesuffix(b"\r")
         yield from line.splitlines(keepends=True) if b"\r" in body or b"\n" in body else [line] if line else ()
 
 
-def mapped(path: Path) -> Any:
+def mapped(path: Path) -> Content:
     """Return the bytes of a file, which are read where they are used. Raises DataError."""
     with _opened(path) as file:
         if not os.fstat(file.fileno()).st_size:
@@ -148,7 +149,7 @@ def let_go(content: object) -> None:
         content.madvise(mmap.MADV_DONTNEED)
 
 
-def unpacked(content: Any, path: Path) -> Any:
+def unpacked(content: Content, path: Path) -> Content:
     """Return the bytes of a file that may be packed by gzip, bzip2, xz or zstd. Raises DataError for more than MOST_WHOLE."""
     begin = bytes(content[:6])
     packing = next((name for mark, name in PACKED if begin.startswith(mark)), None)

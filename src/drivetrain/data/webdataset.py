@@ -42,7 +42,7 @@ SHUFFLE_STREAM = 1000  # the random stream of the shuffle within windows; augmen
 
 
 @dataclass(kw_only=True, eq=False)
-class WebDataset(PictureData, HeldOut["ShardImages", None]):
+class WebDataset(PictureData, HeldOut["ShardImages", None, "ShardImages"]):
     """Tar shards in WebDataset's layout (Aizman et al. 2019): files that share a name up to its first dot are a sample.
 
     Each shard is indexed once, and samples are read by their offsets. So the order is a function of seed and epoch alone,
@@ -75,7 +75,7 @@ class WebDataset(PictureData, HeldOut["ShardImages", None]):
             if missing:
                 yield f"data.{setting}={pattern}: {missing[0]} is no file ({len(missing)} of {len(names)} shards are not there)"
 
-    def places(self, split: str, known: Any = None) -> dict[str, str]:
+    def places(self, split: str, known: None = None) -> dict[str, str]:
         """Return the shards of a split's sets; those of the validation stand beside those of training."""
         found, folder = super().places(split), str(self.train).rpartition("/")[0]
         return found if split == "test" else {name: os.path.join(folder, each) for name, each in found.items()}
@@ -90,7 +90,7 @@ class WebDataset(PictureData, HeldOut["ShardImages", None]):
         cache = Path(os.path.expanduser(self.cache)) if self.cache else (user_cache() or Path(os.devnull)) / "shards"
         return ShardImages(SampleTable.load(expand(place), cache), self)
 
-    def about(self, known: None, sources: Sequence[tuple[str, ShardImages]], own: Splits | None) -> dict[str, Any]:
+    def about(self, known: None, sources: Sequence[tuple[str, ShardImages]], own: Splits | None) -> dict[str, object]:
         reader = TargetReader("class", ["label"], f"data.train={self.train}", numbered=True)
         return {"shape": self.shape(), **reader.about(sources, self.classes), **self.looked_at(sources)}
 
@@ -99,7 +99,7 @@ class SampleTable(NamedTuple):
     """The n samples of some shards, in their order."""
 
     files: list[str]  # the shards
-    names: Any  # (n,) array of text
+    names: np.ndarray  # (n,) of text
     shard: torch.Tensor  # (n,) int64: each sample's shard, as a position in `files`
     spans: torch.Tensor  # (n, 2) int64: offset and size of its image
     labels: torch.Tensor  # (n,) int64
@@ -184,8 +184,8 @@ class Index(NamedTuple):
     """The samples of a shard."""
 
     names: list[str]  # n, the path that a sample's files share
-    spans: Any  # (n, 2) int64 array: offset and size of the image
-    labels: Any  # (n,) int64 array
+    spans: np.ndarray  # (n, 2) int64: offset and size of the image
+    labels: np.ndarray  # (n,) int64
 
 
 def expand(pattern: str) -> list[str]:
@@ -392,11 +392,17 @@ def scan(shard: str, size: int) -> Index:
     return Index(list(images), np.array(spans, np.int64).reshape(-1, 2), np.array(numbers, np.int64))
 
 
-def _open(shard: str, size: int) -> Any:
+def _open(shard: str, size: int) -> io.BufferedReader:
     return io.BufferedReader(_RemoteFile(shard, size), 1 << 16) if is_remote(shard) else open(shard, "rb", opener=ordinary)
 
 
-def _add_member(shard: str, tar: Any, member: Any, images: dict[str, tuple[int, int]], labels: dict[str, dict[str, int]]) -> None:
+def _add_member(
+    shard: str,
+    tar: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    images: dict[str, tuple[int, int]],
+    labels: dict[str, dict[str, int]],
+) -> None:
     """Add a member to `images` (name → offset, size) or `labels` (ending → name → class) by its ending; ignore other files."""
     path = PurePosixPath(member.name)
     stem, _, ending = path.name.partition(".")
@@ -410,7 +416,7 @@ def _add_member(shard: str, tar: Any, member: Any, images: dict[str, tuple[int, 
     elif ending in labels:
         if member.size > MAX_LABEL_BYTES:
             raise DataError(f"{shard}: {member.name!r} has {member.size:,} bytes, which is no label")
-        label = _label(tar.extractfile(member).read(), ending)
+        label = _label((tar.extractfile(member) or io.BytesIO()).read(), ending)
         if label is not None:
             labels[ending][name] = label
         elif ending == ".cls":
