@@ -63,10 +63,13 @@ def test_classes_are_matched_by_their_names(tmp_path):
         rows = {"text": list(2 * kinds), "label": [kind.str2int(letter) for letter in 2 * kinds]}
         splits[split] = datasets.Dataset.from_dict(rows, features=features)
     datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "a"))
-    data = HuggingFace(root=str(tmp_path / "a"), image=None, text="text", length=4, validation=None).load(CPU)
-    for source in (data.train, data.test):
-        x, y = source.fetch(torch.arange(len(source)))
-        assert [data.names[label] for label in y] == [chr(token - 1) for token in x[:, 0]]
+    datasets.Dataset.from_dict({key: [*"babcab"] for key in ("text", "label")}).save_to_disk(str(tmp_path / "texts"))
+    for name in ("a", "texts"):
+        data = HuggingFace(root=str(tmp_path / name), image=None, text="text", length=4, holdout=0.5, validation=None).load(CPU)
+        assert data.names == ["a", "b", "c"]
+        for source in (data.train, data.test):
+            x, y = source.fetch(torch.arange(len(source)))
+            assert [data.names[label] for label in y] == [chr(token - 1) for token in x[:, 0]]
     datasets.DatasetDict({"train": splits["test"], "test": splits["train"]}).save_to_disk(str(tmp_path / "b"))
     with pytest.raises(DataError, match=r"/b, row 1: no training row has the class a of label"):
         HuggingFace(root=str(tmp_path / "b"), image=None, text="text", validation=None).load(CPU)

@@ -46,8 +46,7 @@ def test_a_stream_goes_on_after_each_micro_batch_where_it_was(kind, workers):
     """Over its end too. What the samples draw is the same, whoever has drawn in between."""
     sizes = [8, 20, 3, 40, 31, 32, 30]
     whole = take(source(kind, workers=workers), *sizes)
-    first = source(kind, workers=workers)
-    for done in (1, 3, 5):
+    for done in (3,) if workers else (1, 3, 5):
         first = source(kind, workers=workers)
         take(first, *sizes[:done])
         state = copy.deepcopy(first.reads.state_dict())

@@ -93,7 +93,7 @@ def read_table() -> np.ndarray:
     return np.loadtxt(data_file("digits.csv.gz"), delimiter=",", dtype=np.float32)
 
 
-DIGIT, CELL, SIDE = 8, 12, 2  # pixels of a digit, pixels of a cell, cells along a side
+DIGIT, CELL, ACROSS = 8, 12, 2  # pixels of a digit, pixels of a cell, cells along a side
 INK = 4  # a pixel of a digit belongs to it from this value on, of 16
 STREAM = 7  # of the random numbers that place the digits
 
@@ -126,7 +126,7 @@ class DigitScenes(HeldOut[Tensors, None, Tensors]):
         yield from too_large(f"{scenes:,} scenes", scenes * math.prod(self.shape()), "data.samples or data.test_samples")
 
     def shape(self) -> tuple[int, ...]:
-        return (1, SIDE * CELL, SIDE * CELL)
+        return (1, ACROSS * CELL, ACROSS * CELL)
 
     def loaded_samples(self) -> int:
         return self.samples
@@ -153,11 +153,11 @@ class DigitScenes(HeldOut[Tensors, None, Tensors]):
     def _scenes(self, digits: torch.Tensor, classes: torch.Tensor, count: int, split: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `count` images (n, 1, 24, 24) uint8 and their labels (n, 10) or masks (n, 24, 24)."""
         generator = torch.Generator().manual_seed(rng.mix(split, STREAM))
-        side = SIDE * CELL
+        side = ACROSS * CELL
         images = torch.randint(self.noise + 1, (count, side, side), generator=generator, dtype=torch.uint8)
         masks, labels = torch.zeros(count, side, side, dtype=torch.int64), torch.zeros(count, 10)
-        for row in range(SIDE):
-            for column in range(SIDE):
+        for row in range(ACROSS):
+            for column in range(ACROSS):
                 chosen = torch.randint(len(digits), (count,), generator=generator)
                 there = torch.rand(count, generator=generator) < self.density
                 top, left = torch.randint(CELL - DIGIT + 1, (2, count), generator=generator)
