@@ -17,7 +17,6 @@ from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec, needs_extra
 from drivetrain.core.source import Source
-from drivetrain.core.trees import Tree
 from drivetrain.data import tables
 from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk
@@ -183,15 +182,12 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         lengths = tokenizer.token_bytes()
         if lengths is not None and tokenizer.vocabulary > len(lengths):
             lengths = torch.cat([lengths, torch.zeros_like(lengths[:1])])  # the token before a text's first is no text
+        whole = torch.arange(self.length).repeat(2, 1)
         return {
             **about, "classes": tokenizer.vocabulary, "token_bytes": lengths, "mask_token": tokenizer.mask,
-            "example": self._example(),
+            # The inputs of two samples, where they are not one tensor.
+            "example": {"input_ids": torch.zeros_like(whole), "position_ids": whole} if self.packing else None,
         }  # fmt: skip
-
-    def _example(self) -> Tree | None:
-        """Return the inputs of two samples, where they are not one tensor."""
-        whole = torch.arange(self.length).repeat(2, 1)
-        return {"input_ids": torch.zeros_like(whole), "position_ids": whole} if self.packing else None
 
     def _packs(self) -> Literal["rows", "one row"] | None:
         return None if not self.packing else "one row" if self._one_row else "rows"

@@ -18,7 +18,7 @@ from drivetrain.core.order import checked, index_of
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.user_call import UserCall
-from drivetrain.data.base import SPLITS, Data, Fraction, Normalize, Source, Splits, measure_on_some
+from drivetrain.data.base import SPLITS, Data, Fraction, Source, Splits, measure_on_some
 from drivetrain.data.samples import TARGETS, Lengths, Reader, Stack, TargetKey, keys, padding_for, split_sample, tensors_of
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,10 @@ class Own(Data):
         if not isinstance(classes, int) or classes < 1:
             classes = self._values(train)
         named = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
-        normalize = self._normalization(train, example, images)
-        if normalize is not None:
-            example = normalize(example) if images is None else {**example, images: normalize(example[images])}
+        values, normalize = example if images is None else example[images], None
+        if self.normalize and isinstance(values, torch.Tensor) and values.dtype == torch.uint8 and values.dim() == 4:
+            normalize = measure_on_some(train, images)
+            example = normalize(values) if images is None else {**example, images: normalize(values)}
         shape = map_tensors(lambda t: tuple(t.shape[1:]), example)
         return Splits(
             train, of["test"], shape, classes, normalize, list(names or ()) if named else None, example=example, images=images,
@@ -202,12 +203,6 @@ class Own(Data):
             target = next(key for key in TARGETS if key in sample)
             inputs = ", ".join(map(str, example)) if isinstance(example, dict) else "the other key"
             logger.info("the target of a sample is %s, the model gets %s (data.target_key)", target, inputs)
-
-    def _normalization(self, source: OwnSource, x: Tree, images: str | None) -> Normalize | None:
-        values = x if images is None else x[images]
-        if not self.normalize or not isinstance(values, torch.Tensor) or values.dtype != torch.uint8 or values.dim() != 4:
-            return None
-        return measure_on_some(source, images)
 
 
 class OwnCollate:

@@ -290,17 +290,14 @@ class Pad:
         def padded(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
             if name in self.along:
                 return _padded(tensors, name, length)
-            return _padded(tensors, name, max(map(len, tensors))) if _differ_in_length(tensors) else stack(tensors, name)
+            differ = all(t.ndim for t in tensors) and len({len(t) for t in tensors}) > 1
+            return _padded(tensors, name, max(map(len, tensors))) if differ else stack(tensors, name)
 
         x, y = stacked([x for x, _ in pairs], "x", padded), stacked([y for _, y in pairs], "y", padded)
         mask = ITS_NAME.get(self.sequence.removeprefix("x."), MASK)
         if isinstance(x, dict) and mask not in x and self.sequence.startswith("x"):
             x[mask] = torch.arange(length) < torch.tensor(lengths).unsqueeze(1)
         return x, y
-
-
-def _differ_in_length(tensors: list[torch.Tensor]) -> bool:
-    return all(t.ndim for t in tensors) and len({len(t) for t in tensors}) > 1
 
 
 def _padded(tensors: list[torch.Tensor], name: str, length: int) -> torch.Tensor:

@@ -103,12 +103,6 @@ def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
     return values if isinstance(values, Words) else as_words(values, known)
 
 
-def spread(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """Return each row's value of its word's; NaN where there is none."""
-    nothing: np.ndarray = np.full((1, *values.shape[1:]), np.nan)
-    return np.asarray(np.concatenate([values, nothing])[codes])
-
-
 def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:
     """Return the styles in which all words are numbers, of those that give the same numbers one.
 
@@ -211,7 +205,8 @@ class Column:
                 f"{cells.place(int((values.codes == wrong).argmax()))}: the column {self.name} holds {values.texts[wrong]!r}, "
                 f"and {'the training rows have' if self.mean else 'it is to hold'} {self.type}s there"
             )
-        return spread(numbers, values.codes)
+        nothing = np.full((1, *numbers.shape[1:]), np.nan)  # of rows without a word
+        return np.asarray(np.concatenate([numbers, nothing])[values.codes])
 
     def learn(self, values: np.ndarray | Words, normalize: bool) -> None:
         """Find the categories, or mean and deviation, of training rows. Raises UserError."""
@@ -499,7 +494,10 @@ def _is_column(entry: object) -> bool:
         return False
     categories, mean, std, style = entry["categories"], entry["mean"], entry["std"], entry["style"]
     right_style = {
-        "number": fits(style, dict[str, str]) and style.keys() == PLAIN_MARKS.keys() and _are_marks(style),
+        "number": fits(style, dict[str, str])
+        and style.keys() == PLAIN_MARKS.keys()
+        and (style["decimal"], style["thousands"]) in STYLES
+        and bool(re.fullmatch(f"({UNIT})?", style["unit"])),
         "category": style in (None, BOOLEAN) and not mean,
         "text": fits(style, int) and style > 0 and not mean,
         "date": isinstance(style, list) and len(style) == 2 and style[0] in ("", *FORMS) and style[1] in (4, 5),
@@ -508,11 +506,6 @@ def _is_column(entry: object) -> bool:
     few = categories is None or (entry["type"] == "category" and 0 < len(categories) <= MAX_CATEGORIES)
     scales = len(mean) == len(std) and len(mean) in sizes and all(map(math.isfinite, (*mean, *std))) and all(s > 0 for s in std)
     return bool(few and scales and right_style)
-
-
-def _are_marks(style: Mapping[str, str]) -> bool:
-    unit = not style["unit"] or re.fullmatch(UNIT, style["unit"]) is not None
-    return unit and (style["decimal"], style["thousands"]) in STYLES
 
 
 def named(names: Sequence[str], most: int = 10) -> str:

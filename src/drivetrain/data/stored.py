@@ -36,6 +36,7 @@ IMAGES, TEXTS = ("uint8", "jpeg"), ("tokens",)  # kinds of samples
 KINDS = {IMAGES: OF_IMAGES, TEXTS: OF_TEXTS}
 DTYPES = ("uint8", "int16", "int32")
 MAX_SIDE = 1 << 16  # pixels
+# Of a set: how many samples it has, in how many bytes, and the digest of its table.
 ENTRY = {"samples": int, "bytes": int, "table": str}
 
 Sample = tuple[Any, ...]  # its stored bytes, and the columns of its row from LABEL on, whole numbers
@@ -170,7 +171,11 @@ def read_index(root: Path, kinds: tuple[str, ...] = IMAGES) -> dict[str, Any]:
 def _senseless(index: dict[str, Any], kinds: Sequence[str]) -> list[str]:
     """Return the names of the entries whose values cannot be."""
     splits = index["splits"]
-    good = {"kind": index["kind"] in kinds, "splits": bool(splits) and all(map(_is_entry, splits.values()))}
+    are_entries = all(fits(entry.get(name), kind) for entry in splits.values() for name, kind in ENTRY.items())
+    good = {
+        "kind": index["kind"] in kinds,
+        "splits": bool(splits) and are_entries and all(entry["samples"] > 0 for entry in splits.values()),
+    }
     if kinds == IMAGES:
         good |= {
             "shape": len(index["shape"]) == 3 and all(0 < side <= MAX_SIDE for side in index["shape"]),
@@ -181,11 +186,6 @@ def _senseless(index: dict[str, Any], kinds: Sequence[str]) -> list[str]:
     elif kinds == TEXTS:
         good["dtype"] = index["dtype"] in DTYPES
     return [name for name, is_good in good.items() if not is_good]
-
-
-def _is_entry(entry: dict[str, Any]) -> bool:
-    """True if a set's entry says how many samples it has, in how many bytes, and the digest of its table."""
-    return all(fits(entry.get(name), kind) for name, kind in ENTRY.items()) and bool(entry["samples"] > 0)
 
 
 def _as_tensor(content: object, dtype: torch.dtype) -> torch.Tensor:

@@ -276,8 +276,12 @@ class Layout:
                         f"{'the first line names' if self.header else 'line 1 has'} {len(self.names)} columns"
                     ) from None
             raise DataError(f"{self.source} cannot be read as a table: {error}") from None
+        found = zip(table.column_names, table.columns, strict=True)
         return Cells(
-            {name: _column(table.column(name), self.form.missing) for name in table.column_names}, self.source,
+            {
+                name: with_nan(each.combine_chunks()) if pa.types.is_floating(each.type) else Words.of(each, self.form.missing)
+                for name, each in found
+            }, self.source,
             partial(self._lines, content, first, table.num_rows) if lines is None else lines.__getitem__,
         )  # fmt: skip
 
@@ -391,11 +395,6 @@ class Stream:
             else:
                 yield row[0][0], b"".join(line for _, line in row)
             row, is_open = [], False
-
-
-def _column(array: pa.Array, missing: tuple[str, ...]) -> np.ndarray | Words:
-    """Return a column of texts or of float64."""
-    return with_nan(array.combine_chunks()) if pa.types.is_floating(array.type) else Words.of(array, missing)
 
 
 def _lines(content: Content) -> Iterator[bytes]:

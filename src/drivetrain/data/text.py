@@ -140,8 +140,16 @@ class Stdlib(HeldOut[Listed[str], list[str], "Pieces"], TextData):
 
     def read(self) -> tuple[Listed[str], list[str]]:
         names = self._files()
-        packages = _packages(names) if self.targets == "class" else list[str]()
-        return Listed(name for name in names if not packages or name.partition("/")[0] in packages), packages
+        if self.targets == "tokens":
+            return Listed(names), []
+        counts = Counter(name.partition("/")[0] for name in names if "/" in name)
+        packages = sorted(package for package, count in counts.items() if count >= PACKAGE)
+        if len(packages) < 2:
+            raise UserError(
+                f"{len(packages)} packages have at least {PACKAGE} files, and two are needed to tell them apart: set "
+                "data.max_files and data.root to more files, or data.kind=tokens"
+            )
+        return Listed(name for name in names if name.partition("/")[0] in packages), packages
 
     def fractions(self, every: Listed[str]) -> np.ndarray:
         return hash_fractions(every)
@@ -174,18 +182,6 @@ class Stdlib(HeldOut[Listed[str], list[str], "Pieces"], TextData):
         hashed = sorted((hash_fraction(name), name) for name in names if (root / name).stat().st_size)
         step = max(1, len(hashed) // self.max_files) if self.max_files else 1  # held-out files come first: skip through all
         return [name for _, name in hashed[::step][: self.max_files]]
-
-
-def _packages(files: list[str]) -> list[str]:
-    """Return the packages that have enough files to be classes. Raises UserError."""
-    counts = Counter(name.partition("/")[0] for name in files if "/" in name)
-    packages = sorted(package for package, count in counts.items() if count >= PACKAGE)
-    if len(packages) < 2:
-        raise UserError(
-            f"{len(packages)} packages have at least {PACKAGE} files, and two are needed to tell them apart: set data.max_files "
-            "and data.root to more files, or data.kind=tokens"
-        )
-    return packages
 
 
 class Pieces(Source):

@@ -367,7 +367,7 @@ class Documents:
     @classmethod
     def of(cls, contents: Sequence[bytes | torch.Tensor]) -> Documents:
         """Return documents in memory, whose tokens are bytes or whole numbers."""
-        parts = [as_tokens(content) for content in contents]
+        parts = [torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in contents]
         tokens = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
         return cls(tokens, tokens.dtype, torch.tensor([len(part) for part in parts], dtype=torch.int64))
 
@@ -391,11 +391,6 @@ class Some:
     def subset(self, indices: torch.Tensor) -> Some:
         """Return some of these."""
         return Some(self.documents, self.which[indices], self.source)
-
-
-def as_tokens(content: bytes | torch.Tensor) -> torch.Tensor:
-    """Return a document's tokens: each byte of bytes is one."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if isinstance(content, bytes) else content
 
 
 def key_of(text: str) -> int:

@@ -316,20 +316,15 @@ def load_index(shard: str, cache: Path) -> Index:
         arrays = safetensors.numpy.load(files.read_bytes(path, MOST_INDEX))
         names = arrays["names"].tobytes().decode(errors="surrogateescape").split("\0")
         index = Index(names, arrays["spans"], arrays["labels"])
-        if _is_valid(index, size):
+        of_right_kind = {array.dtype.str for array in index[1:]} == {"<i8"}
+        of_right_kind &= index.spans.shape == (len(names), 2) and index.labels.shape == (len(names),)
+        if of_right_kind and index.spans.min() >= 0 and index.spans.sum(1).max() <= size:
             return index
     except (OSError, ValueError, KeyError, SafetensorError):
         pass  # there is none, or it is damaged: scan
     index = scan(shard, size)
     _write_index(path, index)
     return index
-
-
-def _is_valid(index: Index, size: int) -> bool:
-    n = len(index.names)
-    if index.spans.shape != (n, 2) or index.labels.shape != (n,) or {index.spans.dtype.str, index.labels.dtype.str} != {"<i8"}:
-        return False
-    return bool(index.spans.min() >= 0 and index.spans.sum(1).max() <= size)
 
 
 def _write_index(path: Path, index: Index) -> None:
