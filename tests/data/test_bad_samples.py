@@ -17,7 +17,7 @@ from PIL import Image
 import drivetrain
 from drivetrain.augment.geometry import FlipCrop
 from drivetrain.batch.base import Accumulate
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.data import Normalize
@@ -199,14 +199,6 @@ def test_what_cannot_be_is_refused(problems, images):
 # --- every kind of image ---
 
 
-def test_imagenets_layout_is_taken_as_it_is(images):
-    splits = ImageFolder(root=str(images()), size=8).load(CPU)
-    assert (len(splits.train), len(splits.test), splits.classes) == (30, 30, 2)
-    assert splits.names == ["n01440764", "n01443537"]
-    _, y = splits.test.fetch(torch.tensor([0, 29]))
-    assert y.tolist() == [0, 1]
-
-
 # Top half and bottom half of the picture as it is meant to be seen.
 TOP, BOTTOM = (220, 40, 30), (20, 60, 200)
 
@@ -289,14 +281,6 @@ def test_an_orientation_is_found_wherever_a_jpeg_has_it(tmp_path, where):
     top, bottom = halves(tmp_path / "turned.jpg")
     assert top == pytest.approx(TOP, abs=6)
     assert bottom == pytest.approx(BOTTOM, abs=6)
-
-
-def test_an_empty_class_is_refused(images):
-    root = images()
-    for path in (root / "train/n01443537").iterdir():
-        path.unlink()
-    with pytest.raises(UserError, match=r"no image in .*n01443537"):
-        ImageFolder(root=str(root), size=8).load(CPU)
 
 
 def colours_of_16_bits(pixels: np.ndarray) -> bytes:

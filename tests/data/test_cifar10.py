@@ -236,10 +236,3 @@ def test_download_fetches_once_and_checks_what_came(tmp_path, server, monkeypatc
 def test_what_is_not_there_is_said_before_anything_is_loaded(problems, tmp_path):
     assert any("needs data.root" in p for p in problems("data=cifar10"))
     assert any("holds no CIFAR-10" in p and "data.download=true" in p for p in problems("data=cifar10", f"data.root={tmp_path}"))
-
-
-@pytest.mark.parametrize("form", ["bin", "py"])
-def test_it_trains(train, tmp_path, form):
-    root = write(tmp_path / "set", form, True)
-    result = train("data=cifar10", f"data.root={root}", "model=resnet9", "model.width=4")
-    assert (result.status, result.updates) == ("completed", 2)

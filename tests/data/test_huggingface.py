@@ -160,12 +160,6 @@ def test_without_the_library_it_is_said(problems, tmp_path, monkeypatch):
     assert said == ["data=huggingface needs the package 'datasets', which is not installed: pip install 'drivetrain[datasets]'"]
 
 
-@pytest.mark.parametrize("loader", ["sync", "workers"])
-def test_it_trains(train, saved, loader):
-    result = train("data=huggingface", f"data.root={saved()}", "data.size=8", f"loader={loader}")
-    assert (result.status, result.updates) == ("completed", 2), result.error
-
-
 def test_texts_are_tokenized_by_the_models_own_tokenizer(saved, tmp_path, make):
     """As transformers does it, with its padding, and [CLS] and [SEP]."""
     transformers = pytest.importorskip("transformers")

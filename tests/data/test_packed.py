@@ -271,6 +271,7 @@ def test_damaged_folders_are_refused(images, tmp_path, problems):
     with pytest.raises(DataError, match=r"test\.data cannot be read"):
         data.load(CPU)
     words = ["data=packed", f"data.root={out}"]
+    assert any("decoded already, at 8" in p for p in problems(*words, "data.size=9"))
     index = (out / "index.json").read_text()
     (out / "index.json").write_text(index.replace('"version": 4', '"version": 2'))
     assert any("version 2, and this drivetrain reads 4" in p for p in problems(*words))
@@ -300,11 +301,6 @@ def test_reading_packed_samples_parses_no_python(images, tmp_path, monkeypatch):
     monkeypatch.setattr("ast.literal_eval", None)
     train = Packed(root=str(tmp_path / "packed")).load(CPU).train
     assert len(train.fetch(torch.arange(len(train)))[1]) == len(train)
-
-
-def test_a_size_that_decoded_images_have_not_is_refused(images, tmp_path, problems):
-    pack(images(), tmp_path / "packed", "--size", "8")
-    assert any("decoded already, at 8" in p for p in problems("data=packed", f"data.root={tmp_path}/packed", "data.size=9"))
 
 
 # --- killed, and gone on with ---
@@ -431,13 +427,6 @@ def test_two_packings_do_not_write_one_folder(images, tmp_path, capsys):
     with directory.locked(tmp_path / "packed"):
         assert main.main(["pack", str(images()), str(tmp_path / "packed"), "--size", "8"]) == 2
     assert "is in use by another process" in capsys.readouterr().err
-
-
-def test_it_trains(train, images, tmp_path):
-    pack(images(), tmp_path / "packed", "--size", "8")
-    for loader in ("sync", "workers"):
-        result = train("data=packed", f"data.root={tmp_path}/packed", f"loader={loader}")
-        assert (result.status, result.updates) == ("completed", 2)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])

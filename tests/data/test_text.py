@@ -244,10 +244,6 @@ def test_text_wants_its_model_and_loss_and_images_theirs(problems, words, says):
     assert any(problem.startswith(says) for problem in problems(*words))
 
 
-def test_text_with_its_own_model_and_loss_is_not_refused(make, library):
-    assert make(*GPT).train_data.source.lengths.max() == 16
-
-
 def test_a_folder_without_files_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"0 training and 0 test \.py files"):
         Stdlib(root=str(tmp_path)).load(CPU)

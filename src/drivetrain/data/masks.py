@@ -20,7 +20,6 @@ from drivetrain.data import listing
 from drivetrain.data.base import IGNORE_INDEX, Fraction, HeldOut, Splits, hash_fractions
 from drivetrain.data.decoding import (
     Decoding,
-    ImageFileSource,
     Layout,
     decode_crop,
     open_image,
@@ -28,7 +27,7 @@ from drivetrain.data.decoding import (
     read_layout,
     upright,
 )
-from drivetrain.data.images import ImageData
+from drivetrain.data.images import ImageData, Images
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
 
@@ -93,7 +92,7 @@ class Masks(ImageData, HeldOut["MaskedImages", Known, "MaskedImages"]):
         return self._found([])
 
     def fractions(self, every: MaskedImages) -> np.ndarray:
-        return hash_fractions(_name_of(image.partition("/")[2]) for image, _ in every.pairs)
+        return hash_fractions(_name_of(image.partition("/")[2]) for image in every.paths)
 
     def about(self, known: Known, sources: Sequence[tuple[str, MaskedImages]], own: Splits | None) -> dict[str, object]:
         reading, doubts = known
@@ -307,32 +306,26 @@ class MaskReading:
         return torch.from_numpy(classes[order][place])
 
 
-class MaskedImages(ImageFileSource):
+class MaskedImages(Images):
     """Images and their masks as a source: uint8 (n, 3, size, size) and int64 (n, size, size)."""
 
     crops = False  # random crops are not tried with masks
     decodes_files = False
 
     def __init__(self, root: str, pairs: Sequence[Pair], how: Decoding, reading: MaskReading) -> None:
-        self.root, self.pairs, self.reading = root, pairs, reading
-        super().__init__(how, torch.arange(len(pairs)))
+        super().__init__(root, [image for image, _ in pairs], torch.arange(len(pairs)), how)
+        self.masks, self.reading = [mask for _, mask in pairs], reading
 
     def labels(self) -> None:
         return None  # there is one for each pixel
 
     def select(self, indices: torch.Tensor) -> None:
         super().select(indices)
-        self.pairs = [self.pairs[i] for i in indices.tolist()]
+        self.masks = [self.masks[i] for i in indices.tolist()]
 
     def identities(self) -> list[str]:
         """Return the images' paths in the folder."""
-        return [image for image, _ in self.pairs]
-
-    def name(self, index: int) -> str:
-        return os.path.join(self.root, self.pairs[index][0])
-
-    def content(self, index: int) -> bytes:
-        return read_image_file(self.name(index), self.how.max_pixels)
+        return list(self.paths)
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = [self._pair(index, None if boxes is None else boxes[row]) for row, index in enumerate(indices.tolist())]
@@ -341,7 +334,7 @@ class MaskedImages(ImageFileSource):
     def _pair(self, index: int, box: CropBox | None) -> tuple[torch.Tensor, torch.Tensor]:
         content, name, size = self.content(index), self.name(index), self.how.size
         layout = read_layout(content, name, self.how.max_pixels, box)
-        mask = self.reading.read(os.path.join(self.root, self.pairs[index][1]), name, layout, size)
+        mask = self.reading.read(os.path.join(self.root, self.masks[index]), name, layout, size)
         interpolation = "bilinear" if box is None else box.interpolation
         return decode_crop(content, name, layout, size, interpolation, self.range), mask
 
