@@ -183,6 +183,15 @@ def test_agc_leaves_the_classifier_of_timms_networks_alone(name):
     assert classifier == {p.shape for p in list(model.parameters())[-2:]}
 
 
+def test_agc_bounds_biases_too_though_the_optimizer_has_them_in_a_group_after_all_weights(make, monkeypatch):
+    bounded: list[torch.Tensor] = []
+    monkeypatch.setattr(Agc, "_clip", lambda self, weights, *_: bounded.extend(weights))
+    trainer = make("clip=agc", "optimizer=adamw", "optimizer.weight_decay=0.1", "model.hidden=[16,16]", "updates=1")
+    trainer.fit()
+    names = {p.data_ptr(): name for name, p in trainer.model.named_parameters()}
+    assert [names[weight.data_ptr()] for weight in bounded] == [name for name in names.values() if not name.startswith("head.")]
+
+
 @pytest.mark.parametrize("clip", [Clip(), Norm(), Value(), Agc()], ids=lambda c: type(c).__name__)
 def test_parameters_without_a_gradient_are_passed_over(clip):
     held, without = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))

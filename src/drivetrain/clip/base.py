@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, Option, Positive
 
-GlobalNorm = Callable[[Sequence[Any], float], Any]  # (parameters, type of the norm) → norm of their gradients, 0-d
-
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+
+Tensors = Sequence["torch.Tensor"]
+GlobalNorm = Callable[[Tensors, float], "torch.Tensor"]  # (parameters, type of the norm) → norm of their gradients, 0-d
+Sums = Callable[[Tensors], Tensors]  # of numbers of each parameter, over the ranks that hold its parts
 
 
 def _nothing() -> None:
@@ -56,8 +58,8 @@ class Norm(Clip):
     def build(self, context: BuildContext) -> Callable[[], None]:
         total = context.sums["grad_norm"] = torch.zeros((), device=context.device)
 
-        def norm(parameters: Sequence[object], norm_type: float) -> Any:
-            found = context.parallel.norm(parameters, norm_type)
+        def norm(parameters: Tensors, norm_type: float) -> torch.Tensor:
+            found: torch.Tensor = context.parallel.norm(parameters, norm_type)
             total.add_(found)
             return found
 
@@ -110,15 +112,18 @@ class Agc(Clip):
         self.clip_factor, self.eps = clip_factor, eps
 
     def build(self, context: BuildContext) -> Callable[[], None]:
-        parameters, parallel = updated_parameters(context), context.parallel
-        final = parallel.last_matrix(context.optimizer) if not parallel.own_forward else _last_matrix(parameters)
-        return self._clipping(parameters[:final], parallel.row_sums)
+        groups, of_phase = context.optimizer.param_groups, bool(context.run.values["phases"])
+        updated = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        # In the model's order: an optimizer's groups put biases after all weights. Other ranks may update some of them.
+        ordered = {n: updated.get(n, p) for n, p in context.model.named_parameters() if n in updated or not of_phase}
+        before = list(ordered)[: _last_matrix(list(ordered.values()))]
+        return self._clipping([updated[name] for name in before if name in updated], context.parallel.row_sums)
 
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         return self._clipping(parameters[: _last_matrix(parameters)], lambda _: None)
 
-    def _clipping(self, clipped: list[torch.nn.Parameter], row_sums: Callable[[object], object]) -> Callable[[], None]:
-        sums: dict[tuple[bool, ...], Any] = {}  # by which parameters have a gradient
+    def _clipping(self, clipped: list[torch.nn.Parameter], row_sums: Callable[[Tensors], Sums | None]) -> Callable[[], None]:
+        sums: dict[tuple[bool, ...], Sums | None] = {}  # by which parameters have a gradient
 
         def clip() -> None:
             has_grad = tuple(p.grad is not None for p in clipped)
@@ -130,7 +135,7 @@ class Agc(Clip):
 
         return clip
 
-    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: object = None) -> None:
+    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: Sums | None = None) -> None:
         with torch.no_grad():
             scale = [_unit_norms(w) for w in weights]
             norms = [_unit_norms(g) for g in gradients]
@@ -147,7 +152,7 @@ def _last_matrix(parameters: list[torch.nn.Parameter]) -> int:
     return max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
 
 
-def _norms_of_all_parts(sums: Any, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _norms_of_all_parts(sums: Sums, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Norms of whole units from those of this rank's parts, all by one sum over the ranks."""
     squares = [torch.stack([norm.square() for norm in of_weight]) for of_weight in zip(*of_parts, strict=True)]
     whole = [square.sqrt_().unbind() for square in sums(squares)]
@@ -156,6 +161,5 @@ def _norms_of_all_parts(sums: Any, *of_parts: list[torch.Tensor]) -> list[list[t
 
 def _unit_norms(x: torch.Tensor) -> torch.Tensor:
     """2-norms over all but the first dimension: (rows, 1, …), or () of a vector or scalar."""
-    if x.ndim <= 1:
-        return torch.linalg.vector_norm(x)
-    return torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), keepdim=True)
+    dimensions = tuple(range(1, x.ndim)) or None
+    return torch.linalg.vector_norm(x, dim=dimensions, keepdim=dimensions is not None)  # type: ignore[no-any-return]

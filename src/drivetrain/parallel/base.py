@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step
-from drivetrain.core.trees import Tree
+from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.typed import StateDict
 from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
 from drivetrain.parallel.reducing_step import OwnGradients
 from drivetrain.saving.content import Divided, whole
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from drivetrain.core.context import BuildContext
 
 _NULL = nullcontext()
-Weights = dict[str, Any]  # under plain names
-State = dict[str, Any]
-Sums = Callable[[Sequence[Any]], list[Any]]
+T = TypeVar("T")
+Sums = Callable[[Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 class Parallel(Option):
@@ -97,7 +99,7 @@ class Parallel(Option):
     def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
         """Note that the optimizer has a copy of a parameter in its place."""
 
-    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> Any:
+    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> torch.nn.Module:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
 
@@ -118,7 +120,8 @@ class Parallel(Option):
         if not gradients:
             return torch.zeros(())
         # torch's get_total_norm first groups them by device and type, which takes as long as the norm of a small model.
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, norm_type)), norm_type)
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
+        return torch.linalg.vector_norm(norms, norm_type)  # type: ignore[no-any-return]
 
     @property
     def keeps_own_gradients(self) -> bool:
@@ -146,15 +149,11 @@ class Parallel(Option):
         """
         return None
 
-    def last_matrix(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return how many of this rank's parameters come before the last one of the run that has two or more dimensions."""
-        raise NotImplementedError
-
     def row_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
         """Return `layer_sums` for numbers of each row (a vector is one row)."""
         return None
 
-    def evaluation_context(self) -> AbstractContextManager[Any]:
+    def evaluation_context(self) -> AbstractContextManager[object]:
         """Return the context for evaluation: no gradients."""
         return torch.no_grad()
 
@@ -186,19 +185,19 @@ class Parallel(Option):
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give all ranks rank 0's values of these tensors, in place."""
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: T) -> list[T]:
         """Return a list of every rank's value, on rank 0."""
         return [value]
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, on every rank."""
         return value
 
-    def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+    def full_state_dict(self, model: torch.nn.Module, state: StateDict) -> tuple[StateDict, StateDict]:
         """Return the full, unsharded weights and training state, on rank 0."""
         return model.state_dict(), state
 
-    def with_states_of_all(self, state: State) -> State:
+    def with_states_of_all(self, state: StateDict) -> StateDict:
         """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
         return state
 
@@ -210,15 +209,15 @@ class Parallel(Option):
         """Return an empty tensor into which this rank's parts of one of this shape are read; a meta tensor, where it has none."""
         return torch.empty(shape, dtype=dtype)
 
-    def saving_group(self) -> Any:
+    def saving_group(self) -> ProcessGroup | None:
         """Return a process group of all ranks for the threads that save."""
         return None
 
-    def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
+    def shard_state_dict(self, weights: StateDict, state: StateDict) -> tuple[StateDict, StateDict]:
         """Return this rank's shards of what `full_state_dict` gave, maybe under another strategy."""
         return weights, state
 
-    def inference_model(self, model: torch.nn.Module) -> Any:
+    def inference_model(self, model: torch.nn.Module) -> Forward:
         """Return the callable that evaluation calls; every rank gets its outputs."""
         return model
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import sequential_blocks
@@ -19,14 +19,16 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.step import Step
-from drivetrain.core.trees import Tree
+from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.typed import StateDict
 from drivetrain.parallel import onehost
-from drivetrain.parallel.base import State, Weights
 from drivetrain.parallel.fsdp import fully_shard_block
 from drivetrain.parallel.sharded import Layout, Sharded
 from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from drivetrain.core.context import BuildContext
 
 
@@ -126,7 +128,7 @@ class Pipeline(Sharded):
 
     # --- this rank's part of the model ---
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> tuple[DeviceMesh, str]:
         from drivetrain.parallel.pipeline_stages import StagedForward, check_stages, split_names
 
         if not isinstance(example, torch.Tensor):
@@ -135,10 +137,12 @@ class Pipeline(Sharded):
                 "set parallel=ddp or fsdp"
             )
         ranks = self._stage_ranks()
-        mesh = self._mesh = self.device_mesh(data=self.data_world.size, pipe=ranks, tensor=self.tensor)
+        mesh = self.device_mesh(data=self.data_world.size, pipe=ranks, tensor=self.tensor)
         self.stage_group, self.data_group = mesh.get_group("pipe"), mesh.get_group("data")
         self._pipe_rank, self._tensor_rank = mesh.get_local_rank("pipe"), mesh.get_local_rank("tensor")
-        self._pipeline_ranks = mesh.mesh[self.data_world.rank, :, self._tensor_rank].tolist()  # global ranks of this pipeline
+        self._pipeline_ranks: list[int] = mesh.mesh[
+            self.data_world.rank, :, self._tensor_rank
+        ].tolist()  # global ranks of this pipeline
         blocks = sequential_blocks("parallel=pipeline", model, self.block)
         count = ranks * (self.per_rank if self.schedule == "interleaved" else 1)
         if count > len(blocks):
@@ -170,31 +174,11 @@ class Pipeline(Sharded):
         self._staged = StagedForward(model, blocks)
         tensor = f", each over {self.tensor} ranks" if self.tensor > 1 else ""
         pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
-        return [f"{count} stages of {onehost.describe_split(boundaries, costs)}{tensor}{pipelines}"]
+        return mesh, f"{count} stages of {onehost.describe_split(boundaries, costs)}{tensor}{pipelines}"
 
     def _layout(self, name: str) -> Layout:
         layout = super()._layout(name)
         return layout if name in self.common_names else layout._replace(run=("pipe", *layout.run))
-
-    def last_matrix(self, optimizer: torch.optim.Optimizer) -> int:
-        import torch.distributed as dist
-
-        own = [
-            ({k: v for k, v in group.items() if k not in ("params", "param_names")}, [p.ndim for p in group["params"]])
-            for group in optimizer.param_groups
-        ]
-        names = [group["param_names"] for group in optimizer.param_groups]
-        ranks: list[Any] = [None] * self.world.size
-        dist.all_gather_object(ranks, (own, names), group=self._control)
-        # The groups of the whole model in their order: that of a rank which has the most of them.
-        groups = [settings for settings, _ in max(ranks, key=lambda rank: len(rank[0]))[0]]
-        place = {name: i for i, (name, _) in enumerate(self._root.named_parameters())}
-        places = [
-            [((groups.index(of[0]), place[name]), ndim) for of, of_names in zip(*rank, strict=True)
-             for name, ndim in zip(of_names, of[1], strict=True)] for rank in ranks
-        ]  # fmt: skip
-        last = max((at for rank in places for at, ndim in rank if ndim > 1), default=(len(groups), 0))
-        return sum(at < last for at, _ in places[self.world.rank])
 
     def rng_rank(self) -> int:
         return self.world.rank - self._tensor_rank
@@ -225,7 +209,7 @@ class Pipeline(Sharded):
 
     # --- evaluation ---
 
-    def inference_model(self, model: torch.nn.Module) -> Any:
+    def inference_model(self, model: torch.nn.Module) -> Forward:
         from drivetrain.parallel import pipeline_stages
 
         def outputs(x: torch.Tensor) -> torch.Tensor:
@@ -250,31 +234,26 @@ class Pipeline(Sharded):
 
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum the values of the last stage over the pipelines: only the last stage computes the loss."""
-        import torch.distributed as dist
-
-        dist.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
+        torch.distributed.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
         return super().all_reduce_sum(sums)
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Broadcast each stage's buffers from the first pipeline, and those outside of the blocks from the last stage."""
-        import torch.distributed as dist
-
         for name, buffer in model.named_buffers():
             if name in self.common_names:
-                dist.broadcast(buffer, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
+                torch.distributed.broadcast(buffer, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
             if not buffer.is_meta:
-                dist.broadcast(buffer, self.world.rank % self.model_ranks(), group=self.data_group)
+                torch.distributed.broadcast(buffer, self.world.rank % self.model_ranks(), group=self.data_group)
 
     # --- saving ---
 
-    def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+    def full_state_dict(self, model: torch.nn.Module, state: StateDict) -> tuple[StateDict, StateDict]:
         own = {n: self._gather_full(n, t).cpu() for n, t in model.state_dict().items() if not t.is_meta}
         state = self._map_state(state, self._gather_full)
         tensors = state["ema"].get("tensors", {})
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
         is_first = self.data_world.rank == self._tensor_rank == 0
-        parts = self.gather_object((own, average) if is_first else None)
-        parts = [part for part in parts if part is not None]
+        parts = [part for part in self.gather_object((own, average) if is_first else None) if part is not None]
         state = self._merged(state, is_first or self._whole is not None)
         if self.world.rank != 0:
             return {}, {}
@@ -288,7 +267,7 @@ class Pipeline(Sharded):
             return torch.empty(shape, dtype=dtype, device="meta")
         return super().empty_shard(kind, name, shape, dtype)
 
-    def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
+    def shard_state_dict(self, weights: StateDict, state: StateDict) -> tuple[StateDict, StateDict]:
         own = self._root.state_dict()
         shards, state = super().shard_state_dict({n: weights[n] for n, t in own.items() if not t.is_meta}, state)
         return {n: t if t.is_meta else shards[n] for n, t in own.items()}, state
