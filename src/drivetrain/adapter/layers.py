@@ -27,14 +27,16 @@ class NarrowProduct(torch.autograd.Function):
     """x @ weightᵀ of a weight in 8 or 4 bits. The backward needs these alone, so that no wider weight is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, levels: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, levels: torch.Tensor | None
+    ) -> torch.Tensor:
         """The product, in the type of x."""
         ctx.save_for_backward(weight, scale, levels)
         ctx.inputs = x.shape[-1]
         return linear(x, widened(weight, scale, levels, ctx.inputs, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """The gradient of x."""
         weight, scale, levels = ctx.saved_tensors
         return grad @ widened(weight, scale, levels, ctx.inputs, grad.dtype), None, None, None
@@ -119,7 +121,7 @@ class DoraLinear(LoraLinear):
 
 def choose(model: nn.Module, example: Tree, targets: Sequence[str] | None, heads: Collection[str]) -> dict[str, nn.Linear]:
     """The Linear layers to adapt, by name. Raises UserError for a target that cannot be adapted."""
-    linears: dict[str, Any] = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or _is_transposed(m)}
+    linears = {name: m for name, m in model.named_modules() if type(m) is nn.Linear or _is_transposed(m)}
     called = _called(model, example, linears)
     if targets is None:
         found = {n: m for n, m in linears.items() if n in called and not _in_any(n, heads) and not _shares(model, m)}

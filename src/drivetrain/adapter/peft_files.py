@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -17,7 +16,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."  # a name of the model
 PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "dora_magnitude": "lora_magnitude_vector"}
 # Settings that change the mathematics, and have no counterpart here: a file must have one of these values.
-PLAIN: dict[str, tuple[Any, ...]] = {
+PLAIN: dict[str, tuple[object, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_rslora": (False, None), "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None), "trainable_token_indices": (None,), "lora_bias": (False, None), "layer_replication": (None,),
 }  # fmt: skip

@@ -6,13 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
 
 from drivetrain.batch.base import Batch, Scaling
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.protocols import Trials
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonMapping, fits
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -125,7 +125,7 @@ class Critical(Batch):
 
     effect = "changes"
     changes = "the samples of an update: as many as a measurement says"
-    key_effects: ClassVar[Mapping[str, Any]] = {}
+    key_effects: ClassVar[Mapping[str, Effect]] = {}
     fixed_micro_batches: ClassVar[bool] = False
     takes_tokens: ClassVar[bool] = False
     untried = "batch=accumulate, and the batch.global_batch that a run by itself finds"
@@ -166,7 +166,7 @@ class Critical(Batch):
                 "suits AdamW, linear SGD"
             )
 
-    def choose(self, trials: Trials, recorded: Any = None) -> Batch:
+    def choose(self, trials: Trials, recorded: object = None) -> Batch:
         ranks = trials.run.parallel.data_ranks()
         limits = {"smallest": self.global_batch, "largest": self.max, "look_updates": self.look_updates, "by": self.by}
         steps = max(2, self.accumulation_steps * ranks)  # the parts of an update that the ranks compute; it takes two to measure
@@ -183,7 +183,7 @@ class Critical(Batch):
         smallest = self.global_batch // (self.accumulation_steps * ranks)
         return [smallest * 2**n for n in range((self.max // self.global_batch).bit_length())]
 
-    def _growth(self, look: Mapping[str, Any]) -> int:
+    def _growth(self, look: JsonMapping) -> int:
         """The power of two by which the smallest batch grows, within the limits and the data."""
         noise, seconds = look["noise_scale"], look["update_seconds"]
         if not noise:
@@ -199,7 +199,7 @@ class Critical(Batch):
             logger.info("%s", self._told(self.found))
         super().setup(context)
 
-    def _told(self, found: Mapping[str, Any]) -> str:
+    def _told(self, found: JsonMapping) -> str:
         """The line on what was found and chosen."""
         looked = f"{found['updates']} updates of {found['smallest']} samples"
         chosen = f"{self.global_batch} samples an update, of {found['smallest']} to {found['largest']}"
@@ -222,9 +222,9 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g} ms"
 
 
-def _is_of(recorded: Any, limits: Mapping[str, Any]) -> bool:
+def _is_of(recorded: Any, limits: JsonMapping) -> TypeGuard[JsonMapping]:
     """True if it is what a run with these limits has recorded."""
-    if not fits(recorded, dict[str, Any]) or any(recorded.get(key) != value for key, value in limits.items()):
+    if not fits(recorded, dict[str, object]) or any(recorded.get(key) != value for key, value in limits.items()):
         return False
     scale, counts = recorded.get("noise_scale"), (recorded.get("samples"), recorded.get("updates"))
     seconds, most = recorded.get("update_seconds"), (limits["largest"] // limits["smallest"]).bit_length()

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from annotated_types import Ge
 
@@ -22,7 +22,7 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Count, Effect, Option, RunSpec
 from drivetrain.core.order import Order, index_of
 from drivetrain.core.source import Source
-from drivetrain.core.typed import StateDict
+from drivetrain.core.typed import JsonObject, StateDict
 from drivetrain.core.world import World
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Batch(Option):
 
     def __post_init__(self) -> None:
         self._configured = self.accumulation_steps
-        self.found: dict[str, Any] | None = None  # what the size was chosen by, where it was measured
+        self.found: JsonObject | None = None  # what the size was chosen by, where it was measured
         self.pairs = False  # each sample gets a partner to be mixed with (mixup, CutMix)
         self.together = 1  # samples that an evaluation keeps in one batch, as losses do that compare samples
         self.lengths: torch.Tensor | None = None  # (n,) tokens of each training sample, where samples are sequences
@@ -177,7 +177,7 @@ class Batch(Option):
         """Return the factor of the weight decay: 1 / (lr × decay) stays as many samples (Wang & Aitchison 2024)."""
         return self.global_batch / self.base_batch / self.lr_factor() if self.decay_scaling == "timescale" else 1.0
 
-    def sizes(self) -> tuple[Any, ...]:
+    def sizes(self) -> tuple[object, ...]:
         """Return the settings that say how many samples are in which update."""
         return (self.buckets_lengths, self.global_batch, self.tokens, self.grow_every, self.grow_by, self.grow_until)
 
@@ -325,7 +325,7 @@ class Batch(Option):
         if self.tokens is not None and lengths is not None:
             most = max(1, self.tokens // (self.accumulation_steps * world.size))
             return order.tensor_split(split_by_cost(lengths[order].tolist(), most).ends[:-1])
-        return order.split(math.ceil(self.micro_batch(world) / self.together) * self.together)
+        return torch.split(order, math.ceil(self.micro_batch(world) / self.together) * self.together)
 
     def evaluation_requests(
         self, source: Source, world: World, max_batches: int | None, lockstep: bool = False

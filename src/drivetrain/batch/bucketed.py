@@ -62,11 +62,11 @@ class Bucketed(Batch):
 
     def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
         batches = self._batch_ends(self.size(epoch))
-        return len(batches.ends) - (batches.last_is_short and drop_last)
+        return len(batches.ends) - int(batches.last_is_short and drop_last)
 
     def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
         before = self._over_epochs(epoch, lambda e: self._batch_ends(self.size(e)).ends[self.updates(samples, e, drop_last) - 1])
-        return before + sum(s.stop - s.start for s in islice(self._slices(self._seed, epoch, drop_last), window))
+        return before + int(sum(s.stop - s.start for s in islice(self._slices(self._seed, epoch, drop_last), window)))
 
     def _slices(self, seed: int, epoch: int, drop_last: bool) -> Iterator[slice]:
         """Return each update's slice of the sorted order, the updates shuffled."""
@@ -97,7 +97,7 @@ class Bucketed(Batch):
         unequal = f", ranks wait for the busiest {imbalance:.1%} → {imbalance_now:.1%}" if world.size > 1 else ""
         return (
             f"batch=bucketed: padding {padding:.1%} → {padding_now:.1%} of the tokens{unequal} (beside batch=fixed); "
-            f"{len(self.padded.unique())} lengths"
+            f"{len(set(self.padded.tolist()))} lengths"
         )
 
 

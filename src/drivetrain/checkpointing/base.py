@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypedDict
 
 from annotated_types import Ge
 
@@ -15,11 +15,23 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero, Effect, Option, Positive, RunSpec, Share
 from drivetrain.core.protocols import Trials
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonMapping, fits
+
+if TYPE_CHECKING:
+    from drivetrain.checkpointing.recompute import Policy
 
 KEY = "checkpointing.memory_gb"
 
 logger = logging.getLogger(__name__)
+
+
+class Recomputed(TypedDict):
+    """The blocks that a forecast has chosen, for environment.json."""
+
+    memory_gb: float
+    recomputed: int
+    blocks: int
+    bytes: int
 
 
 class Checkpointing(Option):
@@ -34,7 +46,7 @@ class Checkpointing(Option):
     asks_for_each_operation = False  # in Python, whether to keep its result
     budget = 1.0  # share of the activations that the compiler keeps
     memory_gb: float | None = None  # limit by which a forecast chooses what to recompute, before the run starts
-    found: dict[str, Any] | None = None  # what was forecast and chosen
+    found: Recomputed | None = None  # what was forecast and chosen
 
     def apply(self, model: torch.nn.Module) -> None:
         """Patch the model's forward in place. Its parameters keep their names."""
@@ -81,29 +93,21 @@ class Blocks(Checkpointing):
     def untried(self) -> str:  # type: ignore[override]
         return "" if self.memory_gb is None else f"{KEY}=null"
 
-    def choose(self, trials: Trials, recorded: Any = None) -> Blocks:
+    def choose(self, trials: Trials, recorded: JsonMapping | None = None) -> Blocks:
         if self.memory_gb is None:
             return self
-        if fits(recorded, dict[str, Any]) and recorded.get("memory_gb") == self.memory_gb and _is_choice(recorded):
-            return self.chosen(recorded)
+        if recorded and recorded.get("memory_gb") == self.memory_gb and _is_choice(recorded):
+            return self.with_values(found=recorded)
         found = trials.fewest_blocks(self.block, self.memory_gb)
         if found["bytes"] > self.memory_gb * 2**30:
-            raise UserError(self.too_little(found, trials.micro_batch()))
-        return self.chosen({"memory_gb": self.memory_gb, **found})
+            raise UserError(
+                f"{KEY}={self.memory_gb:g} is too little: a step of {trials.micro_batch()} samples is forecast to take at least "
+                f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "
+                "raise it, or split the update into more micro-batches (batch=accumulate)"
+            )
+        return self.with_values(found={"memory_gb": self.memory_gb, **found})
 
-    def chosen(self, found: dict[str, Any]) -> Blocks:
-        """Return this option with as many blocks recomputed as was found."""
-        return self.with_values(found=found)
-
-    def too_little(self, found: Mapping[str, int], micro_batch: int) -> str:
-        """Return what to say where the step takes more than it may with any number of blocks recomputed."""
-        return (
-            f"{KEY}={self.memory_gb:g} is too little: a step of {micro_batch} samples is forecast to take at least "
-            f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "
-            "raise it, or split the update into more micro-batches (batch=accumulate)"
-        )
-
-    def policy_factory(self) -> Any:
+    def policy_factory(self) -> Callable[[], Policy] | None:
         """Return a function that makes the policy of which results to keep; None keeps only a block's input."""
         return None
 
@@ -131,7 +135,7 @@ def rounded_up(value: float) -> float:
     return rounded if rounded >= value else float(f"{rounded + unit:.3g}")
 
 
-def _is_choice(recorded: dict[str, Any]) -> bool:
+def _is_choice(recorded: JsonMapping) -> bool:
     """True if it is what a run has recorded of its choice."""
     return all(fits(recorded.get(key), int) and recorded[key] >= 0 for key in ("recomputed", "blocks", "bytes"))
 
@@ -174,11 +178,11 @@ class Selective(Blocks):
         super().__init__(block)
         self.policy, self.min_depth = policy, min_depth
 
-    def policy_factory(self) -> Any:
+    def policy_factory(self) -> Callable[[], Policy]:
         from drivetrain.checkpointing import recompute
 
-        make = getattr(recompute, self.policy)
-        return lambda: make(self.min_depth)
+        policies = {"products": recompute.products, "half": recompute.half, "attention": recompute.attention}
+        return lambda: policies[self.policy](self.min_depth)
 
     def describe_kept(self) -> str:
         return f", {self.policy} kept"

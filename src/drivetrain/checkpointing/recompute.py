@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch._ops import OpOverload
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
@@ -27,10 +29,12 @@ from torch.utils.checkpoint import (
 
 from drivetrain.core import torch_patches
 from drivetrain.core.torch_patches import wrap_forward
+from drivetrain.core.trees import Tree
 
 Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # around the forward, around the recomputation
-Values = dict[Any, list[Any]]  # operation → what each of its calls gave, None where it is to be computed again
+Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # around forward and recomputation
+Values = dict[OpOverload, list[Tree]]  # operation → what each of its calls gave, None where it is to be computed again
+Arguments = tuple[Any, ...]  # of an operation: tensors, numbers and lists of them
 
 _aten = torch.ops.aten
 _ATTENTION = tuple(
@@ -44,7 +48,8 @@ _ATTENTION = tuple(
     )
     if hasattr(_aten, name)
 )
-_FACTORS = {_aten.mm: (0, 1), _aten.bmm: (0, 1), _aten.addmm: (1, 2), _aten.baddbmm: (1, 2), _aten._scaled_mm: (0, 1)}
+# The position of a product's first factor.
+_FACTORS: dict[object, int] = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1, _aten._scaled_mm: 0}
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution)
 torch_patches.ignore_profiler_ranges()
 
@@ -54,38 +59,33 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
 
     `policy` makes the policy of what to keep.
     """
-    norms = [m for m in block.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
+    norms = [m for m in block.modules() if isinstance(m, _NormBase)]
     if policy is not None:
         _disable_inplace(block)
 
-    def compiled_contexts() -> Contexts:
-        assert policy is not None
-        return create_selective_checkpoint_contexts(policy())
+    def selective_contexts() -> Contexts:
+        if policy is None:
+            return nullcontext(), nullcontext()
+        return create_selective_checkpoint_contexts(policy())  # type: ignore[no-any-return, no-untyped-call]
 
     def contexts() -> Contexts:
-        forward_context, recompute_context = (
-            create_selective_checkpoint_contexts(policy()) if policy else (nullcontext(), nullcontext())
-        )
+        forward_context, recompute_context = selective_contexts()
         return forward_context, _both(_frozen_statistics(norms), recompute_context)
 
     def traced_contexts() -> Contexts:
         values: Values = {}
         return _Record(values, policy and policy()), _Replay(values, norms)
 
-    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(forward: Callable[..., Tree]) -> Callable[..., Tree]:
         @functools.wraps(forward)
-        def recomputed(*args: Any, **kwargs: Any) -> Any:
+        def recomputed(*args: Tree, **kwargs: Tree) -> Tree:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if torch.compiler.is_dynamo_compiling():  # a compiled graph writes its buffers once by itself
-                if policy is None:
-                    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-                return checkpoint(forward, *args, use_reentrant=False, context_fn=compiled_contexts, **kwargs)
-            if _is_traced():
-                return checkpoint(forward, *args, use_reentrant=False, context_fn=traced_contexts, **kwargs)
-            if not norms and policy is None:
+            compiled = torch.compiler.is_dynamo_compiling()  # a compiled graph writes its buffers once by itself
+            if policy is None and (compiled or not (norms or _is_traced())):
                 return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            around = selective_contexts if compiled else traced_contexts if _is_traced() else contexts
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=around, **kwargs)
 
         return recomputed
 
@@ -105,7 +105,7 @@ def half(min_depth: int) -> Policy:
     """Policy: keep every second of what `products` keeps."""
     seen: Counter[bool] = Counter()  # older torch also calls the policy while it recomputes: counted separately
 
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: SelectiveCheckpointContext, operation: object, *args: object, **kwargs: object) -> CheckpointPolicy:
         if not _is_product(operation, args, min_depth) or _draws(operation, args, kwargs):
             return _keep_if(False)
         seen[context.is_recompute] += 1
@@ -127,24 +127,24 @@ def _keep_if(keep: bool) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _packet(operation: object) -> Any:
-    return getattr(operation, "overloadpacket", operation)
+def _packet(operation: object) -> object:
+    return operation.overloadpacket if isinstance(operation, OpOverload) else operation
 
 
-def _is_product(operation: Any, args: tuple[Any, ...], min_depth: int) -> bool:
+def _is_product(operation: object, args: Arguments, min_depth: int) -> bool:
     packet = _packet(operation)
     if packet in _FACTORS:
-        return args[_FACTORS[packet][0]].shape[-1] >= min_depth
+        return int(args[_FACTORS[packet]].shape[-1]) >= min_depth
     if packet in _CONVOLUTIONS:
         weight, transposed, groups = args[1], args[6], args[8]
         per_output = (weight.shape[0] // groups if transposed else weight.shape[1]) * math.prod(weight.shape[2:])
-        return per_output >= min_depth
+        return int(per_output) >= min_depth
     return packet in _ATTENTION
 
 
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _draws(operation: object, args: Arguments, kwargs: Mapping[str, object]) -> bool:
     """Return whether this call draws random numbers. Skipping it in the recomputation would shift the draws that follow."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+    if not isinstance(operation, OpOverload) or torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
     names = [argument.name for argument in operation._schema.arguments]
     if "dropout_p" not in names:
@@ -165,19 +165,21 @@ def _is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-class _Record(TorchDispatchMode):
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what the forward's random draws give, and the operations that the policy keeps."""
 
     def __init__(self, values: Values, policy: Policy | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.values, self.policy = values, policy
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: dict[str, Tree] | None = None
+    ) -> Tree:
         out = func(*args, **(kwargs or {}))
         self.values.setdefault(func, []).append(self._kept(func, args, kwargs or {}, out))
         return out
 
-    def _kept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+    def _kept(self, func: OpOverload, args: Arguments, kwargs: dict[str, Tree], out: Tree) -> Tree:
         if _draws(func, args, kwargs):  # a copy, because dropout scales its mask in place
             return tree_map_only(torch.Tensor, torch.Tensor.clone, out)
         context = SelectiveCheckpointContext(is_recompute=False)
@@ -187,23 +189,25 @@ class _Record(TorchDispatchMode):
         return tree_map_only(torch.Tensor, torch.Tensor.detach, out)
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Returns the kept values again, call by call, and freezes BatchNorm's statistics."""
 
-    def __init__(self, values: Values, norms: list[Any]) -> None:
-        super().__init__()
+    def __init__(self, values: Values, norms: list[_NormBase]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.values, self.frozen = values, _frozen_statistics(norms)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         self.remaining = {func: iter(kept) for func, kept in self.values.items()}
         self.frozen.__enter__()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.frozen.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Arguments = (), kwargs: dict[str, Tree] | None = None
+    ) -> Tree:
         kept = next(self.remaining.get(func, iter(())), None)
         if kept is None:
             return func(*args, **(kwargs or {}))
@@ -219,7 +223,7 @@ def _both(*contexts: AbstractContextManager[object]) -> Iterator[None]:
 
 
 @contextmanager
-def _frozen_statistics(norms: list[Any]) -> Iterator[None]:
+def _frozen_statistics(norms: list[_NormBase]) -> Iterator[None]:
     """Freeze the norms' statistics: momentum 0 writes them back unchanged, and without its counter a norm counts nothing.
 
     torch.nn.SyncBatchNorm raises an error if it has no counter: it counts in a copy.
@@ -227,8 +231,8 @@ def _frozen_statistics(norms: list[Any]) -> Iterator[None]:
     saved = [(m.momentum, m.num_batches_tracked) for m in norms]
     try:
         for m, (_, counter) in zip(norms, saved, strict=True):
-            synchronised = isinstance(m, torch.nn.SyncBatchNorm) and counter is not None
-            m.momentum, m.num_batches_tracked = 0.0, counter.clone() if synchronised else None
+            copied = counter.clone() if counter is not None and isinstance(m, torch.nn.SyncBatchNorm) else None
+            m.momentum, m.num_batches_tracked = 0.0, copied
         yield
     finally:
         for m, (momentum, counter) in zip(norms, saved, strict=True):
@@ -259,9 +263,9 @@ def offload_forward(model: torch.nn.Module, min_bytes: int) -> None:
         device, host = packed
         return host.to(device, non_blocking=True)
 
-    def wrapped(forward: Callable[..., object]) -> Callable[..., Any]:
+    def wrapped(forward: Callable[..., Tree]) -> Callable[..., Tree]:
         @functools.wraps(forward)
-        def offloaded(*args: object, **kwargs: object) -> Any:
+        def offloaded(*args: Tree, **kwargs: Tree) -> Tree:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -36,7 +36,7 @@ class Compile(Option):
     warmup = 1  # steps until compilation is done
     dynamic: bool | None = False  # compile for any shape; None: once shapes change
 
-    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         """Return the callable that training calls.
 
         `example` is two samples of zeros, as `trees.call` calls the model with them; `budget` is the share of activations to
@@ -110,7 +110,7 @@ class Jit(Compiled):
     def advise(self, run: RunSpec) -> Iterator[str]:
         yield "compile=jit is TorchScript, which torch has retired: compile=inductor is its successor"
 
-    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         start = time.perf_counter()
         buffers = [buffer.clone() for buffer in model.buffers()]
         try:
@@ -129,11 +129,11 @@ class Jit(Compiled):
         self._seconds = time.perf_counter() - start
         return jitted
 
-    def _trace(self, model: torch.nn.Module, example: Tree) -> Any:
+    def _trace(self, model: torch.nn.Module, example: Tree) -> torch.nn.Module:
         device = first(example).device  # the only one that is used: by default torch would start all of them
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
             inputs = {"example_kwarg_inputs": example} if isinstance(example, dict) else {"example_inputs": example}
-            return torch.jit.trace(model, **inputs, check_trace=False)
+            return torch.jit.trace(model, **inputs, check_trace=False)  # type: ignore[no-any-return, no-untyped-call]
 
     def seconds(self) -> float | None:
         return self._seconds

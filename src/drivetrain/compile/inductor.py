@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.allowed import Name
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., object])
 
 
 _LINKING_S = 5.0  # a linker may still be writing a younger file
@@ -52,7 +53,7 @@ def _is_complete(file: Path) -> bool:
         return True
     (table,) = struct.unpack_from("<Q", header, 40)
     size, count = struct.unpack_from("<HH", header, 58)
-    return file.stat().st_size >= table + size * count > 0
+    return bool(file.stat().st_size >= table + size * count > 0)
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -134,15 +135,16 @@ class Inductor(Dynamo):
         if self.mode == "reduce-overhead" and kind != "cuda":
             yield f"compile.mode=reduce-overhead is CUDA graphs, and the device is of type {kind}: set compile.mode=default"
 
-    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         self.prepare(budget)
         return self._compile(model)
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         return keep_gradients(step, context) if self.mode in GRAPH_MODES else step
 
-    def _compile(self, target: Any) -> Any:
-        return torch.compile(target, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
+    def _compile(self, target: F) -> F:
+        compiled = torch.compile(target, mode=self.mode, dynamic=self.dynamic, fullgraph=self.fullgraph)
+        return compiled  # type: ignore[return-value]  # a module of a module, of a function a function
 
 
 class Regional(Inductor):
@@ -166,7 +168,7 @@ class Regional(Inductor):
         super().__init__(mode, dynamic, fullgraph, cache_dir)
         self.block = block
 
-    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         self.prepare(budget)
         blocks = blocks_for("compile=regional", "compile.block", model, self.block)
         self._blocks = [b for b in blocks if not any(p.is_meta for p in b.parameters())]  # meta blocks belong to other ranks
@@ -175,19 +177,19 @@ class Regional(Inductor):
         # Blocks of one class share one code object: each that differs in a shape or a number needs a recompilation of it.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(self._blocks))
         for block in self._blocks:
-            wrap_forward(block, lambda forward: _compiled_if_grad(self._compile(forward), forward))
+            wrap_forward(block, self._compiled_if_grad)
         logger.info("%s compiled", describe_blocks(self._blocks))
         return model
 
+    def _compiled_if_grad(self, plain: Callable[..., object]) -> Callable[..., object]:
+        """Return a forward that is compiled only where gradients are enabled, because evaluation would recompile it."""
+        compiled = self._compile(plain)
 
-def _compiled_if_grad(compiled: Callable[..., object], plain: Callable[..., object]) -> Callable[..., Any]:
-    """Return a forward that is compiled only where gradients are enabled, because evaluation would recompile it."""
+        @functools.wraps(plain)
+        def forward(*args: object, **kwargs: object) -> object:
+            return (compiled if torch.is_grad_enabled() else plain)(*args, **kwargs)
 
-    @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (compiled if torch.is_grad_enabled() else plain)(*args, **kwargs)
-
-    return forward
+        return forward
 
 
 def keeps_gradients(run: RunSpec) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.compile.inductor import Dynamo, keep_gradients, refuse_ranks_that_keep_gradients
 from drivetrain.core.lazy import torch
@@ -70,7 +70,7 @@ class StepGraph(Dynamo):
                 "tested): set compile.cudagraph=false"
             )
 
-    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         self.prepare(budget)
         return model
 
@@ -115,9 +115,10 @@ class CudaGraph(Dynamo):
         if run.runtime.device != "cpu" and run.runtime.device_type() != "cuda":
             yield _no_cuda("torch finds no CUDA device here")
 
-    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> Any:
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         self.prepare(budget)
-        return torch.compile(model, mode="reduce-overhead", dynamic=False, fullgraph=self.fullgraph)
+        compiled = torch.compile(model, mode="reduce-overhead", dynamic=False, fullgraph=self.fullgraph)
+        return compiled  # type: ignore[return-value]  # a module of a module
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         return keep_gradients(step, context)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch._inductor
@@ -26,11 +26,16 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.protocols import Strategy
 from drivetrain.core.step import Step
 from drivetrain.core.torch_patches import compiling
+from drivetrain.core.typed import StateDict
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
 
 logger = logging.getLogger(__name__)
 
 
 Outputs = tuple[torch.Tensor, ...]
+Key = tuple[object, ...]  # what the micro-batches of one graph share
 
 
 class CapturedGraph:
@@ -40,7 +45,7 @@ class CapturedGraph:
     been read before the next one runs.
     """
 
-    def __init__(self, run: Callable[..., Outputs], pool: Any) -> None:
+    def __init__(self, run: Callable[..., Outputs], pool: _POOL_HANDLE) -> None:
         self._run, self._pool, self._call = run, pool, self._first
 
     def __call__(self, *inputs: torch.Tensor) -> Outputs:
@@ -128,12 +133,12 @@ class WholeStep:
         self._attempted = False  # a micro-batch of this update was recorded, or could not be
         self._updated = False  # the update's last micro-batch has updated already
         self._made: list[torch.Tensor] = []  # whether it did, where the graph decides
-        self._graphs: dict[tuple[Any, ...], Graph] = {}
-        self._pool: Any = None  # the memory of all CUDA graphs
+        self._graphs: dict[Key, Graph] = {}
+        self._pool: _POOL_HANDLE | None = None  # the memory of all CUDA graphs
         self._trained: list[torch.nn.Parameter] = []  # parameters that get gradients
         self._gradient_sums: list[torch.Tensor] = []  # their gradients, where an update has several micro-batches
         self._lr_tensors: list[torch.Tensor] = []
-        self._counters: list[tuple[dict[str, Any], str, torch.device]] = []  # states, the names of their counters, and where
+        self._counters: list[tuple[StateDict, str, torch.device]] = []  # states, the names of their counters, and where
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run forward and backward of one micro-batch; after an update's last one, also the update."""
@@ -213,7 +218,7 @@ class WholeStep:
                     state[name] = value.to(device)
 
     @property
-    def _param_groups(self) -> list[dict[str, Any]]:
+    def _param_groups(self) -> list[StateDict]:
         return self._optimizer.param_groups
 
     def _copy_lrs(self) -> None:
@@ -222,11 +227,11 @@ class WholeStep:
                 self._lr_tensors[i].fill_(group["lr"])
                 self._lrs[i] = group["lr"]
 
-    def _constants(self) -> list[dict[str, Any]]:
+    def _constants(self) -> list[StateDict]:
         """Return the optimizer settings that a recording holds as constants, but a schedule could change."""
         return [{k: v for k, v in g.items() if isinstance(v, float | tuple) and k != "lr"} for g in self._param_groups]
 
-    def _record(self, key: tuple[Any, ...], batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+    def _record(self, key: Key, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
         """Run one micro-batch and record it as a graph. If that fails, run it eagerly."""
         start, self._attempted = time.perf_counter(), True
         static, numbers = self._state()
@@ -250,16 +255,16 @@ class WholeStep:
             self._give_up(_reason(error))
         self.seconds += time.perf_counter() - start
 
-    def _state(self) -> tuple[list[torch.Tensor], list[Any]]:
+    def _state(self) -> tuple[list[torch.Tensor], list[object]]:
         """Return every tensor that persists between updates, and the Python values of the optimizer's state."""
         model, optimizer = self._model, self._optimizer
         update = (*self._lr_tensors, *self._gradient_sums, *self._update_state(), *self._log_sums().values())
         tensors = {id(t): t for t in (*model.parameters(), *model.buffers(), *update)}
-        numbers: list[Any] = []
+        numbers: list[object] = []
         _collect([optimizer.state, vars(optimizer)], tensors, numbers, set())
         return list(tensors.values()), numbers
 
-    def _set_gradients(self, gradients: list[Any]) -> None:
+    def _set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for p, gradient in zip(self._trained, gradients, strict=True):
             p.grad = gradient
 
@@ -281,11 +286,11 @@ class WholeStep:
         """Make the update and clear the gradients. Returns whether it was made, where that is known on the device only."""
         with torch.no_grad():
             before = [(t, t.clone()) for t in self._optimizer_tensors()] if self._update_state() else []
-            made: Any = self.inner.update()
+            made: bool | torch.Tensor = self.inner.update()
             if made is False:
                 raise CannotRecordError("the precision decides in Python whether to update")
             for tensor, value in before:  # set back after an overflow
-                tensor.copy_(torch.where(made, tensor, value))
+                tensor.copy_(torch.where(made, tensor, value))  # type: ignore[arg-type]  # with state it is a tensor
             if self._gradient_sums:
                 torch._foreach_zero_(self._gradient_sums)
             else:
@@ -329,7 +334,9 @@ class WholeStep:
     def _compile(self, recording: torch.fx.GraphModule, static: list[torch.Tensor], batch: MicroBatch) -> Graph:
         # Static shapes in a ShapeEnv: without one inductor would not cache the code for the next run.
         fake = FakeTensorMode(shape_env=ShapeEnv())
-        inputs: list[Any] = [fake.from_tensor(t, static_shapes=True) for t in (*static, *_tensors(batch))]
+        inputs: list[torch.Tensor | int | torch.SymInt | None] = [
+            fake.from_tensor(t, static_shapes=True) for t in (*static, *_tensors(batch))
+        ]
         with torch.no_grad(), tracing(TracingContext(fake)):  # no gradients: the backward is in the graph
             compiled = torch._inductor.compile(recording, inputs, options=INDUCTOR)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from drivetrain.core.lazy import torch
@@ -37,6 +37,14 @@ def put_in_place(model: torch.nn.Module, pairs: Iterable[tuple[torch.nn.Module, 
                 vars(holder)[name] = new[id(value)]
             elif isinstance(value, list | tuple) and any(id(v) in new for v in value):
                 vars(holder)[name] = type(value)(new.get(id(v), v) for v in value)
+
+
+def replace_parameters(model: torch.nn.Module, new: Mapping[int, torch.nn.Parameter | None]) -> None:
+    """Put others in the place of parameters, by their ids, wherever the model holds them; None: the module is to have none."""
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if id(p) in new:
+                module._parameters[name] = new[id(p)]
 
 
 def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[Any]) -> None:

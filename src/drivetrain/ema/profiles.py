@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import safetensors
@@ -13,7 +12,7 @@ import torch
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import StateDict, fits
 from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.saving import checkpoint_io, manifest, space
 from drivetrain.saving.content import Malformed, check_weights
@@ -44,7 +43,7 @@ def overlap(a: Stored, b: Stored) -> float:
     return float(both * (first.updates / last.updates) ** last.power)
 
 
-def shares(stored: list[Stored], wanted: Stored) -> tuple[np.ndarray[Any, Any], float]:
+def shares(stored: list[Stored], wanted: Stored) -> tuple[list[float], float]:
     """Of each stored average, the share that it has in the one that is closest to the `wanted` profile, by least squares.
 
     The shares sum to 1 (the paper leaves that open), so that a weight that never moved is as it was. Beside them, the norm of
@@ -57,7 +56,7 @@ def shares(stored: list[Stored], wanted: Stored) -> tuple[np.ndarray[Any, Any], 
     found = np.linalg.lstsq(system, np.append(aims, 1.0), rcond=None)[0][:-1]
     own = overlap(wanted, wanted)
     left = own - 2 * found @ aims + found @ products @ found
-    return found, float(np.sqrt(max(0.0, left) / own))
+    return found.tolist(), float(np.sqrt(max(0.0, left) / own))
 
 
 def refuse_link(run_dir: Path) -> None:
@@ -66,7 +65,7 @@ def refuse_link(run_dir: Path) -> None:
         raise UserError(f"{run_dir / FOLDER} is a link, and a run's averages are written into its own directory: remove it")
 
 
-def store(run_dir: Path, state: Mapping[str, Any]) -> str:
+def store(run_dir: Path, state: StateDict) -> str:
     """Store both averages of the state of an ema=post_hoc. Returns the SHA-256 of their file. Raises CannotSave."""
     widths = {f"width/{number}": torch.tensor(width, dtype=torch.float64) for number, width in enumerate(state["widths"])}
     both = {f"{n}/{name}": state[key][name] for n, key in enumerate(("tensors", "wider")) for name in state["wider"]}
@@ -78,7 +77,7 @@ def store(run_dir: Path, state: Mapping[str, Any]) -> str:
     return manifest.sha256(file)
 
 
-def synthesised(run_dir: Path, state: Mapping[str, Any], width: float) -> dict[str, torch.Tensor]:
+def synthesised(run_dir: Path, state: StateDict, width: float) -> dict[str, torch.Tensor]:
     """The average of a width, made of a checkpoint's `state` of ema=post_hoc and of what was stored before. Raises UserError."""
     if not state.get("wider"):
         raise UserError(f"average={width:g}: {run_dir} has no averages to make this width from: the run needs ema=post_hoc")
@@ -97,12 +96,9 @@ def synthesised(run_dir: Path, state: Mapping[str, Any], width: float) -> dict[s
         raise UserError(f"average={width:g}: the averages in {run_dir / FOLDER} do not fit the run ({error})") from None
 
 
-def _check(state: Mapping[str, object]) -> None:
+def _check(state: StateDict) -> None:
     """Raise ValueError where a state is none of ema=post_hoc: a run's directory may come from a stranger."""
-    updates: Any = state.get("updates")
-    widths: Any = state.get("widths")
-    stored: Any = state.get("stored")
-    tensors, wider = state.get("tensors"), state.get("wider")
+    updates, widths, stored, tensors, wider = (state[key] for key in ("updates", "widths", "stored", "tensors", "wider"))
     if not (fits(updates, int) and updates > 0):
         raise ValueError(f"updates={updates!r:.80}")
     if not (fits(widths, list[float]) and len(widths) == 2):
@@ -113,7 +109,7 @@ def _check(state: Mapping[str, object]) -> None:
         raise ValueError("the two averages have other names")
 
 
-def _size(state: Mapping[str, Any]) -> int:
+def _size(state: StateDict) -> int:
     """The bytes of the two averages that a state holds, as many as a stored file of them has."""
     found = [*state["tensors"].values(), *state["wider"].values()]
     return sum(tensor.nbytes for tensor in found if isinstance(tensor, torch.Tensor))
@@ -139,10 +135,10 @@ def _power_of(width: float) -> float:
     return power(width)
 
 
-def _sum(earlier: list[tuple[int, Path]], state: Mapping[str, Any], width: float) -> dict[str, torch.Tensor]:
+def _sum(earlier: list[tuple[int, Path]], state: StateDict, width: float) -> dict[str, torch.Tensor]:
     stored = [Stored(state["updates"], _power_of(w)) for w in state["widths"]]
     opened = [(updates, safetensors.safe_open(file, "pt")) for updates, file in earlier]
-    stored += [Stored(updates, _power_of(float(file.get_tensor(f"width/{n}")))) for updates, file in opened for n in (0, 1)]
+    stored += [Stored(updates, _power_of(float(file.get_tensor(f"width/{n}")))) for updates, file in opened for n in (0, 1)]  # type: ignore[no-untyped-call]
     found, error = shares(stored, Stored(state["updates"], power(width)))
     if error > LARGEST_ERROR:
         low, high = state["widths"]
@@ -156,9 +152,9 @@ def _sum(earlier: list[tuple[int, Path]], state: Mapping[str, Any], width: float
         parts = [state["tensors"][name], state["wider"][name]]
         total = torch.zeros_like(parts[0], dtype=torch.float64)
         for share, part in zip(found[:2], parts, strict=True):
-            total.add_(part, alpha=float(share))
+            total.add_(part, alpha=share)
         for place, (_, file) in enumerate(opened, 1):
             for n in (0, 1):
-                total.add_(file.get_tensor(f"{n}/{name}").to(total.device), alpha=float(found[2 * place + n]))
+                total.add_(file.get_tensor(f"{n}/{name}").to(total.device), alpha=found[2 * place + n])  # type: ignore[no-untyped-call]
         made[name] = total.to(parts[0].dtype)
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,10 +11,13 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.trees import Forward
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.parallel.reducing_step import ReducingStep, unused
 
 if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel
+
     from drivetrain.core.context import BuildContext
 
 SMALLEST_COMPILED_MB = 1  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
@@ -40,7 +43,7 @@ class Ddp(ProcessGroupStrategy):
     forward_sync_buffers: bool = False
     compress: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     powersgd_rank: Count = 1
-    _wrapped: Any = field(default=None, init=False)  # DistributedDataParallel; None: gradients are reduced by the step itself
+    _wrapped: Any = field(default=None, init=False)  # None: the step itself reduces gradients
 
     reduces_in_graph = True
     needs_real_tensors = "DDP's reducer reads the memory of gradients"
@@ -97,7 +100,7 @@ class Ddp(ProcessGroupStrategy):
     def effect_as_set(self) -> Effect:
         return "changes" if self.compress == "powersgd" else self.effect  # of low rank, not only rounded
 
-    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> Any:
+    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> torch.nn.Module:
         self._work.time_forward(model)
         # A loss that runs the model may call parts of it, and does so several times: it is wrapped as a whole instead.
         return model if _reduces_in_step(context) or context.loss.runs_model else self._distributed(model)
@@ -105,10 +108,20 @@ class Ddp(ProcessGroupStrategy):
     def wrap_loss(self, loss: Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
         if _reduces_in_step(context) or not loss.runs_model:
             return loss
-        return LossOfRanks(self._distributed(_step_module(loss, model)))
 
-    def _distributed(self, model: torch.nn.Module) -> Any:
-        """Wrap a module."""
+        class StepModule(torch.nn.Module):
+            """The loss's step as the forward of a module that has the model's parameters."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def forward(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
+                return loss.step(forward, batch)
+
+        return LossOfRanks(self._distributed(StepModule()))
+
+    def _distributed(self, model: torch.nn.Module) -> DistributedDataParallel:
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model,
             bucket_cap_mb=self.bucket_mb,
@@ -117,23 +130,20 @@ class Ddp(ProcessGroupStrategy):
             find_unused_parameters=self.find_unused_parameters,
         )
         wrapped.broadcast_buffers = self.forward_sync_buffers  # older torch has no argument of the newer name
-        if self.compress != "none":
-            wrapped.register_comm_hook(*self._hook())
+        if self.compress == "powersgd":
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+            # From the second update on, because DDP builds its final buckets in the first.
+            wrapped.register_comm_hook(PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2), powerSGD_hook)
+        elif self.compress != "none":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+
+            wrapped.register_comm_hook(None, {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}[self.compress])
         self._wrapped = wrapped
         return wrapped
 
     def leave_model(self) -> None:
         self._wrapped = None
-
-    def _hook(self) -> tuple[Any, Any]:
-        """Return the communication hook's state and function."""
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-        if self.compress == "powersgd":
-            # From the second update on, because DDP builds its final buckets in the first.
-            state = powerSGD_hook.PowerSGDState(None, self.powersgd_rank, start_powerSGD_iter=2)
-            return state, powerSGD_hook.powerSGD_hook
-        return None, getattr(default_hooks, f"{self.compress}_compress_hook")
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         if self._wrapped is not None:
@@ -153,28 +163,14 @@ def _reduces_in_step(context: BuildContext) -> bool:
 class LossOfRanks:
     """A loss whose `step` is the forward of DDP: the gradients of all that it does are averaged."""
 
-    step: Any  # DistributedDataParallel
-
-
-def _step_module(loss: Loss, model: torch.nn.Module) -> torch.nn.Module:
-    """Return the loss's step as the forward of a module that has the model's parameters."""
-
-    class StepModule(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, *args: Any) -> torch.Tensor:
-            return loss.step(*args)
-
-    return StepModule()
+    step: Callable[[Forward, MicroBatch], torch.Tensor]
 
 
 @dataclass(eq=False)
 class AccumulatingStep(WrappingStep):
     """All-reduces gradients only in the last micro-batch of an update."""
 
-    model: Any  # DistributedDataParallel
+    model: DistributedDataParallel
     checked: bool = False  # whether all of its parameters got gradients
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:

@@ -23,24 +23,18 @@ def launched() -> int | None:
 def world_of_environment() -> World:
     """Return this process's world as torchrun or Slurm set it; a single process if neither did. Raises UserError."""
     slurm = _slurm_environment(os.environ)
-    values: dict[str, int] = {}
-    problems = []
     environ = slurm or os.environ
     # Launchers that count ranks but name no local one, such as a PyTorchJob's, start one process in each container.
     together = environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in environ else "1"
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", together)):
-        given = environ.get(name, default)
-        if given.isdecimal():
-            values[name] = int(given)
-        else:
-            problems.append(f"{name}={given} in the environment is no number: a launcher sets it, else unset it")
-    if problems:
-        raise UserError(problems)
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": together}
+    values = {name: environ.get(name, default) for name, default in defaults.items()}
+    if wrong := {name: value for name, value in values.items() if not value.isdecimal()}:
+        raise UserError([f"{n}={v} in the environment is no number: a launcher sets it, else unset it" for n, v in wrong.items()])
     if launched() is None:
         return World()
     if slurm is not None:
         os.environ.update(slurm)
-    return World(*(values[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    return World(*map(int, values.values()))
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> dict[str, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import describe_blocks, repeated_blocks
@@ -13,6 +13,9 @@ from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.trees import Tree
 from drivetrain.parallel.reducing_step import is_sharded
 from drivetrain.parallel.sharded import Sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,26 +58,24 @@ class Fsdp(Sharded):
     def weight_shards(self) -> int:
         return self.ranks() // self.replicate
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> tuple[DeviceMesh, str]:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
         shards = self.world.size // self.replicate
         mesh = self.device_mesh(**({"replicate": self.replicate} if self.replicate > 1 else {}), shard=shards)
-        self._mesh = mesh
         blocks = repeated_blocks(model, self.block)
         for module in blocks or [model]:
             self._work.time_forward(module)
-        fully_shard_blocks(model, blocks, mesh, dtype, reshard_after_forward=self.reshard_after_forward, **self._offloading())
+        offload = CPUOffloadPolicy() if self.offload else OffloadPolicy()
+        reshard = self.reshard_after_forward
+        fully_shard_blocks(model, blocks, mesh, dtype, reshard_after_forward=reshard, offload_policy=offload)
         self._sync_last_only = not self.sync_each_micro
         copies = f", {self.replicate} copies" if self.replicate > 1 else ""
-        return [f"{describe_blocks(blocks) or 'the model as one block'} over {shards} shards{copies}"]
-
-    def _offloading(self) -> dict[str, Any]:
-        from torch.distributed.fsdp import CPUOffloadPolicy
-
-        return {"offload_policy": CPUOffloadPolicy()} if self.offload else {}
+        return mesh, f"{describe_blocks(blocks) or 'the model as one block'} over {shards} shards{copies}"
 
 
 def fully_shard_blocks(
-    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: Any, dtype: str | None, **options: Any
+    model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: DeviceMesh, dtype: str | None, **options: Any
 ) -> None:
     """Apply `fully_shard` to the model's blocks and to the rest of the model.
 
@@ -87,7 +88,9 @@ def fully_shard_blocks(
         fully_shard_block(module, mesh, None if has_norms else dtype, **options)
 
 
-def fully_shard_block(block: torch.nn.Module, mesh: Any, dtype: str | None, cast_inputs: bool = False, **options: Any) -> None:
+def fully_shard_block(
+    block: torch.nn.Module, mesh: DeviceMesh, dtype: str | None, cast_inputs: bool = False, **options: Any
+) -> None:
     """Apply `fully_shard`. Weights are gathered in bfloat16 if `dtype` is, unless the block has a BatchNorm."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -15,8 +15,9 @@ from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.modules import run_once
 from drivetrain.core.option import RunSpec
-from drivetrain.core.trees import Tree, call, map_tensors
+from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.parallel.base import Parallel
 
 if TYPE_CHECKING:
@@ -37,19 +38,15 @@ def estimate_costs(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], ex
     """
     costs = dict.fromkeys(map(id, blocks), 0.0)
     started: dict[int, float] = {}
-    training = model.training
-    with ExitStack() as undo, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        count = undo.enter_context(_counted())
-        for block in blocks:
-            before = block.register_forward_pre_hook(lambda module, *_: started.update({id(module): count()}))
-            after = block.register_forward_hook(
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), _counted() as count:
+        hooks = [b.register_forward_pre_hook(lambda module, *_: started.update({id(module): count()})) for b in blocks]
+        hooks += [
+            b.register_forward_hook(
                 lambda module, *_: costs.update({id(module): costs[id(module)] + count() - started[id(module)]})
             )
-            undo.callback(before.remove)
-            undo.callback(after.remove)
-        model.eval()
-        call(model, example)
-    model.train(training)
+            for b in blocks
+        ]
+        run_once(model, example, hooks)
     if uncalled := [i for i, block in enumerate(blocks) if id(block) not in started]:
         raise UserError(
             f"block {uncalled[0]} ({type(blocks[uncalled[0]]).__name__}) of the model's sequence of {len(blocks)} is not called "
@@ -73,7 +70,7 @@ def _counted() -> Iterator[Callable[[], float]]:
             """Return False: nothing is compiled here, and else torch imports its compiler for this mode."""
             return False
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: object, args: Tree = (), kwargs: dict[str, Tree] | None = None) -> Tree:
             nonlocal total
             kwargs = kwargs or {}
             out = func(*args, **kwargs)
@@ -141,7 +138,7 @@ class Dp(Parallel):
                 "Python between all: parallel=ddp does none of that"
             )
 
-    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> Any:
+    def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> torch.nn.Module:
         return torch.nn.DataParallel(model)
 
 
@@ -207,7 +204,9 @@ class Split(Parallel):
                 block.to(device)
                 block.register_forward_pre_hook(_move_inputs_hook(device), with_kwargs=True)
         in_blocks = {id(p) for block in blocks for p in block.parameters()}
-        for module in _children_after(model, blocks[-1]):
+        children = list(model.children())
+        holder = next(i for i, child in enumerate(children) if any(m is blocks[-1] for m in child.modules()))
+        for module in children[holder + 1 :]:
             if not any(id(p) in in_blocks for p in module.parameters()):
                 module.to(devices[-1])
                 module.register_forward_pre_hook(_move_inputs_hook(devices[-1]), with_kwargs=True)
@@ -216,18 +215,7 @@ class Split(Parallel):
         logger.info("%s on %s", describe_split(boundaries, costs), ", ".join(names))
 
 
-def _move_inputs_hook(device: torch.device) -> Any:
+def _move_inputs_hook(device: torch.device) -> Callable[[torch.nn.Module, Tree, Tree], tuple[Tree, Tree]]:
     """Return a forward pre-hook that moves the inputs to `device`. A CPU would read them before they are there: it waits."""
-    from torch.utils._pytree import tree_map
-
-    def move(value: Any) -> Any:
-        return value.to(device, non_blocking=device.type != "cpu") if isinstance(value, torch.Tensor) else value
-
-    return lambda module, args, kwargs: (tree_map(move, args), tree_map(move, kwargs))
-
-
-def _children_after(model: torch.nn.Module, block: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the model's direct children that are registered after the one that contains `block`."""
-    children = list(model.children())
-    holder = next(i for i, child in enumerate(children) if any(m is block for m in child.modules()))
-    return children[holder + 1 :]
+    move = partial(map_tensors, lambda tensor: tensor.to(device, non_blocking=device.type != "cpu"))
+    return lambda module, args, kwargs: (move(args), move(kwargs))

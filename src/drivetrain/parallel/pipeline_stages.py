@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch
@@ -36,7 +38,7 @@ class StagedForward:
             self._undo.callback(wrap_forward(block, functools.partial(self._skip_before_stage, i)))
             self._undo.callback(block.register_forward_hook(functools.partial(self._leave, i)).remove)
 
-    def run(self, first: int, end: int, h: Tree, x: Tree) -> Any:
+    def run(self, first: int, end: int, h: Tree, x: Tree) -> Tree:
         """Run blocks first to end - 1 on `h`, the previous block's output for the input `x`. Returns their output.
 
         With the last block it returns the model's output.
@@ -53,13 +55,13 @@ class StagedForward:
         """Restore the blocks."""
         self._undo.close()
 
-    def _enter(self, i: int, block: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _enter(self, i: int, block: torch.nn.Module, args: tuple[Tree, ...]) -> tuple[Tree, ...]:
         return (self._received, *args[1:]) if i == self._first and i > 0 else args
 
-    def _skip_before_stage(self, i: int, forward: Forward) -> Any:
+    def _skip_before_stage(self, i: int, forward: Forward) -> Forward:
         return lambda h, *args, **kwargs: h if i < self._first else forward(h, *args, **kwargs)
 
-    def _leave(self, i: int, block: torch.nn.Module, args: tuple[Any, ...], out: Any) -> None:
+    def _leave(self, i: int, block: torch.nn.Module, args: tuple[Tree, ...], out: Tree) -> None:
         if i + 1 == self._end and self._end < self._count:
             raise _StageEndError(out)
 
@@ -67,7 +69,7 @@ class StagedForward:
 class _StageEndError(Exception):
     """Ends a forward after the stage's last block, and carries its output."""
 
-    def __init__(self, h: Any) -> None:
+    def __init__(self, h: Tree) -> None:
         super().__init__()
         self.h = h
 
@@ -83,7 +85,12 @@ class Stage(torch.nn.Module):
         return self._forward(h, int(number))
 
 
-def schedule(name: str, own_stages: Sequence[Any], count: int, micro_batches: int, loss: Callable[..., torch.Tensor]) -> Any:
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def schedule(
+    name: str, own_stages: Sequence[PipelineStage], count: int, micro_batches: int, loss: Callable[..., torch.Tensor]
+) -> Schedule:
     """Return torch's schedule `name` for this rank's stages, out of `count`, and an update's micro-batches."""
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -94,28 +101,28 @@ def schedule(name: str, own_stages: Sequence[Any], count: int, micro_batches: in
     return kind(own_stages[0], micro_batches, loss_fn=loss, scale_grads=False)
 
 
-def send(h: torch.Tensor, rank: int, control: Any) -> None:
+def send(h: torch.Tensor, rank: int, control: ProcessGroup | None) -> None:
     """Send a tensor of any shape to another rank; its shape is sent over the group `control`."""
     dist.send_object_list([(tuple(h.shape), h.dtype)], rank, group=control)
     dist.send(h.contiguous(), rank)
 
 
-def receive(rank: int, control: Any, device: torch.device) -> torch.Tensor:
+def receive(rank: int, control: ProcessGroup | None, device: torch.device) -> torch.Tensor:
     """Receive the tensor that another rank sends."""
-    header: list[Any] = [None]
+    header = [((0,), torch.float32)]
     dist.recv_object_list(header, rank, group=control)
-    h = torch.empty(header[0][0], dtype=header[0][1], device=device)
+    shape, dtype = header[0]
+    h = torch.empty(shape, dtype=dtype, device=device)
     dist.recv(h, rank)
     return h
 
 
-def broadcast(h: torch.Tensor, source: int, group: Any) -> torch.Tensor:
+def broadcast(h: torch.Tensor, source: int, group: ProcessGroup) -> torch.Tensor:
     """Broadcast the tensor of rank `source` to the group. The other ranks' tensors may have other shapes."""
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    is_source = dist.get_rank() == source
-    dist.all_gather_object(shapes, (tuple(h.shape), h.dtype) if is_source else None, group=group)
-    shape, dtype = next(header for header in shapes if header is not None)
-    full = h.contiguous() if is_source else torch.empty(shape, dtype=dtype, device=h.device)
+    header = [(tuple(h.shape), h.dtype)]
+    dist.broadcast_object_list(header, source, group=group)
+    shape, dtype = header[0]
+    full = h.contiguous() if dist.get_rank() == source else torch.empty(shape, dtype=dtype, device=h.device)
     dist.broadcast(full, source, group=group)
     return full
 
@@ -163,15 +170,14 @@ def stages_match_model(model: torch.nn.Module, blocks: Sequence[torch.nn.Module]
     order, or passes something around them. Raises UserError if the output is not a tensor.
     """
     noise = torch.Generator(example.device).manual_seed(0)
-    like: Any = {"generator": noise, "device": example.device}
-    real = example.is_floating_point()
-    x = torch.rand(example.shape, dtype=example.dtype, **like) if real else torch.randint(0, 2, example.shape, **like).to(example)
+    x = example.clone()
+    x = x.uniform_(generator=noise) if x.is_floating_point() else x.random_(0, 2, generator=noise)
     training = model.training
     with torch.no_grad(), ExitStack() as undo:
         undo.callback(model.train, training)
         model.eval()
         _perturb(model, blocks, noise, undo)
-        whole: Any = model(x)
+        whole = model(x)
         if not isinstance(whole, torch.Tensor):
             raise UserError(f"parallel=pipeline takes models that give one tensor, and this one gives a {type(whole).__name__}")
         staged, h = StagedForward(model, blocks), x
@@ -195,11 +201,11 @@ def _perturb(model: torch.nn.Module, blocks: Sequence[torch.nn.Module], noise: t
         undo.callback(wrap_forward(block, functools.partial(_noisy, noise)))
 
 
-def _noisy(noise: torch.Generator, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _noisy(noise: torch.Generator, forward: Callable[..., Tree]) -> Callable[..., Tree]:
     """Return a forward that adds the same noise to its output at each call."""
     added: list[torch.Tensor] = []
 
-    def noisy(*args: Any, **kwargs: Any) -> Any:
+    def noisy(*args: object, **kwargs: object) -> torch.Tensor:
         out = forward(*args, **kwargs)
         if not isinstance(out, torch.Tensor):
             raise UserError(
@@ -239,7 +245,7 @@ class PipelineStep(WrappingStep):
         self._stage_forward = pipeline.stage_forward
         self._micro_batches: list[MicroBatch] = []  # of the current update, so far
         self._overwriting: set[int] = set()  # stages whose input is copied first
-        self._schedules: dict[Any, Any] = {}  # by count and shape of the micro-batches
+        self._schedules: dict[tuple[int, torch.Size], Schedule] = {}  # by count and shape of the micro-batches
         parameters = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
         self._common = [p for name, p in parameters.items() if name in pipeline.common_names]
         self._trained = [*self._common, *(p for name, p in parameters.items() if name in pipeline.own_names)]
@@ -266,11 +272,12 @@ class PipelineStep(WrappingStep):
         numbers = torch.arange(len(batches))  # a stage finds its micro-batch by its number
         first, last = self._pipeline.has_first_stage, self._pipeline.has_last_stage
         x = (torch.cat([b.x for b in batches]),) if first else ()
-        self._schedules[key].step(*x, number=numbers, **({"target": numbers} if last else {}), return_outputs=False)
+        target: dict[str, Any] = {"target": numbers} if last else {}
+        self._schedules[key].step(*x, number=numbers, **target, return_outputs=False)
         for loss, batch in zip(self._losses, batches, strict=False):
             loss_sum.addcmul_(loss, batch.weight)
 
-    def _schedule(self, count: int, x: torch.Tensor) -> Any:
+    def _schedule(self, count: int, x: torch.Tensor) -> Schedule:
         """Build torch's schedule for `count` micro-batches of the shape of `x`. It is reused for the whole run."""
         training = self._model.training
         self._model.eval()  # run only for the shapes: no running statistics, no random numbers
@@ -281,7 +288,7 @@ class PipelineStep(WrappingStep):
         stages = [self._stage(stage) for stage in self._pipeline.my_stages]
         return schedule(self._pipeline.schedule, stages, self._pipeline.stage_count, count, self._loss_of)
 
-    def _stage(self, stage: int) -> Any:
+    def _stage(self, stage: int) -> PipelineStage:
         """Build a PipelineStage from known shapes. Tensors passed between stages require gradients."""
         count, (h, out) = self._pipeline.stage_count, self._pipeline.shapes[stage]
         inputs, outputs = (h.requires_grad_(stage > 0),), (out.requires_grad_(stage + 1 < count),)
@@ -302,25 +309,23 @@ class PipelineStep(WrappingStep):
         with self._precision.autocast():
             loss = self._loss.step(lambda _: output, batch)
         self._losses.append(loss.detach())
-        return self._precision.scaled(loss, batch.weight)
+        return self._precision.scaled(loss, batch.weight)  # type: ignore[no-any-return]
 
     def _reduce_gradients(self) -> None:
         """Sum the shared modules' gradients over the stages, then average all gradients over the pipelines."""
         for p in self._common:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        common: list[Any] = [p.grad for p in self._common]
-        works: list[Any] = [dist.all_reduce(g, group=self._pipeline.stage_group, async_op=True) for g in common]
-        for work in works:
-            work.wait()
+        _sum_over([p.grad for p in self._common if p.grad is not None], self._pipeline.stage_group)
         pipelines = self._pipeline.data_world.size
         if pipelines > 1:
-            gradients = [shard_of(p.grad) for p in self._trained if p.grad is not None and not self._is_averaged(p)]
-            works = [dist.all_reduce(g, group=self._pipeline.data_group, async_op=True) for g in gradients]
-            for work in works:
-                work.wait()
+            averaged = self._pipeline.shard_stages  # by FSDP already, what it has sharded
+            gradients = [shard_of(p.grad) for p in self._trained if p.grad is not None and not (averaged and is_sharded(p))]
+            _sum_over(gradients, self._pipeline.data_group)
             torch._foreach_div_(gradients, pipelines)
 
-    def _is_averaged(self, p: torch.Tensor) -> bool:
-        """Return whether FSDP has averaged a weight's gradients already."""
-        return self._pipeline.shard_stages and is_sharded(p)
+
+def _sum_over(gradients: Sequence[torch.Tensor], group: ProcessGroup | None) -> None:
+    """All-reduce them in place, all at the same time."""
+    for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
+        work.wait()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from drivetrain.core import accelerators
 from drivetrain.core.device import Clock, Mark, clock_for
@@ -17,10 +17,13 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
 from drivetrain.core.option import Count, CountOrZero, Positive, RunSpec
 from drivetrain.core.world import World
-from drivetrain.parallel.base import Parallel
+from drivetrain.parallel.base import Parallel, T
 from drivetrain.parallel.environment import launched
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+    from torch.distributed.device_mesh import DeviceMesh
+
     from drivetrain.core.context import BuildContext
 
 
@@ -52,11 +55,11 @@ class RankWork:
         first.register_forward_pre_hook(self._begin)
         last.register_forward_pre_hook(self._end)
 
-    def _begin(self, module: torch.nn.Module, *_: Any) -> None:
+    def _begin(self, module: torch.nn.Module, *_: object) -> None:
         if module.training and not torch.compiler.is_compiling():
             self._since = self._clock.mark()
 
-    def _end(self, module: torch.nn.Module, *_: Any) -> None:
+    def _end(self, module: torch.nn.Module, *_: object) -> None:
         if torch.compiler.is_compiling():
             return
         if self._since is not None and module.training:
@@ -71,12 +74,7 @@ class RankWork:
 
 
 MAX_KEYS = 8  # named in the message where ranks were started with different configs
-ENDPOINT = re.compile(r"[^\s:]+:\d{1,5}")
-
-
-def _is_endpoint(given: str) -> bool:
-    """Return whether `given` is a host:port with a valid port."""
-    return ENDPOINT.fullmatch(given) is not None and 0 < int(given.rpartition(":")[2]) < 2**16
+ENDPOINT = re.compile(r"[^\s:]+:(\d{1,5})")
 
 
 def device_id(device: torch.device) -> str | None:
@@ -110,7 +108,6 @@ class ProcessGroupStrategy(Parallel):
     reduces_in_graph = False
     _work: RankWork = field(default_factory=RankWork, init=False)  # time that this rank works alone
     _reported_work: float = field(default=0.0, init=False)  # seconds of it at the last log
-    data_group: Any = field(default=None, init=False)
     _on_cpu: bool = field(default=False, init=False)  # whatever devices the machine has
     machine_local_keys = ("nnodes", "rendezvous", "rendezvous_s")
 
@@ -133,7 +130,8 @@ class ProcessGroupStrategy(Parallel):
                 f"parallel.nnodes={self.nnodes} machines need an address to connect to: set parallel.rendezvous=host:port, a "
                 "free port of one of them, the same on each"
             )
-        if self.rendezvous is not None and not _is_endpoint(self.rendezvous):
+        host_and_port = ENDPOINT.fullmatch(self.rendezvous or "")
+        if self.rendezvous is not None and not (host_and_port and 0 < int(host_and_port[1]) < 2**16):
             yield f"parallel.rendezvous={self.rendezvous} is no host:port: give one such as node1:29500, a port of 1 to 65535"
         if self.rendezvous is not None and self.nnodes == 1:
             yield f"parallel.rendezvous={self.rendezvous} has no effect on one machine: set parallel.nnodes, or leave it out"
@@ -183,35 +181,36 @@ class ProcessGroupStrategy(Parallel):
         return (0 if self._on_cpu else accelerators.device_count()) or 2
 
     def setup(self, context: BuildContext) -> None:
-        import torch.distributed as dist
-
         world, device = context.world, context.device
         self.world, self._device, self._work = world, device, RankWork(clock_for(device))
         model_ranks = self.model_ranks()
         self.data_world = World(world.rank // model_ranks, world.size // model_ranks, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
         try:
-            store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
+            meeting = torch.distributed.rendezvous("env://", world.rank, world.size, timeout=timeout)  # type: ignore[attr-defined]
+            store, _, _ = next(meeting)
             # A prefix per restart, so that restarted ranks do not read old addresses from the launcher's store.
-            store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-            own = dist.get_default_backend_for_device(device)  # nccl for CUDA and ROCm, xccl for XPU
+            prefix = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+            store = torch.distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+            own = torch.distributed.get_default_backend_for_device(device)  # nccl for CUDA and ROCm, xccl for XPU
             backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"  # shards may be offloaded to the CPU
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        except (torch.distributed.DistNetworkError, torch.distributed.DistStoreError) as error:
             raise UserError(f"the {world.size} ranks did not meet: {str(error).splitlines()[0]}") from None
         # Flags are reduced on the CPU whatever the device, because reading one must not wait for the device.
-        self._control: Any = dist.new_group(backend="gloo", timeout=timeout) if device.type != "cpu" else dist.group.WORLD
+        self._control = self.saving_group() if device.type != "cpu" else torch.distributed.group.WORLD
         self._flag = torch.zeros((), dtype=torch.int64)
-        self._pending: Any = None
+        self._pending: Work | None = None
         self._check_same_start(context)
 
-    def device_mesh(self, **sizes: int) -> Any:
+    def device_mesh(self, **sizes: int) -> DeviceMesh:
         """Return a DeviceMesh of all ranks with these dimensions, the last one varying fastest, with `timeout_s` on each."""
-        import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        set_timeout: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout: Callable[[timedelta, ProcessGroup], None] = (
+            getattr(torch.distributed, "set_timeout", None) or torch.distributed.distributed_c10d._set_pg_timeout
+        )
         for name in sizes:
             set_timeout(timedelta(seconds=self.timeout_s), mesh.get_group(name))
         return mesh
@@ -220,18 +219,15 @@ class ProcessGroupStrategy(Parallel):
         """Raise UserError on all ranks if they were started with different configs or versions, or share a device."""
         import socket
 
-        import torch.distributed as dist
-
         from drivetrain.core import process
 
         own_start = (context.config_hash, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
-        ranks: list[Any] = [None] * self.world.size
-        dist.all_gather_object(ranks, (own_start, socket.gethostname(), device_id(self._device)), group=self._control)
-        ranks_by_start: dict[Any, list[int]] = {}
-        ranks_by_device: dict[Any, list[int]] = {}
+        ranks = self.of_all_ranks((own_start, socket.gethostname(), device_id(self._device)))
+        ranks_by_start: dict[tuple[str, ...], list[int]] = defaultdict(list)
+        ranks_by_device: dict[tuple[str, str | None], list[int]] = defaultdict(list)
         for rank, (start, host, device) in enumerate(ranks):
-            ranks_by_start.setdefault(start, []).append(rank)
-            ranks_by_device.setdefault((host, device), []).append(rank)
+            ranks_by_start[start].append(rank)
+            ranks_by_device[host, device].append(rank)
         for (host, device), same in ranks_by_device.items():
             if device is not None and len(same) > 1:
                 raise UserError(
@@ -251,32 +247,29 @@ class ProcessGroupStrategy(Parallel):
                 "give the same command everywhere"
             )
 
+    def of_all_ranks(self, value: T) -> list[T]:
+        """Return every rank's value, on every rank."""
+        values = [value] * self.world.size
+        torch.distributed.all_gather_object(values, value, group=self._control)
+        return values
+
     def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
         """Return the slowest rank and the share of the step time for which the ranks wait for it on average."""
-        import torch.distributed as dist
-
         if self.world.size == 1:
             return {}
         all_ranks = torch.zeros(2, self.world.size, dtype=torch.float64)
-        all_ranks[:, self.world.rank] = torch.tensor([self._work_since_last(waited), seconds])
-        dist.all_reduce(all_ranks, group=self._control)
+        worked = waited + self._work.seconds()  # its waits for data count: the others wait too
+        all_ranks[:, self.world.rank] = torch.tensor([worked - self._reported_work, seconds])
+        self._reported_work = worked
+        torch.distributed.all_reduce(all_ranks, group=self._control)
         works, steps = all_ranks
         slowest, longest = int(works.argmax()), float(steps.max())
         excess = float(works[slowest] - works.mean())
         return {"rank_work_excess": excess / longest if longest else 0.0, "slowest_rank": slowest}
 
-    def _work_since_last(self, waited: float) -> float:
-        """Return the seconds of this rank's own work since the last call. Its waits for data count: the others wait too."""
-        worked = waited + self._work.seconds()
-        since, self._reported_work = worked - self._reported_work, worked
-        return since
-
-    def _different_keys(self, ranks: list[int], config: Mapping[str, Any]) -> str:
+    def _different_keys(self, ranks: list[int], config: Mapping[str, object]) -> str:
         """Describe the keys that have different values in the configs of these ranks."""
-        import torch.distributed as dist
-
-        configs: list[Any] = [None] * self.world.size
-        dist.all_gather_object(configs, dict(config) if self.world.rank in ranks else None, group=self._control)
+        configs = self.of_all_ranks(dict(config) if self.world.rank in ranks else {})
         keys = sorted(set().union(*(configs[rank] for rank in ranks)))
         values = {key: [configs[rank].get(key, "absent") for rank in ranks] for key in keys}
         differ = [f"{key} is {' and '.join(map(str, v))}" for key, v in values.items() if any(v[0] != other for other in v)]
@@ -284,14 +277,12 @@ class ProcessGroupStrategy(Parallel):
 
     def all_reduce_flag(self, flag: int) -> int:
         """Return the highest flag of the previous update: its all-reduce ran during a step, so nothing waits for it."""
-        import torch.distributed as dist
-
-        agreed = 0
-        if self._pending is not None:
-            self._pending.wait()
-            agreed = int(self._flag)
+        self.finish_collectives()
+        agreed = int(self._flag)
         self._flag.fill_(0 if agreed else flag)  # an agreed flag is handled now; any other is sent again
-        self._pending = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._control, async_op=True)
+        self._pending = torch.distributed.all_reduce(
+            self._flag, torch.distributed.ReduceOp.MAX, group=self._control, async_op=True
+        )
         return agreed
 
     def finish_collectives(self) -> None:
@@ -299,42 +290,30 @@ class ProcessGroupStrategy(Parallel):
             self._pending.wait()
 
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        dist.all_reduce(sums, group=self.data_group)
+        torch.distributed.all_reduce(sums, group=self.data_group)
         return sums
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         self.broadcast_tensors(list(model.buffers()))
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        import torch.distributed as dist
-
         for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+            torch.distributed.broadcast(tensor, src=0)
 
-    def gather_object(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        values: list[Any] | None = [None] * self.world.size if self.world.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._control)
+    def gather_object(self, value: T) -> list[T]:
+        values: list[T] | None = [value] * self.world.size if self.world.rank == 0 else None
+        torch.distributed.gather_object(value, values, dst=0, group=self._control)
         return values or []
 
-    def broadcast_object(self, value: Any) -> Any:
-        import torch.distributed as dist
-
+    def broadcast_object(self, value: T) -> T:
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._control)
+        torch.distributed.broadcast_object_list(values, src=0, group=self._control)
         return values[0]
 
-    def saving_group(self) -> Any:
-        import torch.distributed as dist
-
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+    def saving_group(self) -> ProcessGroup:
+        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        return group  # type: ignore[return-value]  # each rank is in it
 
     def shutdown(self) -> None:
-        import torch.distributed as dist
-
-        if self._pending is not None:
-            self._pending.wait()
-        dist.destroy_process_group()
+        self.finish_collectives()
+        torch.distributed.destroy_process_group()

@@ -7,14 +7,22 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.trees import Tree
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.utils.hooks import RemovableHandle
 
 
 @dataclass
@@ -27,7 +35,7 @@ class _Weight:
     ranks: tuple[str, ...]  # dimensions of the mesh over which it is divided
     owner: tuple[int, ...]  # the coordinates in them of the rank that updates it
     own: bool = False
-    whole: Any = None  # without memory on the other ranks
+    whole: torch.nn.Parameter = field(init=False)  # without memory on the other ranks
 
 
 class WholeWeights:
@@ -40,19 +48,19 @@ class WholeWeights:
     def __init__(
         self,
         divided: Sequence[tuple[str, torch.nn.Parameter, tuple[int, ...], tuple[str, ...]]],
-        mesh: Any,
+        mesh: DeviceMesh,
         gather: Callable[[str, torch.Tensor], torch.Tensor],
         own_part: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         self._mesh, self._gather, self._own_part = mesh, gather, own_part
-        self._at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names}
+        self._at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or ()}
         self._weights = [_Weight(name, shard, shape, ranks, ()) for name, shard, shape, ranks in divided]
         self._share_out()
         self.stale = True  # the owners have old weights: something else, such as a loaded checkpoint, has set the parts
         for weight in self._weights:
             weight.own = weight.owner == tuple(self._at[name] for name in weight.ranks)
-            like: dict[str, Any] = {"dtype": weight.shard.dtype, "device": weight.shard.device if weight.own else "meta"}
-            weight.whole = torch.nn.Parameter(torch.empty(weight.shape, **like))
+            device = weight.shard.device if weight.own else torch.device("meta")
+            weight.whole = torch.nn.Parameter(torch.empty(weight.shape, dtype=weight.shard.dtype, device=device))
         self.by_shard = {id(weight.shard): weight.whole for weight in self._weights}
         self.owned = {weight.name: weight.own for weight in self._weights}
 
@@ -81,27 +89,21 @@ class WholeWeights:
         """Give every rank its parts of the updated weights."""
         for weight in self._weights:
             if weight.shard.grad is not None:
-                whole = weight.whole.detach() if weight.own else torch.empty(weight.shape, **_kind(weight.shard))
+                whole = weight.whole.detach() if weight.own else weight.shard.new_empty(weight.shape)
                 self._broadcast(whole, weight)
                 weight.shard.detach().copy_(self._own_part(weight.name, whole))
 
     def _broadcast(self, whole: torch.Tensor, weight: _Weight) -> None:
         """Send the owner's weight along one dimension of the mesh after the other, from the ranks that have it already."""
-        import torch.distributed as dist
-
         for n, name in enumerate(weight.ranks):
             if all(self._at[later] == at for later, at in zip(weight.ranks[n + 1 :], weight.owner[n + 1 :], strict=True)):
                 group = self._mesh.get_group(name)
-                dist.broadcast(whole, dist.get_global_rank(group, weight.owner[n]), group=group)
+                torch.distributed.broadcast(whole, torch.distributed.get_global_rank(group, weight.owner[n]), group=group)
 
     def clear(self) -> None:
         """Forget the whole gradients."""
         for weight in self._weights:
             weight.whole.grad = None
-
-
-def _kind(tensor: torch.Tensor) -> dict[str, Any]:
-    return {"dtype": tensor.dtype, "device": tensor.device}
 
 
 @dataclass(eq=False)
@@ -129,8 +131,6 @@ class ReducingStep(WrappingStep):
 
     def _complete(self) -> None:
         """Give weights that have a gradient on another rank one of zeros. Raises UserError where none may be missing."""
-        import torch.distributed as dist
-
         missing = [name for name, p in self.parameters.items() if p.grad is None]
         if not self.some_unused:
             if missing:
@@ -138,22 +138,21 @@ class ReducingStep(WrappingStep):
             return
         parameters = list(self.parameters.values())
         anywhere = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8, device=parameters[0].device)
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX)
+        torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX)
         for p, has_gradient in zip(parameters, anywhere.tolist(), strict=True):
             if has_gradient and p.grad is None:
                 p.grad = torch.zeros_like(p)
 
     def _average(self, gradients: Sequence[torch.Tensor]) -> None:
-        import torch.distributed as dist
         from torch.distributed import _functional_collectives as collectives
 
-        world: Any = dist.group.WORLD
+        world = torch.distributed.distributed_c10d._get_default_group()
         buckets = list(_buckets(gradients, self.bucket_bytes))
         flat = [torch.cat([g.reshape(-1) for g in bucket]) for bucket in buckets]
         shares = [(f if self.sent_as is None else f.to(self.sent_as)) / self.ranks for f in flat]
         means = [collectives.all_reduce(share, "sum", world) for share in shares]  # all begin before one is waited for
         for bucket, mean in zip(buckets, means, strict=True):
-            parts = collectives.wait_tensor(mean).split([g.numel() for g in bucket])
+            parts = torch.split(collectives.wait_tensor(mean), [g.numel() for g in bucket])  # type: ignore[no-untyped-call]
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))
 
@@ -184,8 +183,8 @@ def _buckets(gradients: Sequence[torch.Tensor], most: float) -> Iterator[list[to
 class ShardedStep(WrappingStep):
     """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
 
-    shards: Sequence[tuple[Any, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
-    root: Any  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
+    shards: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
+    root: FSDPModule | None  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
     whole: WholeWeights | None  # that the optimizer updates in place of the shards
 
     def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
@@ -211,16 +210,16 @@ class ShardedStep(WrappingStep):
         self.inner.zero_grad()
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor."""
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
 
 
-def shard_of(tensor: Any) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor itself, sharing its memory."""
-    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
 class OwnGradients:
@@ -228,19 +227,19 @@ class OwnGradients:
 
     def __init__(self) -> None:
         self._norms: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
-        self._hooks: dict[int, Any] = {}  # by the id of what is watched
+        self._hooks: dict[int, RemovableHandle] = {}  # by the id of what is watched
 
-    def watch(self, weight: Any, dimensions: tuple[str, ...] = ()) -> None:
+    def watch(self, weight: torch.Tensor, dimensions: tuple[str, ...] = ()) -> None:
         """Take the gradient of a weight, of which this rank has a part where there are dimensions."""
 
-        def add(gradient: Any) -> None:
-            if is_sharded(gradient) and gradient.placements != weight.placements:
+        def add(gradient: torch.Tensor) -> None:
+            if is_sharded(gradient) and is_sharded(weight) and gradient.placements != weight.placements:
                 gradient = gradient.redistribute(placements=weight.placements)
             wide = torch.promote_types(gradient.dtype, torch.float32)
             self._norms[dimensions].append(torch.linalg.vector_norm(shard_of(gradient), dtype=wide).float())
 
         if id(weight) not in self._hooks:  # recomputation runs a forward, which gathers weights, twice
-            self._hooks[id(weight)] = weight.register_hook(add)
+            self._hooks[id(weight)] = weight.register_hook(add)  # type: ignore[no-untyped-call]
 
     def squares(self) -> dict[tuple[str, ...], torch.Tensor]:
         """The sums so far, 0-d."""
@@ -262,8 +261,9 @@ class GatheredGradients(OwnGradients):
         self._shards, self._dims_of = shards, dims_of  # the former by their ids
         for name, module in root.named_modules():
             if isinstance(module, FSDPModule):
-                hook: Any = functools.partial(self._gathered, name)
-                self._hooks[id(module)] = module.register_forward_pre_hook(hook)  # type: ignore[attr-defined]
+                self._hooks[id(module)] = module.register_forward_pre_hook(  # type: ignore[attr-defined]
+                    functools.partial(self._gathered, name)
+                )
 
     def _gathered(self, block: str, module: torch.nn.Module, inputs: Tree) -> None:
         for name, p in module.named_parameters(prefix=block):

@@ -12,19 +12,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.modules import replace_parameters
 from drivetrain.core.option import RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
-from drivetrain.parallel.base import State, Weights
+from drivetrain.core.typed import StateDict
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 from drivetrain.parallel.reducing_step import GatheredGradients, ShardedStep, WholeWeights, is_sharded, shard_of
 from drivetrain.saving.content import Divided, Part, whole
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
     from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
@@ -39,19 +43,17 @@ class Layout(NamedTuple):
 
 
 def total_over_parts(
-    powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]], mesh: Any, device: torch.device
+    powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]], mesh: DeviceMesh, device: torch.device
 ) -> torch.Tensor:
     """Return the sum over all weights, 0-d, of this rank's `powers` by the dimensions over which its weights are divided.
 
     `dims` are those of any rank's weights, in the same order on all ranks.
     """
-    import torch.distributed as dist
-
     total = torch.zeros((), device=device, dtype=torch.float64)
     for dimensions in dims:
         power = torch.zeros_like(total) + powers.get(dimensions, 0.0)  # a rank may have no weights with these dimensions
         for name in dimensions:
-            dist.all_reduce(power, group=mesh.get_group(name))
+            torch.distributed.all_reduce(power, group=mesh.get_group(name))
         total = total + power
     return total
 
@@ -59,7 +61,7 @@ def total_over_parts(
 class ShardSums:
     """Adds up numbers of weights over the ranks that hold their parts. Weights of one layout share an all-reduce."""
 
-    def __init__(self, layouts: Sequence[tuple[str, ...]], mesh: Any) -> None:
+    def __init__(self, layouts: Sequence[tuple[str, ...]], mesh: DeviceMesh) -> None:
         self._mesh, self._members = mesh, defaultdict(list)
         for i, dimensions in enumerate(layouts):
             if dimensions:
@@ -67,35 +69,35 @@ class ShardSums:
 
     def __call__(self, numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sums of a tensor for each weight. A weight's has the same shape on all ranks that hold a part."""
-        import torch.distributed as dist
-
         sums = list(numbers)
         for dimensions in sorted(self._members):
             members = self._members[dimensions]
             flat = torch.cat([numbers[i].reshape(-1) for i in members])
             for name in dimensions:
-                dist.all_reduce(flat, group=self._mesh.get_group(name))
-            for i, part in zip(members, flat.split([numbers[i].numel() for i in members]), strict=True):
+                torch.distributed.all_reduce(flat, group=self._mesh.get_group(name))
+            for i, part in zip(members, torch.split(flat, [numbers[i].numel() for i in members]), strict=True):
                 sums[i] = part.view(numbers[i].shape)
         return sums
 
 
-def layout_of(p: Any, ndim: int, sharded: bool) -> Layout:
-    """Return the layout of a weight of `ndim` dimensions; `sharded` says whether it is a DTensor."""
-    if not sharded:
+def layout_of(p: torch.Tensor, ndim: int) -> Layout:
+    """Return the layout of a weight of `ndim` dimensions."""
+    if not is_sharded(p):
         return Layout((), (), ())
     rows = 1 + p.ndim - ndim  # a fused projection has a dimension more, for its parts
-    divided = [(n, how) for n, how in zip(p.device_mesh.mesh_dim_names, p.placements, strict=True) if not how.is_replicate()]
+    divided = [
+        (n, how) for n, how in zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=True) if not how.is_replicate()
+    ]
     layer = tuple(name for name, _ in divided)
-    return Layout(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))
+    return Layout(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))  # type: ignore[attr-defined]
 
 
-def parts_of(tensor: Any, shape: tuple[int, ...]) -> list[Part]:
+def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[Part]:
     """Return this rank's parts of a DTensor, as views, in the weight of this shape; none where its part has no elements.
 
     The DTensor of a fused projection has a dimension more than its weight, for its matrices, and a part of each is here.
     """
-    (chunk,) = tensor.__create_chunk_list__()
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     local, offsets = shard_of(tensor), tuple(chunk.offsets)
     if not local.numel() and 0 not in shape:
         return []
@@ -113,7 +115,6 @@ class Sharded(ProcessGroupStrategy):
     whole_model = calls_parts = False
     model_dims: ClassVar[tuple[str, ...]] = ()  # mesh dimensions over which ranks divide the model for the same samples
     can_unfreeze = False
-    _mesh: Any = field(default=None, init=False)
     _whole: WholeWeights | None = field(default=None, init=False)
     _sync_last_only: bool = field(default=False, init=False)  # FSDP reduces gradients only in an update's last micro-batch
 
@@ -141,10 +142,10 @@ class Sharded(ProcessGroupStrategy):
 
     def shard(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> None:
         self._plain_shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-        self._root: Any = model
-        for line in self._shard_model(model, dtype, example):
-            logger.info(line)
-        self._sharded: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        self._root = model
+        self._mesh, line = self._shard_model(model, dtype, example)
+        logger.info(line)
+        self._sharded = dict(model.named_parameters(remove_duplicate=False))
         self._shards: dict[int, torch.nn.Parameter] = {}
         for name, p in self._sharded.items():
             if is_sharded(p) and id(p) not in self._shards:
@@ -152,30 +153,23 @@ class Sharded(ProcessGroupStrategy):
                 self._shards[id(p)] = torch.nn.Parameter(plain, requires_grad=p.requires_grad)
         both = ((p, self._shards.get(id(p), p), self._layout(name)) for name, p in self._sharded.items())
         self._layouts = {id(tensor): layout for *tensors, layout in both for tensor in tensors}
-        self._all_dims = self._gather_all_dims({self._layout(name).run for name, p in self._sharded.items() if p.requires_grad})
+        own = {self._layout(name).run for name, p in self._sharded.items() if p.requires_grad}
+        self._all_dims = sorted(set().union(*self.of_all_ranks(own)))  # of any rank's weights, in one order on all ranks
 
     def leave_model(self) -> None:
-        self._root, self._sharded, self._shards, self._whole = None, {}, {}, None
+        self._root, self._sharded, self._shards, self._whole = torch.nn.Module(), {}, {}, None
 
-    def _gather_all_dims(self, own: set[tuple[str, ...]]) -> list[tuple[str, ...]]:
-        """Return all sets of mesh dimensions over which any rank's weights are sharded, in the same order on all ranks."""
-        import torch.distributed as dist
-
-        all_ranks: list[Any] = [None] * self.world.size
-        dist.all_gather_object(all_ranks, own, group=self._control)
-        return sorted(set().union(*all_ranks))
-
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
-        """Make the model's parameters DTensors over `self._mesh`, in place. Returns lines to log."""
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> tuple[DeviceMesh, str]:
+        """Make the model's parameters DTensors over a mesh, in place. Returns the mesh and a line to log."""
         raise NotImplementedError
 
     @contextmanager
     def plain_parameters(self, model: torch.nn.Module) -> Iterator[None]:
-        self._replace_parameters(model, self._shards)
+        replace_parameters(model, self._shards)
         try:
             yield
         finally:
-            self._replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
+            replace_parameters(model, {id(shard): p for p, shard in self._pairs()})
 
     @property
     def whole_updates(self) -> bool:  # type: ignore[override]
@@ -197,19 +191,11 @@ class Sharded(ProcessGroupStrategy):
         self._whole = WholeWeights(divided, self._mesh, self._gather_full, self._local_shard)
         for name, shard, _, _ in divided:
             self._layouts[id(self._whole.by_shard[id(shard)])] = Layout(self._layout(name).run, (), ())
-        self._replace_parameters(model, self._whole.by_shard)
+        replace_parameters(model, self._whole.by_shard)
         try:
             yield
         finally:
-            shards = {id(self._whole.by_shard[id(shard)]): shard for _, shard, _, _ in divided}
-            self._replace_parameters(model, shards)
-
-    @staticmethod
-    def _replace_parameters(model: torch.nn.Module, replacements: dict[int, Any]) -> None:
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if id(p) in replacements:
-                    module._parameters[name] = replacements[id(p)]
+            replace_parameters(model, {id(self._whole.by_shard[id(shard)]): shard for _, shard, _, _ in divided})
 
     @contextmanager
     def evaluation_context(self) -> Iterator[None]:
@@ -226,17 +212,16 @@ class Sharded(ProcessGroupStrategy):
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         pairs = [(p, shard) for p, shard in self._pairs() if p.requires_grad]
-        return ShardedStep(step, pairs, self._root if self._sync_last_only else None, self._whole)
+        root = self._root if self._sync_last_only else None
+        return ShardedStep(step, pairs, root, self._whole)  # type: ignore[arg-type]  # the root is an FSDPModule
 
     def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
-        dist.all_reduce(found, dist.ReduceOp.MAX)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         return found
 
     def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
         """Sum powers over this rank's shards, then over the ranks that hold the others, so that each weight counts once."""
-        gradients: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        gradients: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
         for p in parameters:
             if p.grad is not None:
                 gradients[self._layouts[id(p)].run].append(shard_of(p.grad))
@@ -270,25 +255,25 @@ class Sharded(ProcessGroupStrategy):
     def _layout(self, name: str) -> Layout:
         """Return over which mesh dimensions a weight is divided."""
         p = self._sharded[name]
-        return layout_of(p, len(self._plain_shapes[name]), is_sharded(p))
+        return layout_of(p, len(self._plain_shapes[name]))
 
-    def _pairs(self) -> list[tuple[Any, torch.nn.Parameter]]:
+    def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Return each sharded weight once, with its shard as the optimizer has it."""
         return [(p, self._shards[i]) for i, p in {id(p): p for p in self._sharded.values()}.items() if i in self._shards]
 
     # --- saving: this rank's shards ↔ full tensors ---
 
-    def full_state_dict(self, model: torch.nn.Module, state: State) -> tuple[Weights, State]:
+    def full_state_dict(self, model: torch.nn.Module, state: StateDict) -> tuple[StateDict, StateDict]:
         is_first = self.world.rank == 0
 
-        def gather(name: str, tensor: torch.Tensor) -> Any:
+        def gather(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
             full = self._gather_full(name, tensor)
             return full.cpu() if is_first else None
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
         return weights, self._merged(self._map_state(state, gather), True)
 
-    def _merged(self, state: State, sends: bool) -> State:
+    def _merged(self, state: StateDict, sends: bool) -> StateDict:
         """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
         from torch.utils._pytree import tree_map_only
 
@@ -299,7 +284,7 @@ class Sharded(ProcessGroupStrategy):
         parts = [part for part in self.gather_object(optimizer) if part is not None]
         return {**state, "optimizer": merge_optimizer_states(parts)} if parts else state
 
-    def with_states_of_all(self, state: State) -> State:
+    def with_states_of_all(self, state: StateDict) -> StateDict:
         return self._merged(state, True)
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
@@ -325,7 +310,7 @@ class Sharded(ProcessGroupStrategy):
         """Return whether a tensor is this rank's part of one with an element for each element of the weight."""
         return is_sharded(tensor) or tensor.shape == self._shards[id(p)].shape
 
-    def shard_state_dict(self, weights: Weights, state: State) -> tuple[Weights, State]:
+    def shard_state_dict(self, weights: StateDict, state: StateDict) -> tuple[StateDict, StateDict]:
         if self._whole is not None:
             self._whole.stale = True
         shards = {name: self._local_shard(name, t) for name, t in weights.items()}
@@ -334,7 +319,7 @@ class Sharded(ProcessGroupStrategy):
                 shards[name] = _as_dtensor(shards[name], p)
         return shards, self._map_state(state, self._local_shard)
 
-    def _map_state(self, state: State, change: Callable[[str, torch.Tensor], Any]) -> State:
+    def _map_state(self, state: StateDict, change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> StateDict:
         """Return the state with each tensor that belongs to a weight replaced by `change(name of the weight, tensor)`."""
         optimizer, ema = state["optimizer"], state["ema"]
         names = parameter_names(optimizer)
@@ -356,7 +341,7 @@ class Sharded(ProcessGroupStrategy):
             state["precision"] = {**state["precision"], "masters": {name: change(name, t) for name, t in masters.items()}}
         return state
 
-    def _is_elementwise_state(self, name: str, value: Any) -> bool:
+    def _is_elementwise_state(self, name: str, value: object) -> bool:
         """Return whether a value of an optimizer's state has one element per element of the weight."""
         if not isinstance(value, torch.Tensor) or name not in self._sharded:
             return False
@@ -371,8 +356,8 @@ class Sharded(ProcessGroupStrategy):
         p = self._sharded.get(name)
         if p is None or not is_sharded(p):
             return tensor.detach()
-        full: Any = tensor.detach() if is_sharded(tensor) else _as_dtensor(tensor, p)
-        return full.full_tensor().reshape(self._plain_shapes[name])
+        full = tensor.detach() if is_sharded(tensor) else _as_dtensor(tensor, p)
+        return full.full_tensor().reshape(self._plain_shapes[name])  # type: ignore[attr-defined, no-any-return]
 
     def _local_shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a weight or of its state."""
@@ -392,7 +377,7 @@ def _flatten_parts(shard: torch.Tensor, ndim: int) -> torch.Tensor:
     return shard.flatten(0, 1) if shard.ndim > ndim else shard
 
 
-def _as_dtensor(shard: torch.Tensor, p: Any) -> Any:
+def _as_dtensor(shard: torch.Tensor, p: DTensor) -> DTensor:
     """Return the DTensor with the layout of `p` that a shard belongs to."""
     from torch.distributed.tensor import DTensor
 

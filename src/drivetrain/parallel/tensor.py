@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from drivetrain.core.blocks import TensorLayout, repeated_blocks
 from drivetrain.core.errors import UserError
@@ -18,6 +18,9 @@ from drivetrain.core.trees import Tree
 from drivetrain.parallel.fsdp import fully_shard_blocks
 from drivetrain.parallel.process_group import RankWork
 from drivetrain.parallel.sharded import Sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(kw_only=True, eq=False)
@@ -60,20 +63,22 @@ class Tensor(Sharded):
     def rng_rank(self) -> int:
         return self.world.rank - self.world.rank % self.model_ranks()  # dropout must be the same on all ranks of a block
 
-    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> list[str]:
+    def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> tuple[DeviceMesh, str]:
         size = self.model_ranks()
         mesh = self.device_mesh(data=self.data_world.size, tensor=size)
-        self._mesh, self.data_group = mesh, mesh.get_group("data")
+        self.data_group = mesh.get_group("data")
         blocks = repeated_blocks(model)
         count = shard_blocks("parallel=tensor", model, blocks, mesh["tensor"], self._work)
         self._sync_last_only = self.data_world.size > 1
         if self.data_world.size > 1:
             fully_shard_blocks(model, blocks, mesh["data"], dtype)
         groups = f", {self.data_world.size} groups" if self.data_world.size > 1 else ""
-        return [f"{count} blocks, each over {size} ranks{groups}"]
+        return mesh, f"{count} blocks, each over {size} ranks{groups}"
 
 
-Plan = Callable[[Any, RankWork], None]  # (tensor mesh, timer of the ranks' work): shards its block in place; raises UserError
+Plan = Callable[
+    ["DeviceMesh", RankWork], None
+]  # (tensor mesh, timer of the ranks' work): shards its block in place; raises UserError
 
 
 def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
@@ -97,7 +102,9 @@ def tensor_parallel_problems(setting: str, run: RunSpec) -> Iterator[str]:
         )
 
 
-def shard_blocks(setting: str, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: Any, work: RankWork) -> int:
+def shard_blocks(
+    setting: str, model: torch.nn.Module, blocks: Sequence[torch.nn.Module], mesh: DeviceMesh, work: RankWork
+) -> int:
     """Shard a model's blocks that have a plan over the mesh's ranks, in place. Returns their number. Raises UserError if it is 0.
 
     `work` times what a rank computes in them before the all-reduce.
@@ -124,7 +131,7 @@ def own_styles(model: torch.nn.Module) -> dict[int, str]:
     return {}
 
 
-def plan_for(block: Any, styles: Mapping[int, str] | None = None) -> Plan | None:
+def plan_for(block: torch.nn.Module, styles: Mapping[int, str] | None = None) -> Plan | None:
     """Return the sharding plan of a block, or None. Matches exact classes: derived ones may compute something else.
 
     `styles` are those of `own_styles`, for a block that has layers among them.
@@ -139,52 +146,43 @@ def plan_for(block: Any, styles: Mapping[int, str] | None = None) -> Plan | None
         and _is_plain(attn, "gate", "norm", "q_norm", "k_norm")
         and _is_plain(mlp, "norm")
     ):
-        return functools.partial(_shard_timm_block, block)
-    if "tensor_layout" in vars(type(block)):  # defined by this very class: a derived one may compute something else
-        return functools.partial(_shard_by_layout, block.tensor_layout())
-    return None
+        return functools.partial(_shard_timm_block, attn, mlp)
+    own_layout = vars(type(block)).get("tensor_layout")  # defined by this very class: a derived one may compute something else
+    return None if own_layout is None else functools.partial(_shard_by_layout, own_layout(block))
 
 
-def _is_plain(module: Any, *parts: str) -> bool:
+def _is_plain(module: object, *parts: str) -> bool:
     """Return whether these parts of a module, which would mix all heads or hidden units, are absent."""
     return all(isinstance(getattr(module, part, None), torch.nn.Identity | None) for part in parts)
 
 
-def _shard_timm_block(block: Any, mesh: Any, work: RankWork) -> None:
+def _shard_timm_block(attn: Any, mlp: Any, mesh: DeviceMesh, work: RankWork) -> None:
     """Shard timm's Block: the heads of its attention and the hidden units of its MLP."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    attn, size = block.attn, mesh.size()
-    _check_divisible(attn.num_heads, "heads", size)
-    _check_divisible(block.mlp.fc1.out_features, "hidden units", size)
-    attn.num_heads //= size
+    _shard_by_layout(TensorLayout(attn, "qkv", "proj", attn.num_heads, mlp, "fc1", "fc2"), mesh, work)
+    attn.num_heads //= mesh.size()
     attn.attn_dim = attn.num_heads * attn.head_dim
-    attn.qkv = _shard_fused_linear(attn.qkv, 3, mesh)
-    parallelize_module(attn, mesh, {"proj": RowwiseParallel()}, src_data_rank=None)
-    parallelize_module(block.mlp, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}, src_data_rank=None)
-    work.time_between(attn, attn.proj)
-    work.time_between(block.mlp, block.mlp.fc2)
 
 
-def _shard_by_layout(layout: TensorLayout, mesh: Any, work: RankWork) -> None:
+def _shard_by_layout(layout: TensorLayout, mesh: DeviceMesh, work: RankWork) -> None:
     """Shard a block that declares its heads and hidden units (`TensorLayout`)."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     attention, feed_forward = layout.attention, layout.feed_forward
     _check_divisible(layout.heads, "heads", mesh.size())
-    setattr(attention, layout.qkv, _shard_fused_linear(getattr(attention, layout.qkv), 3, mesh))
+    _check_divisible(len(feed_forward.get_parameter(f"{layout.up}.weight")), "hidden units", mesh.size())
+    _shard_fused_linear(attention.get_submodule(layout.qkv), 3, mesh)
     parallelize_module(attention, mesh, {layout.out: RowwiseParallel()}, src_data_rank=None)
     styles = {layout.up: ColwiseParallel(), layout.down: RowwiseParallel()}
     parallelize_module(feed_forward, mesh, styles, src_data_rank=None)
-    work.time_between(attention, getattr(attention, layout.out))
-    work.time_between(feed_forward, getattr(feed_forward, layout.down))
+    work.time_between(attention, attention.get_submodule(layout.out))
+    work.time_between(feed_forward, feed_forward.get_submodule(layout.down))
 
 
-def _shard_by_styles(block: torch.nn.Module, styles: Mapping[str, str], mesh: Any, work: RankWork) -> None:
+def _shard_by_styles(block: torch.nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, work: RankWork) -> None:
     """Shard a block by the styles of its layers. Its layers' widths are the heads of an attention, or hidden units."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    made: dict[str, Any] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    made = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     if others := sorted({*styles.values()} - {*made}):
         raise UserError(
             f"the tensor plan of {type(block).__name__} has styles that drivetrain does not shard by ({', '.join(others)}): set "
@@ -210,8 +208,8 @@ def _check_divisible(number: int, what: str, size: int) -> None:
         )
 
 
-def _shard_fused_linear(linear: Any, parts: int, mesh: Any) -> Any:
-    """Shard a Linear that fuses `parts` matrices, matrix by matrix, so that each rank has the q, k and v of its heads.
+def _shard_fused_linear(linear: Any, parts: int, mesh: DeviceMesh) -> None:
+    """Shard a Linear that fuses `parts` matrices, in place, matrix by matrix, so that each rank has the q, k, v of its heads.
 
     Weight and bias get a dimension for the parts, so that a shard is a slice of each part. Checkpoints have no such dimension.
     """
@@ -229,4 +227,3 @@ def _shard_fused_linear(linear: Any, parts: int, mesh: Any) -> Any:
         return torch.nn.functional.linear(x, linear.weight.to_local().flatten(0, 1), bias)
 
     wrap_forward(linear, lambda forward: of_parts)
-    return linear

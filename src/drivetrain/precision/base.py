@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Effect, Option, Positive
@@ -38,7 +38,11 @@ def are_rounded(device: torch.device) -> bool:
     return not torch.equal(x @ torch.eye(256, device=device), x)
 
 
-def _parts() -> tuple[Any, ...]:
+class _Setting(Protocol):
+    fp32_precision: str
+
+
+def _parts() -> tuple[_Setting, ...]:
     """Return the holders of the newer settings that the older ones write."""
     cudnn, mkldnn = (getattr(torch.backends, name) for name in ("cudnn", "mkldnn"))  # torch's types do not know their parts
     return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul
@@ -72,6 +76,16 @@ def backpropagate(loss: torch.Tensor, weight: torch.Tensor) -> None:
     engine.run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
+class OptimizerOption(Protocol):
+    """The methods of the option of group `optimizer` that a precision calls."""
+
+    def build(self, context: BuildContext) -> torch.optim.Optimizer:
+        """Return the optimizer over the parameters that the model has."""
+
+    def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Return a context in which the model holds the weights to evaluate and to save."""
+
+
 class Precision(Option):
     """precision=fp32: everything in float32. torch would round the inputs of convolutions to TensorFloat-32 on CUDA."""
 
@@ -96,11 +110,13 @@ class Precision(Option):
         """Convert the model to this precision, before it is compiled or wrapped. `example`: see the context."""
         return model
 
-    def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
+    def build_optimizer(self, option: OptimizerOption, context: BuildContext) -> torch.optim.Optimizer:
         """Build the optimizer over the parameters that it updates: the model's own, or master weights."""
         return option.build(context)
 
-    def eval_weights(self, option: Any, optimizer: torch.optim.Optimizer) -> Callable[[], AbstractContextManager[None]]:
+    def eval_weights(
+        self, option: OptimizerOption, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes the context in which the model holds the weights to evaluate and to save."""
         return lambda: option.eval_weights(optimizer)
 
@@ -108,7 +124,7 @@ class Precision(Option):
         """Return what it does not do on this device; "" where it does all. Call it after `convert`."""
         return ""
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the context for forward and loss."""
         return _NULL
 
@@ -230,7 +246,7 @@ class Bf16(Precision):
     def notice(self) -> str:
         return self._notice
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         return self._autocast
 
     def autocast_dtype(self) -> str | None:

@@ -6,17 +6,21 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.modules import replace_parameters
 from drivetrain.core.option import RunSpec
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
-from drivetrain.precision.base import Precision
+from drivetrain.precision.base import OptimizerOption, Precision
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ class Bf16Pure(Precision):
             self._keep_masters_of(trained)
         for module in model.modules():
             if module not in norms:
-                module._apply(_to_bfloat16, recurse=False)
+                module._apply(_to_bfloat16, recurse=False)  # type: ignore[no-untyped-call]
         model.register_forward_pre_hook(_arguments_in_bfloat16, with_kwargs=True)
         model.register_forward_hook(lambda _, args, output: map_tensors(_to_float32, output))
         masters = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]
@@ -94,22 +98,24 @@ class Bf16Pure(Precision):
         # All ranks draw as many random numbers, so that their generators have one state, which is saved once.
         self._draws = int(parallel.all_reduce_max(torch.tensor(self._draws, device=self._device)))
 
-    def build_optimizer(self, option: Any, context: BuildContext) -> torch.optim.Optimizer:
+    def build_optimizer(self, option: OptimizerOption, context: BuildContext) -> torch.optim.Optimizer:
         """Build an optimizer over the masters: they replace the model's parameters while the optimizer is built."""
         model = context.model
         if not self._parallel.whole_model:
             self._keep_masters_of_parts(model)
-        self._replace_parameters(model, dict(zip(self._parameters, self._masters, strict=True)))
+        replace_parameters(model, {id(p): master for p, master in zip(self._parameters, self._masters, strict=True)})
         try:
             optimizer = option.build(context)
         finally:
-            self._replace_parameters(model, dict(zip(self._masters, self._parameters, strict=True)))
+            replace_parameters(model, {id(master): p for p, master in zip(self._parameters, self._masters, strict=True)})
         for name in ("state_dict", "load_state_dict"):
             setattr(optimizer, name, self._while_materialized(getattr(optimizer, name)))
         self._release()
         return optimizer
 
-    def eval_weights(self, option: Any, optimizer: torch.optim.Optimizer) -> Callable[[], AbstractContextManager[None]]:
+    def eval_weights(
+        self, option: OptimizerOption, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], AbstractContextManager[None]]:
         @contextmanager
         def weights_to_evaluate() -> Iterator[None]:
             with self._materialized(), option.eval_weights(optimizer):
@@ -118,13 +124,13 @@ class Bf16Pure(Precision):
 
         return weights_to_evaluate
 
-    def _while_materialized(self, method: Callable[..., object]) -> Callable[..., Any]:
-        from torch.utils._pytree import tree_map
+    def _while_materialized(self, method: Callable[P, T]) -> Callable[P, T]:
+        from torch.utils._pytree import tree_map_only
 
         @functools.wraps(method)
-        def wrapped(*args: object, **kwargs: object) -> Any:
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             with self._materialized():
-                return tree_map(self._detach_from_masters, method(*args, **kwargs))
+                return tree_map_only(torch.Tensor, self._detach_from_masters, method(*args, **kwargs))  # type: ignore[no-any-return]
 
         return wrapped
 
@@ -138,11 +144,10 @@ class Bf16Pure(Precision):
             torch._foreach_copy_(self._weights, self._views)
             self._release()
 
-    def _detach_from_masters(self, value: object) -> Any:
-        """Clone a tensor that shares the masters' memory, which is freed between updates."""
-        if self.master == "fp32" or not isinstance(value, torch.Tensor):
-            return value
-        return value.clone() if value.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr() else value
+    def _detach_from_masters(self, value: torch.Tensor) -> torch.Tensor:
+        """Clone a tensor that shares the masters' memory, where that is freed between updates."""
+        shared = self.frees_weights and value.untyped_storage().data_ptr() == self._flat.untyped_storage().data_ptr()
+        return value.clone() if shared else value
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         self._copy_weights_to_masters()
@@ -184,12 +189,6 @@ class Bf16Pure(Precision):
     def _weights(self) -> list[torch.Tensor]:
         return [p.detach() for p in self._parameters]  # made anew: compile=step records that they are the parameters' memory
 
-    def _replace_parameters(self, model: torch.nn.Module, replacements: dict[torch.nn.Parameter, torch.nn.Parameter]) -> None:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter in replacements:
-                    module._parameters[name] = replacements[parameter]
-
     def state_dict(self) -> StateDict:
         if self.master == "stochastic":
             return {"random": self._generator.get_state()}
@@ -207,12 +206,12 @@ class Bf16Pure(Precision):
             torch._foreach_copy_(self._weights, self._views)
 
 
-def _to_bfloat16(value: object) -> Any:
-    return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _to_bfloat16(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.bfloat16) if value.is_floating_point() else value
 
 
-def _arguments_in_bfloat16(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return tuple(map_tensors(_to_bfloat16, a) for a in args), {k: map_tensors(_to_bfloat16, v) for k, v in kwargs.items()}
+def _arguments_in_bfloat16(_: torch.nn.Module, args: Tree, kwargs: Tree) -> tuple[Tree, Tree]:
+    return map_tensors(_to_bfloat16, args), map_tensors(_to_bfloat16, kwargs)
 
 
 def _to_float32(output: torch.Tensor) -> torch.Tensor:

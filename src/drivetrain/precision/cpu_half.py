@@ -9,13 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import run_once
 from drivetrain.core.trees import Tree, call
 from drivetrain.core.user_state import measured_once
 from drivetrain.run.environment import processor
+
+if TYPE_CHECKING:
+    from torch.nn.modules.conv import _ConvNd
 
 LIMIT = 2.0  # times as long as in float32: layers that take longer stay in float32
 MIN_WORK = 1 << 21  # multiplications of a measured layer, so that they take most of its time: small batches are enlarged
@@ -32,14 +35,13 @@ class Slowness(NamedTuple):
 class Call(NamedTuple):
     """A layer of a model, and the input that it gets."""
 
-    layer: torch.nn.Module
+    layer: torch.nn.Linear | _ConvNd
     x: torch.Tensor
 
     def work(self) -> int:
         """The multiplications, up to a convolution's stride, which is the same for all batch sizes."""
-        weight: Any = self.layer.weight
         positions = self.x.numel() // (self.x.shape[1] if _is_convolution(self.layer) else self.x.shape[-1])
-        return int(weight.numel()) * positions
+        return self.layer.weight.numel() * positions
 
     def seconds(self, dtype: torch.dtype) -> float:
         """The processor time of forward and backward, the shortest of some."""
@@ -103,9 +105,8 @@ def _calls(model: torch.nn.Module, example: Tree) -> list[Call]:
     """The calls of convolutions and Linear layers in one forward."""
     calls: list[Call] = []
 
-    def add(layer: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        weight: Any = layer.weight
-        if args and args[0].dim() >= weight.dim():  # else it has no batch dimension
+    def add(layer: torch.nn.Linear | _ConvNd, args: tuple[torch.Tensor, ...]) -> None:
+        if args and args[0].dim() >= layer.weight.dim():  # else it has no batch dimension
             calls.append(Call(layer, args[0]))
 
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) or _is_convolution(m)]
@@ -140,7 +141,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _is_convolution(layer: torch.nn.Module) -> bool:
+def _is_convolution(layer: torch.nn.Module) -> TypeGuard[_ConvNd]:
     return isinstance(layer, torch.nn.modules.conv._ConvNd)
 
 
@@ -150,12 +151,12 @@ def without_strides(model: torch.nn.Module, example: Tree) -> list[str]:
     oneDNN reads uninitialised memory there, so that gradients are sometimes NaN (seen with torch 2.15). Returns lines to
     log. `example` is a batch as the model gets it.
     """
-    strided = {m: n for n, m in model.named_modules() if isinstance(m, torch.nn.modules.conv._ConvNd) and max(m.stride) > 1}
+    strided = {m: n for n, m in model.named_modules() if _is_convolution(m) and max(m.stride) > 1}
     if not strided:
         return []
-    new_strides: dict[Any, tuple[int, ...]] = {}
+    new_strides: dict[_ConvNd, tuple[int, ...]] = {}
 
-    def inspect(module: Any, args: tuple[Any, ...], output: Any) -> None:
+    def inspect(module: _ConvNd, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if not isinstance(module.padding, str):
             sizes = zip(args[0].shape[2:], module.stride, module.padding, module.dilation, module.kernel_size, strict=True)
             strides = tuple(1 if n == 1 and 2 * pad == dilation * (k - 1) else stride for n, stride, pad, dilation, k in sizes)

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from drivetrain.core import accelerators, rng, streams
 from drivetrain.core.accelerators import Accelerator
@@ -17,7 +17,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many, usable_cores
 from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec
 from drivetrain.core.protocols import Trials
-from drivetrain.core.typed import fits
+from drivetrain.core.typed import JsonObject, fits
 from drivetrain.core.world import World
 
 DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
@@ -61,7 +61,7 @@ class Runtime(Option):
         self.device, self.seed, self.threads, self.zero_grad = device, seed, threads, zero_grad
         self.cudnn_benchmark, self.deterministic = cudnn_benchmark, deterministic
         self.keep_memory, self.attention = keep_memory, attention
-        self.found: dict[str, Any] | None = None  # what the threads were chosen by, where trials chose them
+        self.found: JsonObject | None = None  # what the threads were chosen by, where trials chose them
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if not DEVICE.fullmatch(self.device):
@@ -104,7 +104,7 @@ class Runtime(Option):
     def needs_trial(self) -> bool:  # type: ignore[override]
         return self.threads == "auto"
 
-    def choose(self, trials: Trials, recorded: Any = None) -> Runtime:
+    def choose(self, trials: Trials, recorded: object = None) -> Runtime:
         parallel = trials.run.parallel
         cores = usable_cores(max(1, parallel.ranks() // parallel.nnodes))
         counts = [*(2**n for n in range((cores - 1).bit_length())), cores]
@@ -187,10 +187,10 @@ class Runtime(Option):
                 p.grad = None
 
 
-def _is_choice(recorded: Any, cores: int) -> bool:
+def _is_choice(recorded: object, cores: int) -> TypeGuard[JsonObject]:
     """True if this is what a resumed run has chosen, with as many cores."""
     return (
-        fits(recorded, dict[str, Any])
+        isinstance(recorded, dict)
         and recorded.get("cores") == cores
         and fits(recorded.get("threads"), int)
         and 1 <= recorded["threads"] <= cores

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import put_in_place, taken_over
@@ -126,7 +127,9 @@ def _called(module: torch.nn.Module, x: torch.Tensor) -> tuple[object, set[str]]
     names: set[str] = set()
 
     class Recorder(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Callable[..., Tree], types: object, args: tuple[Tree, ...] = (), kwargs: dict[str, Tree] | None = None
+        ) -> Tree:
             names.add(func.__name__)
             return func(*args, **(kwargs or {}))
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import Tree, call, first
+from drivetrain.core.modules import replace_parameters
+from drivetrain.core.trees import Tree, call, first, leaves
 from drivetrain.surgery.base import Edit
 
 
@@ -34,11 +34,7 @@ class NoBiasBeforeNorm(Edit):
         for bias, running_mean in removed:
             if running_mean is not None:
                 running_mean -= bias.detach()
-        ids = {id(bias) for bias, _ in removed}
-        for module in model.modules():
-            for name, parameter in list(module._parameters.items()):
-                if id(parameter) in ids:
-                    module._parameters[name] = None
+        replace_parameters(model, {id(bias): None for bias, _ in removed})
         return f"{len(removed)} biases before a BatchNorm removed"
 
 
@@ -63,17 +59,19 @@ class _Recording:
     """The operations of one forward that made each tensor, and that read it. Tensors are keyed by their id()."""
 
     biases: dict[int, int] = field(default_factory=dict)  # tensor → the bias that was added to its channels
-    readers: dict[int, list[Any]] = field(default_factory=dict)  # tensor → per reader: a norm's key, or None for any other
-    norms: list[Any] = field(default_factory=list)  # a key for each call: the norm's running mean, or a new object
+    readers: dict[int, list[object]] = field(default_factory=dict)  # tensor → per reader: a norm's key, or None for any other
+    norms: list[object] = field(default_factory=list)  # a key for each call: the norm's running mean, or a new object
     alive: list[torch.Tensor] = field(default_factory=list)  # keeps the tensors, so that no id() is used twice
 
-    def read(self, value: Any, reader: Any = None) -> None:
+    def read(self, value: Tree, reader: object = None) -> None:
         """Record that `reader` reads all tensors in `value`."""
-        for tensor in _tensors(value):
+        for tensor in leaves(value):
             self.alive.append(tensor)
             self.readers.setdefault(id(tensor), []).append(reader)
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, training: bool) -> None:
+    def call(
+        self, function: Callable[..., Tree], args: tuple[Tree, ...], kwargs: dict[str, Tree], out: Tree, training: bool
+    ) -> None:
         """Record a call of a torch function that returned `out`."""
         named = dict(zip(_ARGUMENTS.get(function.__name__, ()), args, strict=False)) | kwargs
         if function is torch.nn.functional.batch_norm:
@@ -81,7 +79,7 @@ class _Recording:
             self.norms.append(key := named["running_mean"] if named["running_mean"] is not None else object())
             self.read(named.pop("input"), key if subtracts else None)
             self.read(named)
-        elif any(True for _ in _tensors(out)) or function.__name__ not in _METADATA_ONLY:
+        elif leaves(out) or function.__name__ not in _METADATA_ONLY:
             bias, weight = named.get("bias"), named.get("weight")
             # Batch norm takes the second dimension as channels. A convolution has its channels there; a linear layer has
             # them last, which is the second dimension only of a 2-d output.
@@ -99,7 +97,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
 _METADATA_ONLY = {"__get__", "dim", "ndimension", "size", "numel", "is_floating_point", "has_names", "stride", "is_contiguous"}
 
 
-def _subtracted_biases(recording: _Recording) -> Iterator[tuple[int, Any]]:
+def _subtracted_biases(recording: _Recording) -> Iterator[tuple[int, object]]:
     """(id of the bias, key of the norm) for each biased output that is read by a norm alone, which reads nothing else."""
     calls = [id(key) for key in recording.norms]
     for tensor, bias in recording.biases.items():
@@ -115,7 +113,9 @@ def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording
     recording = _Recording()
 
     class Recorder(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Callable[..., Tree], types: object, args: tuple[Tree, ...] = (), kwargs: dict[str, Tree] | None = None
+        ) -> Tree:
             out = func(*args, **(kwargs or {}))
             recording.call(func, args, kwargs or {}, out, training)
             return out
@@ -143,15 +143,3 @@ def _restored(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
             for module, name, buffer, before in buffers:
                 module._buffers[name] = buffer
                 buffer.copy_(before)
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

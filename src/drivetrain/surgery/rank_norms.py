@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,13 +13,13 @@ class SumOverRanks(torch.autograd.Function):
     """The sum over the ranks. Its gradient is the sum of the gradients over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: object, *gradients: torch.Tensor) -> torch.Tensor:
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total)
         return total
@@ -54,7 +52,7 @@ class AnyDeviceSyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         out = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             out = out * self.weight.view(shape) + self.bias.view(shape)
-        return out.to(input.dtype)
+        return out.to(input.dtype)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _update_running(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -71,7 +69,7 @@ class _ThenActivation:
     """The dropout and activation that timm's BatchNormAct2d applies after the norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.drop(super().forward(x)))  # type: ignore[attr-defined, misc]
+        return self.act(self.drop(super().forward(x)))  # type: ignore[attr-defined, misc, no-any-return]
 
 
 class SyncNorm(nn.SyncBatchNorm):
