@@ -118,7 +118,7 @@ class StagedRun:
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with trainer.evaluator.eval_weights():
             full = HostCopy(parallel.full_state_dict(trainer.model, state)).wait()
-        weights, state = parallel.broadcast_object(full if parallel.world.rank == 0 else None)
+        weights, state = parallel.broadcast_object(full)  # rank 0's
         return weights, state
 
     def _enter(self, number: int) -> None:
