@@ -56,7 +56,7 @@ def shares(stored: list[Stored], wanted: Stored) -> tuple[list[float], float]:
     found = np.linalg.lstsq(system, np.append(aims, 1.0), rcond=None)[0][:-1]
     own = overlap(wanted, wanted)
     left = own - 2 * found @ aims + found @ products @ found
-    return found.tolist(), float(np.sqrt(max(0.0, left) / own))
+    return [float(share) for share in found], float(np.sqrt(max(0.0, left) / own))
 
 
 def refuse_link(run_dir: Path) -> None:
