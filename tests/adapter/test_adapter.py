@@ -258,8 +258,8 @@ def test_a_narrow_layer_computes_as_its_widened_weight_does_and_is_merged_so(bit
 
 
 NARROW = [
-    ["adapter.base=int8"], ["adapter.base=nf4"], ["adapter.base=nf4", "precision=bf16"],
     ["adapter.base=int8", "precision=bf16_pure"], ["adapter.base=nf4", "ema=ema", "checkpointing=blocks"],
+    pytest.param(["adapter.base=nf4", "precision=bf16"], marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

@@ -23,29 +23,40 @@ from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 from drivetrain.run.result import Result
 
-HUNGRY = """
+NETS = """
 import torch
 
 class Net(torch.nn.Module):
-    '''A linear model that runs out of memory above `most` samples.'''
-    def __init__(self, shape, classes, most):
+    '''A linear model that runs out of memory above `most` samples, or in one of its forwards of training.'''
+    def __init__(self, shape, classes, most=1000, fails_at=0):
         super().__init__()
-        self.most, self.linear = most, torch.nn.Linear(shape[0], classes)
+        self.most, self.fails_at, self.calls, self.linear = most, fails_at, 0, torch.nn.Linear(shape[0], classes)
 
     def forward(self, x):
-        if self.training and len(x) > self.most:
+        self.calls += self.training
+        if self.training and (len(x) > self.most or self.calls == self.fails_at):
             raise torch.OutOfMemoryError(f"{len(x)} samples")
         return self.linear(x.flatten(1))
+
+class Reads(Net):
+    def forward(self, x):
+        assert x.detach().numpy().size  # tensors without values have none
+        return super().forward(x)
+
+class Wrong(Net):
+    def forward(self, x):
+        raise KeyError("no such layer")
 """
 TINY = ["data=synthetic", "data.shape=[8]", "data.samples=96", "optimizer=sgd", "scheduler=constant", "epochs=2", "log_every=1"]
 
 
 @pytest.fixture
-def hungry(tmp_path, monkeypatch):
-    (tmp_path / "hungry_net.py").write_text(HUNGRY)
+def net(tmp_path, monkeypatch):
+    """The words of a model of the given class."""
+    (tmp_path / "batch_nets.py").write_text(NETS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield ["model=own", "model.target=hungry_net.Net", "trust=[hungry_net]"]
-    sys.modules.pop("hungry_net", None)
+    yield lambda name: ["model=own", f"model.target=batch_nets.{name}", "trust=[batch_nets]"]
+    sys.modules.pop("batch_nets", None)
 
 
 def train(tmp_path, *words):
@@ -58,21 +69,34 @@ def weights(result):
     return load_file(result.run_dir / "checkpoints" / str(result.updates) / "model.safetensors")
 
 
-def test_out_of_memory_halves_the_micro_batch_and_repeats_the_update(tmp_path, hungry):
-    plain = train(tmp_path, *hungry, "batch.global_batch=32", "model.kwargs={most: 32}")
-    cut = train(tmp_path, *hungry, "batch.global_batch=32", "model.kwargs={most: 9}")
-    assert plain.status == cut.status == "completed"
-    assert plain.updates == cut.updates == 6
-    assert "out of memory" in (cut.run_dir / "log.txt").read_text()
-    assert "out of memory" not in (plain.run_dir / "metrics.jsonl").read_text()
-    for name, weight in weights(plain).items():
-        torch.testing.assert_close(weights(cut)[name], weight)
+@pytest.mark.parametrize(
+    ("words", "plain", "cut"),
+    [
+        ([], {"most": 32}, {"most": 9}),
+        # The third micro-batch of the third update: the gradients and the loss of the first ones are dropped.
+        (["batch=accumulate", "batch.accumulation_steps=4"], {"fails_at": 0}, {"fails_at": 11}),
+    ],
+    ids=["first", "later"],
+)
+def test_out_of_memory_doubles_the_steps_and_repeats_the_update(make, net, caplog, words, plain, cut):
+    ends = []
+    for given in (plain, cut):
+        kwargs = ", ".join(f"{key}: {value}" for key, value in given.items())
+        own = [*TINY, *net("Net"), f"model.kwargs={{{kwargs}}}", "updates=6", "saving=none"]
+        trainer = make(*own, *words, "batch.global_batch=32")
+        trainer.fit()
+        ends.append((trainer.model.state_dict(), [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"]))
+        assert any("out of memory" in line for line in caplog.messages) == (given is cut)
+    (whole, losses), (split, of_cut) = ends
+    for name, weight in whole.items():
+        torch.testing.assert_close(split[name], weight)
+    assert of_cut == pytest.approx(losses, rel=1e-5)
+    assert len(losses) == 6
 
 
-def test_out_of_memory_with_one_sample_ends_the_run(tmp_path, hungry):
-    result = train(tmp_path, *hungry, "batch.global_batch=8", "model.kwargs={most: 0}")
-    assert result.status == "failed"
-    assert "OutOfMemoryError" in result.error
+def test_out_of_memory_with_one_sample_ends_the_run(make, net):
+    with pytest.raises(torch.OutOfMemoryError, match="1 samples"):
+        make(*TINY, *net("Net"), "model.kwargs={most: 0}", "batch.global_batch=8").fit()
 
 
 class Device:
@@ -134,33 +158,21 @@ def test_a_resumed_run_has_the_micro_batch_of_its_checkpoint():
     assert not device.tried
 
 
-READS = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self, shape, classes):
-        super().__init__()
-        self.linear = torch.nn.Linear(shape[0], classes)
-
-    def forward(self, x):
-        assert x.detach().numpy().size  # tensors without values have none
-        return self.linear(x.flatten(1))
-"""
-
-
 def trials_of(*words):
     return Trials(launcher.prepare([*TINY, "runtime.device=cpu", "batch.global_batch=96", *words]))
 
 
-def test_a_step_that_needs_values_is_not_forecast_and_is_tried(tmp_path, monkeypatch, caplog):
-    (tmp_path / "reads_net.py").write_text(READS)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_trials_forecast_try_and_tell(net, caplog):
+    """A step that needs values is not forecast, and is tried; what fits is counted until memory does not do."""
     caplog.set_level("INFO")
     assert trials_of("model=mlp").forecast_micro_batch(96, 16.0) == 96
-    own = trials_of("model=own", "model.target=reads_net.Net", "trust=[reads_net]")
+    own = trials_of(*net("Reads"), "model.kwargs={most: 9}")
     assert own.forecast_micro_batch(96, 16.0) is None
     assert "the step cannot be forecast (it fails: " in caplog.text
-    assert own.count_fitting([48, 96], 96, 16.0) == 2
+    assert own.count_fitting([2, 8, 16, 32], 96, 16.0) == 2
+    assert own.count_fitting([2, 8], 96, 0.001) == 0  # the process itself takes more
+    with pytest.raises(UserError, match="no such layer"):
+        trials_of(*net("Wrong")).count_fitting([2], 96, 16.0)
 
 
 @pytest.mark.parametrize("question", ["_forecast_micro_batch", "_fewest_blocks"])
@@ -175,27 +187,6 @@ def test_a_forecast_fills_no_weights(question, monkeypatch):
     assert (own.forecast_micro_batch(96, 16.0) if "micro" in question else own.fewest_blocks(None, 1.0)) == 0
 
 
-def test_trials_count_what_fits_until_memory_does_not_do(hungry):
-    own = trials_of(*hungry, "model.kwargs={most: 9}")
-    assert own.count_fitting([2, 8, 16, 32], 96, 16.0) == 2
-    assert own.count_fitting([2, 8], 96, 0.001) == 0  # the process itself takes more
-
-
-def test_a_trial_that_fails_is_told(tmp_path, monkeypatch):
-    (tmp_path / "wrong_net.py").write_text(READS.replace("assert x.detach().numpy().size", "raise KeyError('no such layer')"))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = trials_of("model=own", "model.target=wrong_net.Net", "trust=[wrong_net]")
-    with pytest.raises(UserError, match="no such layer"):
-        own.count_fitting([2], 96, 16.0)
-
-
-def test_auto_needs_a_limit_on_a_cpu(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("a CUDA device has a limit of its own")
-    with pytest.raises(UserError, match=r"batch\.memory_gb"):
-        train(tmp_path, "model=mlp", "batch=auto")
-
-
 def test_auto_tries_in_processes_and_keeps_the_update(tmp_path):
     wide = ["model=mlp", "model.hidden=[64]", "data.shape=[3,64,64]", "data.samples=64", "batch.global_batch=64"]
     plain = train(tmp_path, *wide)
@@ -208,6 +199,7 @@ def test_auto_tries_in_processes_and_keeps_the_update(tmp_path):
 def test_growth_multiplies_updates_not_micro_batches():
     batch = Batch(global_batch=8, grow_every=2, grow_by=2, grow_until=20)
     assert [batch.size(epoch) for epoch in range(6)] == [8, 8, 16, 16, 16, 16]
+    assert [Batch(global_batch=8, grow_every=1, grow_until=16).size(epoch) for epoch in range(4)] == [8, 16, 16, 16]
     for epoch, size in ((0, 8), (2, 16)):
         requests = list(batch.over(shuffled(40)).requests(0, epoch, World(), drop_last=False))
         assert max(len(r.indices) for r in requests) == 8
@@ -216,18 +208,13 @@ def test_growth_multiplies_updates_not_micro_batches():
     assert batch.consumed(40, 3, 1, drop_last=True) == 40 + 40 + 32 + 16
 
 
-def test_preallocation_changes_nothing_but_memory(tmp_path):
-    words = ["model=resnet9", "model.width=4", "data.shape=[3,16,16]", "batch.global_batch=32"]
-    plain, claimed = train(tmp_path, *words), train(tmp_path, *words, "batch.preallocate=true")
-    assert plain.status == claimed.status == "completed"
-    assert all(torch.equal(weights(plain)[name], weight) for name, weight in weights(claimed).items())
-
-
-def test_the_rules_speak():
-    with pytest.raises(UserError, match=r"batch\.grow_until=64 needs batch\.grow_every"):
-        launcher.prepare(["batch.grow_until=64"])
-    with pytest.raises(UserError, match="nothing would grow"):
-        launcher.prepare(["batch.grow_until=130", "batch.grow_every=1"])
+def test_preallocation_changes_nothing_but_memory(make):
+    ends = []
+    for claims in ("false", "true"):
+        trainer = make("model=resnet9", "model.width=4", f"batch.preallocate={claims}")
+        trainer.fit()
+        ends.append(trainer.model.state_dict())
+    assert all(torch.equal(ends[1][name], weight) for name, weight in ends[0].items())
 
 
 def test_the_settings_of_what_a_trial_goes_without_go_too():
@@ -246,49 +233,6 @@ def test_a_trial_may_have_averages_that_are_stored_with_checkpoints(make):
     assert trials.trial_run(job).saving.active
     trainer = make("ema=post_hoc", "saving=last", "updates=3", run_dir=NO_RUN_DIR)
     assert largest_micro_batch(trainer, 8, 2.0**40) == 8
-
-
-ONCE = """
-import torch
-
-class Net(torch.nn.Module):
-    '''A linear model that runs out of memory in one of its forwards of training.'''
-    def __init__(self, shape, classes, fails_at):
-        super().__init__()
-        self.linear, self.calls, self.fails_at = torch.nn.Linear(shape[0], classes), 0, fails_at
-
-    def forward(self, x):
-        self.calls += self.training
-        if self.training and self.calls == self.fails_at:
-            raise torch.OutOfMemoryError("once")
-        return self.linear(x.flatten(1))
-"""
-
-
-def records(result):
-    lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [(r["update"], r["loss"]) for r in lines if r["event"] == "train"]
-
-
-def test_out_of_memory_in_a_later_micro_batch_leaves_nothing_of_the_half_update(tmp_path, monkeypatch):
-    """The gradients and the loss of its first micro-batches are dropped, the steps are doubled, and the figures stay right."""
-    (tmp_path / "once_net.py").write_text(ONCE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    own = ["model=own", "model.target=once_net.Net", "trust=[once_net]"]
-    words = [*own, "batch=accumulate", "batch.global_batch=32", "batch.accumulation_steps=4"]
-    plain = train(tmp_path, *words, "model.kwargs={fails_at: 0}")
-    cut = train(tmp_path, *words, "model.kwargs={fails_at: 11}")  # the third micro-batch of the third update
-    assert cut.status == "completed"
-    assert "training goes on with 4 samples at once" in (cut.run_dir / "log.txt").read_text()
-    for name, weight in weights(plain).items():
-        torch.testing.assert_close(weights(cut)[name], weight)
-    assert [update for update, _ in records(cut)] == [update for update, _ in records(plain)] == [*range(1, 7)]
-    assert [loss for _, loss in records(cut)] == pytest.approx([loss for _, loss in records(plain)], rel=1e-5)
-
-
-def test_growth_ends_at_its_limit_exactly():
-    batch = Batch(global_batch=8, grow_every=1, grow_by=2, grow_until=16)
-    assert [batch.size(epoch) for epoch in range(4)] == [8, 16, 16, 16]
 
 
 def test_any_other_error_is_no_want_of_memory(make):
@@ -490,22 +434,3 @@ def test_an_update_is_timed_with_the_steps_of_the_run(make):
     assert all(seconds > 0 for seconds in trials._timed(trainer, 6, 2))
     assert seen == [6, 6] * trials.TIMED
     assert not any(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["batch.max=50"], "set it to 64 or more"),
-        (["batch.global_batch=1"], "set it to 2 or more"),
-        (["loss=contrastive"], "no gradient noise scale"),
-        (["parallel=ddp", "parallel.nnodes=2", "parallel.rendezvous=there:29500"], "let one find it"),
-    ],
-)
-def test_the_rules_of_critical_speak(words, problem):
-    with pytest.raises(UserError, match=problem):
-        launcher.prepare(["batch=critical", *words])
-
-
-def test_a_rate_that_does_not_follow_is_advised_upon():
-    notices = launcher.prepare(["batch=critical", "batch.lr_scaling=none"]).notices
-    assert any("batch.lr_scaling=none keeps" in line for line in notices)

@@ -159,6 +159,29 @@ def test_the_timescale_of_weight_decay_stays_as_many_epochs(make, size, rule):
     assert make(*words).optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
+TEXT = ["data=stdlib", "data.max_files=10", "data.length=64", "loss=next_token", "model=gpt", "model.width=16", "model.heads=2"]
+REFUSED = [
+    *(([word], word) for word in ("batch.decay_scaling=linear", "batch.global_batch=0", "batch.global_batch=1.5")),
+    *((["batch=accumulate", word], word) for word in ("batch.lr_scaling=cubic", "batch.accumulation_steps=0")),
+    (["batch.grow_until=64"], "batch.grow_until=64 needs batch.grow_every"),
+    (["batch.grow_until=13", "batch.grow_every=1"], "nothing would grow"),
+    (["batch=bucketed"], "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"),
+    (["batch.tokens=300"], "batch.tokens=300 sorts by length, and all samples of data=synthetic are alike"),
+    ([*TEXT, "batch.tokens=300", "data.order=repeated"], "data.order=repeated and batch.tokens=300 exclude each other"),
+    ([*TEXT, "batch.tokens=300", "batch=auto", "batch.memory_gb=1"], "batch.tokens and batch=auto exclude each other"),
+    (["batch=auto", "runtime.device=cpu"], "set batch.memory_gb"),
+    (["batch=critical", "batch.global_batch=32", "batch.max=50"], "set it to 64 or more"),
+    (["batch=critical", "batch.global_batch=1"], "set it to 2 or more"),
+    (["batch=critical", "loss=contrastive"], "no gradient noise scale"),
+    (["batch=critical", "parallel=ddp", "parallel.nnodes=2", "parallel.rendezvous=there:29500"], "let one find it"),
+]
+
+
+@pytest.mark.parametrize(("words", "problem"), REFUSED, ids=str)
+def test_what_cannot_be_is_refused(problems, words, problem):
+    assert any(problem in line for line in problems(*words))
+
+
 def test_a_decay_that_lr_does_not_scale_is_advised_against(tiny):
     def advice(*words: str) -> list[str]:
         run = launcher.prepare(tiny(*words)).run
@@ -167,20 +190,8 @@ def test_a_decay_that_lr_does_not_scale_is_advised_against(tiny):
     says = "batch.decay_scaling is for a decay of lr × weight_decay, and optimizer=adam has another"
     assert advice("optimizer=adam", "batch.decay_scaling=timescale") == [says]
     assert advice("optimizer=adamw", "batch.decay_scaling=timescale") == advice("optimizer=adam") == []
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "batch.decay_scaling=linear",
-        "batch.global_batch=0",
-        "batch.global_batch=1.5",
-        "batch.lr_scaling=cubic",
-        "batch.accumulation_steps=0",
-    ],
-)
-def test_the_batch_words_are_counts_and_choices(problems, word):
-    assert any(p.startswith(word) for p in problems("batch=accumulate", word))
+    (said,) = advice("batch=critical", "batch.lr_scaling=none")
+    assert "batch.lr_scaling=none keeps" in said
 
 
 def test_a_split_that_was_halved_is_restored_unless_the_config_sets_another_one():

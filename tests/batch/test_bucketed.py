@@ -13,6 +13,7 @@ from drivetrain.core.order import shuffled
 from drivetrain.core.source import Source
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.world import World
+from drivetrain.launch import launcher
 
 BUDGETS = {"samples": {}, "tokens": {"tokens": 12 * 256}}
 
@@ -223,12 +224,16 @@ def test_one_batch_learnt_by_heart_is_the_one_that_is_evaluated(train):
     assert result.judged("final")["loss"] < 4
 
 
-def test_cudnns_autotuner_is_warned_of(tiny):
-    from drivetrain.launch import launcher
+def test_cudnns_autotuner_and_compiling_for_every_length_are_warned_of(tiny):
+    def notices(*words):
+        return launcher.prepare(tiny(*words)).notices
 
     words = [w for w in GPT if not w.startswith("runtime")]
-    assert any("runtime.cudnn_benchmark=true" in line for line in launcher.prepare(tiny(*words)).notices)
-    assert not launcher.prepare(tiny(*words, "runtime.cudnn_benchmark=false")).notices
+    assert any("runtime.cudnn_benchmark=true" in line for line in notices(*words))
+    assert not notices(*words, "runtime.cudnn_benchmark=false")
+    words = [w for w in GPT if w != "batch=bucketed"]
+    assert any("batch=bucketed keeps to a few" in line for line in notices(*words, "compile=inductor"))
+    assert not notices(*words)
 
 
 def test_its_schedule_is_checked_when_the_data_was_read(make):
@@ -243,20 +248,9 @@ def test_its_schedule_can_be_shown(tiny, capsys):
     assert "updates" in capsys.readouterr().out
 
 
-def test_data_without_lengths_is_refused(problems):
-    assert problems("batch=bucketed") == [
-        "batch=bucketed sorts by length, and all samples of data=synthetic are alike: set batch=fixed"
-    ]
+def test_data_without_lengths_is_refused():
     with pytest.raises(UserError, match="these samples do not tell it"):
         Bucketed().measure(Tensors(torch.zeros(4), torch.zeros(4)), 0, World())
-
-
-def test_compiling_for_every_length_is_warned_of(tiny):
-    from drivetrain.launch import launcher
-
-    words = [w for w in GPT if w != "batch=bucketed"]
-    assert any("batch=bucketed keeps to a few" in line for line in launcher.prepare(tiny(*words, "compile=inductor")).notices)
-    assert not launcher.prepare(tiny(*words)).notices
 
 
 def test_no_length_is_padded_beyond_the_longest():

@@ -114,18 +114,6 @@ def test_two_ranks_are_one_process(train):
         torch.testing.assert_close(second[name], weight, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["batch.tokens=300"], "batch.tokens=300 sorts by length, and all samples of data=synthetic are alike"),
-        ([*LANGUAGE, "data.order=repeated"], "data.order=repeated and batch.tokens=300 exclude each other"),
-        ([*LANGUAGE, "batch=auto", "batch.memory_gb=1"], "batch.tokens and batch=auto exclude each other"),
-    ],
-)
-def test_what_it_cannot_be_with_is_refused(words, problem, problems):
-    assert any(problem in line for line in problems(*words))
-
-
 def test_more_tokens_than_there_are_is_refused(make):
     with pytest.raises(UserError, match=r"batch\.tokens=\d+ is more than the training samples have"):
         make(*LANGUAGE, "batch.tokens=100000000", "data.drop_last=true")

@@ -24,15 +24,6 @@ from drivetrain.launch.trials import Trials
 from tests.support import slow
 
 
-def test_batch_norm_counts_a_recomputed_batch_once(make):
-    trainer = make(*MODELS["resnet9"], "checkpointing=blocks", "updates=3")
-    trainer.fit()
-    counters = [v for name, v in trainer.model.state_dict().items() if name.endswith("num_batches_tracked")]
-    assert len(counters) == 8
-    assert {int(c) for c in counters} == {3}
-    assert all(m.momentum == 0.1 for m in trainer.model.modules() if isinstance(m, nn.BatchNorm2d))
-
-
 def test_evaluation_is_not_checkpointed(make, monkeypatch):
     import torch.utils.checkpoint as checkpointing
 
@@ -43,16 +34,19 @@ def test_evaluation_is_not_checkpointed(make, monkeypatch):
     assert not called
 
 
-def test_names_stay_plain(make):
-    plain, changed = make(*MODELS["resnet9"]), make(*MODELS["resnet9"], "checkpointing=blocks")
-    assert list(plain.model.state_dict()) == list(changed.model.state_dict())
-    assert [n for n, _ in plain.model.named_modules()] == [n for n, _ in changed.model.named_modules()]
-
-
-def test_the_block_can_be_named(make):
-    trainer = make(*MODELS["resnet9"], "checkpointing=blocks", "checkpointing.block=Residual")
-    changed = [name for name, m in trainer.model.named_modules() if "forward" in vars(m)]
-    assert changed == ["features.3", "features.7"] or len(changed) == 2
+@pytest.mark.parametrize(
+    ("model", "words", "changed"),
+    [
+        ("resnet9", ["checkpointing=blocks"], ["features.3", "features.8"]),  # the outermost modules that are repeated
+        ("resnet9", ["checkpointing=blocks", "checkpointing.block=Residual"], ["features.3", "features.8"]),
+        ("vit", ["checkpointing=every_k", "checkpointing.k=2"], ["blocks.0", "blocks.2"]),
+        ("vit", ["checkpointing=every_k", "checkpointing.k=3"], ["blocks.0", "blocks.3"]),
+        ("vit", ["checkpointing=selective", "checkpointing.block=Mlp"], [f"blocks.{n}.mlp" for n in range(4)]),
+    ],
+)
+def test_the_blocks_that_are_recomputed(make, model, words, changed):
+    trainer = make(*(VIT if model == "vit" else MODELS[model]), *words)
+    assert [name for name, m in trainer.model.named_modules() if "forward" in vars(m)] == changed
 
 
 class Twice(nn.Module):
@@ -74,13 +68,6 @@ def test_a_model_without_such_blocks_is_refused_with_the_classes_it_has(option, 
         option.apply(Twice())
     assert "checkpointing.block" in str(refused.value)
     assert "Sequential" in str(refused.value)
-
-
-def test_the_outermost_repeated_modules_are_the_blocks(make):
-    model = make(*MODELS["resnet9"]).model
-    assert {type(b).__name__ for b in repeated_blocks(model)} == {"Residual"}
-    assert len(repeated_blocks(model)) == 2
-    assert len(repeated_blocks(model, "BatchNorm2d")) == 8
 
 
 # --- which activations are recomputed: every_k, selective's policies and the compiler's budget, each as exact as none ---
@@ -170,48 +157,28 @@ def test_gradients_statistics_and_weights_are_those_without(make, each_update, m
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_every_second_and_every_third_block(make):
-    for k, changed in ((2, [0, 2]), (3, [0, 3])):
-        trainer = make(*VIT, "checkpointing=every_k", f"checkpointing.k={k}")
-        blocks = repeated_blocks(trainer.model)
-        assert len(blocks) == 4
-        assert [i for i, block in enumerate(blocks) if "forward" in vars(block)] == changed
-
-
-def test_selective_recomputes_what_is_cheap_alone(make):
-    """A ViT: matrix products and attention run once, GELU and LayerNorm twice; with blocks, all of a block twice."""
-    none, selective, blocks = (
-        counted_step(make(*VIT, f"checkpointing={o}", "checkpointing.min_depth=1" if o == "selective" else "updates=2"))
-        for o in ("none", "selective", "blocks")
-    )
-    attention = next(name for name in none if "scaled_dot_product" in name and "backward" not in name)
-    for product in ("addmm", attention):
-        assert none[product] == selective[product] < blocks[product], product
+def test_of_a_transformer_each_policy_recomputes_what_it_does_not_keep(make):
+    """Matrix products, attention; GELU and LayerNorm, which are cheap: with blocks, all of a block runs twice."""
+    options = {"none": ["none"], "blocks": ["blocks"]}
+    for policy in ("products", "half", "attention"):
+        options[policy] = ["selective", "checkpointing.min_depth=1", f"checkpointing.policy={policy}"]
+    ran = {}
+    for name, words in options.items():
+        ran[name] = counted_step(make(*VIT, *(word if "." in word else f"checkpointing={word}" for word in words)))
+    sdpa = next(name for name in ran["none"] if "scaled_dot_product" in name and "backward" not in name)
+    products, attention = ({name: counts[operation] for name, counts in ran.items()} for operation in ("addmm", sdpa))
+    assert products["none"] == products["products"] < products["half"] < products["attention"] == products["blocks"]
+    assert attention["none"] == attention["products"] == attention["attention"] < attention["blocks"]
     for cheap in ("gelu", "native_layer_norm"):
-        assert none[cheap] < selective[cheap] == blocks[cheap], cheap
+        assert ran["none"][cheap] < ran["products"][cheap] == ran["blocks"][cheap], cheap
 
 
-def test_selective_keeps_convolutions_and_recomputes_norms(make):
-    none, selective = (counted_step(make(*MODELS["resnet9"], f"checkpointing={o}")) for o in ("none", "selective"))
-    assert none["convolution"] == selective["convolution"] == 8
-    assert selective["native_batch_norm"] == none["native_batch_norm"] + 4  # those of its two residual blocks
-
-
-def test_half_and_attention_keep_less_than_products(make):
-    """Of a block's matrix products every second one runs again; with attention alone kept, all of them."""
-    words = [*VIT, "checkpointing=selective", "checkpointing.min_depth=1"]
-    none = counted_step(make(*VIT, "checkpointing=none"))
-    policies = ("products", "half", "attention")
-    products, half, attention = (counted_step(make(*words, f"checkpointing.policy={p}")) for p in policies)
-    assert none["addmm"] == products["addmm"] < half["addmm"] < attention["addmm"]
-    sdpa = next(name for name in none if "scaled_dot_product" in name and "backward" not in name)
-    assert attention[sdpa] == none[sdpa]
-
-
-def test_a_product_over_few_terms_is_recomputed(make):
-    words = [*MODELS["resnet9"], "checkpointing=selective"]
-    kept, recomputed = (counted_step(make(*words, f"checkpointing.min_depth={d}")) for d in (1, 100_000))
-    assert recomputed["convolution"] == kept["convolution"] + 4
+def test_of_a_resnet_norms_and_products_over_few_terms_are_recomputed(make):
+    """In its two residual blocks, each of two convolutions and two norms."""
+    options = ([], ["checkpointing=selective"], ["checkpointing=selective", "checkpointing.min_depth=100000"])
+    none, selective, deep = (counted_step(make(*MODELS["resnet9"], *words)) for words in options)
+    assert none["convolution"] == selective["convolution"] == 8 == deep["convolution"] - 4
+    assert selective["native_batch_norm"] == none["native_batch_norm"] + 4
 
 
 def test_each_option_keeps_less_than_the_one_before(make):
@@ -247,9 +214,7 @@ def test_a_smaller_budget_keeps_less(make, monkeypatch):
     assert 0 < kept[1] < 0.5 * kept[0]
 
 
-def test_a_block_of_the_users_choice(make):
-    trainer = make(*VIT, "checkpointing=selective", "checkpointing.block=Mlp")
-    assert {type(m).__name__ for m in trainer.model.modules() if "forward" in vars(m)} == {"Mlp"}
+LIMITED = ["model=resnet9", "checkpointing=blocks", "checkpointing.memory_gb=4"]
 
 
 def test_what_cannot_be_is_refused_with_both_names(problems):
@@ -257,6 +222,18 @@ def test_what_cannot_be_is_refused_with_both_names(problems):
         (["checkpointing=budget"], ("checkpointing=budget", "compile=none", "compile=inductor")),
         (["checkpointing=blocks", "compile=jit"], ("checkpointing=blocks", "compile=jit")),
         (["checkpointing=every_k", "checkpointing.k=1"], ("checkpointing.k=1", "≥ 2")),
+        (["checkpointing=offload"], ("checkpointing=offload needs a CUDA device",)),
+        (["checkpointing=offload", "compile=inductor"], ("checkpointing=offload and compile=inductor exclude each other",)),
+        (
+            ["checkpointing=offload", "parallel=pipeline", "parallel.nproc=2"],
+            ("offload and parallel=pipeline exclude each other",),
+        ),
+        ([*LIMITED, "parallel=fsdp", "parallel.nproc=2"], ("parallel=fsdp divides it",)),
+        ([*LIMITED, "batch=auto", "batch.memory_gb=4"], ("batch=auto finds its own",)),
+        (
+            [*LIMITED, "updates=null", "epochs=2", "stages=[{until: 1ep, model.freeze: ['features.0.*']}]"],
+            ("once for the whole run: set checkpointing.memory_gb=null",),
+        ),
     ):
         said = " ".join(problems(*words))
         assert all(name in said for name in names), said
@@ -390,18 +367,6 @@ def test_strides_are_kept(net):
     seen.append(saved)
     assert saved.is_contiguous(memory_format=torch.channels_last)
     assert saved.data_ptr() != x.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "checkpointing=offload needs a CUDA device"),
-        (["compile=inductor"], "checkpointing=offload and compile=inductor exclude each other"),
-        (["parallel=pipeline", "parallel.nproc=2"], "checkpointing=offload and parallel=pipeline exclude each other"),
-    ],
-)
-def test_refusals(problems, words, says):
-    assert any(says in problem for problem in problems("checkpointing=offload", *words))
 
 
 # --- selective recomputation holds fewer bytes at its peak than none on a ResNet: counted, tensor by tensor ---
@@ -563,22 +528,6 @@ def test_a_launcher_that_has_started_ranks_is_refused(tiny, monkeypatch, words, 
     job = launcher.prepare(tiny(*words, "parallel=ddp", "runtime.device=cpu"))
     with pytest.raises(UserError, match=f"another launcher has started them: .* or set {instead}"):
         launcher.launch(job)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["parallel=fsdp", "parallel.nproc=2"], "parallel=fsdp divides it"),
-        (["batch=auto", "batch.memory_gb=4"], "batch=auto finds its own"),
-        (
-            ["stages=[{until: 1ep, model.freeze: [stem]}]"],
-            "once for the whole run: set checkpointing.memory_gb=null",
-        ),
-    ],
-)
-def test_what_cannot_be_forecast_is_refused(words, reason):
-    with pytest.raises(UserError, match=reason):
-        launcher.prepare(["data=digits", "model=resnet9", "checkpointing=blocks", "checkpointing.memory_gb=4", *words])
 
 
 def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(train, monkeypatch):

@@ -11,7 +11,8 @@ from drivetrain.clip import Clip
 from drivetrain.clip.base import Agc, Norm, Value
 from drivetrain.parallel import Parallel
 
-SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1", "updates=1"]
+PLAIN_SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1"]
+SGD = [*PLAIN_SGD, "updates=1"]
 
 
 def flat(tensors) -> torch.Tensor:
@@ -88,16 +89,10 @@ def test_clipping_happens_once_an_update_not_once_a_micro_batch(make):
     assert len(calls) == trainer.progress.updates == 2
 
 
-@pytest.mark.parametrize("word", ["clip.max_norm=0", "clip.max_norm=-1", "clip.norm_type=0"])
-def test_what_cannot_be_is_refused(problems, word):
-    assert any(p.startswith(word) for p in problems("clip=norm", word))
-
-
 # --- clipping by value and by the size of the weights: by hand, against timm, and the same however an update is split ---
 
 
 total_norm = Parallel().norm
-PLAIN_SGD = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1"]
 # bounds that bite at the tiny run's gradients
 BITES = {
     "norm": ["clip=norm", "clip.max_norm=0.05"],
@@ -128,35 +123,16 @@ def test_value_by_hand():
     assert any(not torch.equal(now, old) for now, old in zip(gradients(model), before, strict=True))
 
 
-def ordered(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """As a model gives them: a parameter of its own first, the last layer last."""
-    return list(model.parameters())
-
-
 def test_agc_equals_timms():
     ours, theirs = network(), network()
     before = gradients(ours)
-    Agc(0.02, 1e-3).create(ordered(ours), total_norm)()
-    adaptive_clip_grad(ordered(theirs)[:-2], 0.02, 1e-3)
+    Agc(0.02, 1e-3).create(list(ours.parameters()), total_norm)()
+    adaptive_clip_grad(list(theirs.parameters())[:-2], 0.02, 1e-3)
     moved = 0
     for mine, other, old in zip(gradients(ours), gradients(theirs), before, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=0)
         moved += not torch.equal(mine, old)
     assert 0 < moved < len(before)
-
-
-def test_agc_by_hand_in_the_papers_own_words():
-    """Each row's gradient times λ·max(‖W‖, ε)/‖G‖ where ‖G‖/max(‖W‖, ε) > λ."""
-    model = network()
-    weight = model[0].weight.detach().double()
-    gradient = model[0].weight.grad.double()
-    size = weight.flatten(1).norm(dim=1).clamp(min=1e-3)
-    norm = gradient.flatten(1).norm(dim=1)
-    limit = float((norm / size).median())
-    factor = torch.where(norm / size > limit, limit * size / norm, torch.ones_like(norm))
-    assert 0 < int((factor < 1).sum()) < 8  # some rows are bounded and some are not
-    Agc(limit).create(ordered(model), total_norm)()
-    torch.testing.assert_close(model[0].weight.grad.double(), gradient * factor[:, None, None, None], rtol=1e-5, atol=0)
 
 
 def test_agc_lets_weights_of_zero_move_and_gradients_of_zero_stay():
@@ -201,10 +177,6 @@ def test_parameters_without_a_gradient_are_passed_over(clip):
     assert bool((held.grad < 9.0).all()) == (type(clip) is not Clip)
 
 
-def weights(trainer) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
 @pytest.mark.parametrize("kind", BITES)
 def test_it_bites_and_accumulation_changes_nothing(make, float64, kind):
     ends = []
@@ -212,7 +184,7 @@ def test_it_bites_and_accumulation_changes_nothing(make, float64, kind):
         trainer = make(*PLAIN_SGD, *words, "updates=3")
         trainer.fit()
         assert trainer.progress.updates == 3
-        ends.append(weights(trainer))
+        ends.append(flat(trainer.model.parameters()))
     assert float((ends[0] - ends[1]).abs().max()) > 1e-4
     torch.testing.assert_close(ends[1], ends[2], rtol=1e-9, atol=1e-12)
 
@@ -223,15 +195,19 @@ def test_it_works_on_unscaled_gradients(make, kind):
     ends = []
     for scale in (1.0, 4096.0):
         trainer = make(*PLAIN_SGD, *BITES[kind], "precision=amp", f"precision.init_scale={scale}", "updates=3")
-        start = weights(trainer)
+        start = flat(trainer.model.parameters())
         trainer.fit()
         assert trainer.progress.updates == 3
-        ends.append(weights(trainer) - start)
+        ends.append(flat(trainer.model.parameters()) - start)
     assert float((ends[0] - ends[1]).norm() / ends[0].norm()) < 0.02  # float16's own rounding differs by scale
 
 
 @pytest.mark.parametrize(
-    "words", [["clip=value", "clip.clip_value=0"], ["clip=agc", "clip.clip_factor=-1"], ["clip=agc", "clip.eps=0"]]
-)
-def test_what_values_and_ratios_cannot_be_is_refused(problems, words):
+    "words",
+    [
+        ["clip=value", "clip.clip_value=0"], ["clip=agc", "clip.clip_factor=-1"], ["clip=agc", "clip.eps=0"],
+        *(["clip=norm", word] for word in ("clip.max_norm=0", "clip.max_norm=-1", "clip.norm_type=0")),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(problems, words):
     assert any(p.startswith(words[1]) for p in problems(*words))

@@ -105,7 +105,7 @@ def test_evaluation_is_not_compiled(make, compilations):
 @pytest.mark.parametrize(
     "words",
     [
-        [],
+        ["scheduler=linear", "optimizer.lr=0.2"],  # the rate is a tensor: with a constant in its place the ends would differ
         pytest.param(["optimizer=adamw", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"], marks=pytest.mark.slow),
         pytest.param(["batch=accumulate", "batch.accumulation_steps=3"], marks=pytest.mark.slow),
         pytest.param(["precision=bf16", "ema=ema"], marks=pytest.mark.slow),
@@ -210,13 +210,6 @@ def test_a_steps_code_is_kept_for_the_next_run(train, tmp_path):
         weights(train(*MLP, "compile=step", f"compile.cache_dir={tmp_path}"))
         found.append({name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("miss", "hit", "bypass")})
     assert found == [{"miss": 1, "hit": 0, "bypass": 0}, {"miss": 0, "hit": 1, "bypass": 0}]
-
-
-def test_a_schedule_reaches_the_graph(train, make, recorded):
-    """The learning rate is a tensor: with a constant in its place the ends would differ."""
-    words = [*MLP, "scheduler=linear", "optimizer.lr=0.2"]
-    plain, step = weights(train(*words)), weights(train(*words, "compile=step"))
-    assert_close(plain, step, make(*words).model.state_dict())
 
 
 class Reads(nn.Module):
@@ -474,7 +467,7 @@ class Untyped(Reads):
         return self.head(x.flatten(1)) + dict.fromkeys(vars(self), 0.0).get("none", 0.0)
 
 
-def test_what_cannot_be_is_refused_at_once(problems):
+def test_what_cannot_be_is_refused_at_once(problems, monkeypatch):
     for words, names in (
         (["compile=cudagraph"], ("compile=cudagraph", "CUDA")),
         (["compile=cudagraph", "runtime.device=cpu"], ("runtime.device=cpu", "compile=inductor")),
@@ -486,14 +479,16 @@ def test_what_cannot_be_is_refused_at_once(problems):
         (["compile=step", "optimizer=adamw", "optimizer.fused=true"], ("optimizer.fused=true", "compile=step")),
         (["compile=inductor", "compile.mode=reduce-overhead", "runtime.device=cpu"], ("compile.mode=reduce-overhead", "cpu")),
         (["compile=jit", "debug=anomaly"], ("compile=jit", "debug=anomaly")),
+        (["compile=inductor", "debug=anomaly"], ("compile=inductor and debug=anomaly exclude each other",)),
+        (["compile=inductor", "compile.mode=fastest"], ("compile.mode=fastest",)),
     ):
         said = " ".join(problems(*words))
         assert all(name in said for name in names), said
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert any("compile=inductor needs a C++ compiler" in p for p in problems("compile=inductor"))
 
 
-def test_kernels_are_kept_where_asked(make, monkeypatch, tmp_path, compilations):
-    import os
-
+def test_kernels_are_kept_where_asked(make, tmp_path, compilations):
     make("compile=inductor", f"compile.cache_dir={tmp_path / 'kernels'}")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kernels")
 
@@ -531,20 +526,6 @@ def test_one_graph_serves_the_whole_run(make, compilations):
     make("compile=inductor", "updates=8", "epochs=4", "scheduler=cosine", "ema=ema").fit()
     assert dynamo.counters["stats"]["unique_graphs"] == 1
     assert not dynamo.counters["graph_break"]
-
-
-def test_none_is_the_model_itself(make):
-    trainer = make()
-    assert trainer.step.forward is trainer.model
-
-
-def test_what_cannot_be_is_refused(problems, monkeypatch):
-    assert any(
-        "compile=inductor and debug=anomaly exclude each other" in p for p in problems("compile=inductor", "debug=anomaly")
-    )
-    assert any("compile.mode=fastest" in p for p in problems("compile=inductor", "compile.mode=fastest"))
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    assert any("compile=inductor needs a C++ compiler" in p for p in problems("compile=inductor"))
 
 
 def test_what_a_killed_linker_left_is_not_loaded(tmp_path):

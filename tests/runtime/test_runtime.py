@@ -189,18 +189,6 @@ def test_a_number_of_threads_in_the_environment_is_checked(monkeypatch, problems
     assert problem.startswith("OMP_NUM_THREADS=123456 starts 123,456 threads")
 
 
-def test_the_ranks_of_a_machine_share_its_cores(monkeypatch):
-    before = torch.get_num_threads()
-    try:
-        monkeypatch.delenv("OMP_NUM_THREADS")
-        monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-        torch.set_num_threads(8)
-        Runtime().set_up_process(World(0, 2, 0, 2))
-        assert torch.get_num_threads() == 4
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_backend_flags_are_set_and_unset(make):
     make("runtime.deterministic=true", "runtime.cudnn_benchmark=false")
     assert torch.are_deterministic_algorithms_enabled()
