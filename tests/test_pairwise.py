@@ -42,7 +42,7 @@ def test_every_option_is_in_the_cover() -> None:
     "pair", [("loss=distill", "data=digits"), ("loss=distill", "data=wine"), ("optimizer=schedulefree", "ema=ema")]
 )
 def test_an_option_with_needs_trains(pair: tuple[str, str], tmp_path: Path) -> None:
-    """What it wants beside its name is in the table, so that it is not one of those that this machine cannot run."""
+    """The settings that it wants are in the table, so that it is not one of those that this machine cannot run."""
     pairwise.prepare_folder(tmp_path)
     came = pairwise.try_one(pair, str(tmp_path))
     assert came.status == "trained", came

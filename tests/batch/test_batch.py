@@ -1,4 +1,4 @@
-"""Which samples make which update, and that splitting an update does not change it."""
+"""The samples of each update, and that splitting an update does not change it."""
 
 import itertools
 import math
@@ -76,7 +76,7 @@ def test_a_rank_without_a_share_of_the_tail_joins_in_with_weight_zero(size):
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("samples", range(25, 48))
 def test_every_rank_makes_as_many_micro_batches_of_any_tail(size, samples):
-    """Where forwards wait for each other, a rank with one more would wait for ever."""
+    """A rank with one more would wait for ever, as forwards may wait for each other."""
     ranks = [
         by_update(mine) for mine in requests(Accumulate(global_batch=24, accumulation_steps=3), samples, size, drop_last=False)
     ]

@@ -98,7 +98,7 @@ OPTIONS = {
 
 
 class Counted(TorchDispatchMode):
-    """How often each operation ran."""
+    """The number of runs of each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def counted_step(trainer) -> dict[str, int]:
 
 
 def saved_bytes(trainer) -> int:
-    """What autograd keeps of the activations between forward and backward."""
+    """The bytes of activations that autograd keeps between forward and backward."""
     weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -293,7 +293,7 @@ def net():
 
 
 class Moves:
-    """Which tensors go to another place of memory, by watching the copies to the host."""
+    """The tensors that go to another place of memory, by watching the copies to the host."""
 
     def __init__(self, monkeypatch):
         self.out, empty_like = [], torch.empty_like
@@ -324,7 +324,7 @@ def test_gradients_are_the_same_bit_for_bit(net, autocast):
 
 
 def test_all_but_weights_and_small_tensors_go(net, monkeypatch):
-    """What autograd saves of the plain model is counted by hand."""
+    """Tensors that autograd saves of the plain model are counted by hand."""
     weights = {p.untyped_storage().data_ptr() for p in net.parameters()}
     expected, x = [], torch.randn(3, 3, 16, 16)
 

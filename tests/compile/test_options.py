@@ -461,7 +461,7 @@ def test_a_model_that_cannot_be_scripted_is_refused(make):
 
 
 class Untyped(Reads):
-    """What TorchScript cannot read."""
+    """A model that TorchScript cannot read."""
 
     def forward(self, x):
         return self.head(x.flatten(1)) + dict.fromkeys(vars(self), 0.0).get("none", 0.0)

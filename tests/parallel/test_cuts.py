@@ -1,4 +1,4 @@
-"""Where a model's row of blocks may be cut: estimated, balanced, and only where the stages come to the model's own output."""
+"""The cuts of a model's row of blocks: estimated, balanced, and only where the stages come to the model's own output."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def backwards(blocks, x):
 
 
 def around(blocks, x):
-    """What goes into the first half is added to what the second half gets, block by block."""
+    """The inputs of the first half are added to those of the second half, block by block."""
     before = []
     for block in blocks[:2]:
         before.append(x)

@@ -1,4 +1,4 @@
-"""Which process this is among how many, as launchers tell it."""
+"""The rank of this process among how many, as launchers tell it."""
 
 import pytest
 import torch

@@ -54,7 +54,7 @@ CLOSE = {"all that must be exact": 1e-9, "bf16": 5e-3, "amp": 5e-3}
 
 
 class Done:
-    """What a run left."""
+    """The files and the result that a run left."""
 
     def __init__(self, result: Any) -> None:
         assert result.status == "completed", result.error

@@ -1,4 +1,4 @@
-"""What two real ranks do, by unit tests: two forked processes, each of which builds its part of a tiny run."""
+"""Unit tests of two real ranks: forked processes, each of which builds its part of a tiny run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What needs whole layers equals one process where each rank holds a part of them, and goes on exactly from a checkpoint."""
+"""Options that need whole layers equal one process where each rank holds a part of them, and go on exactly from a checkpoint."""
 
 from __future__ import annotations
 

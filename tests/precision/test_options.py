@@ -578,7 +578,7 @@ def snapshot(trainer) -> dict:
 
 
 def moved(before: dict, after: dict) -> set[str]:
-    """What is different."""
+    """The names of what is different."""
     differs = {k for k in ("updates", "averaged") if before[k] != after[k]}
     if any(not torch.equal(a, b) for a, b in zip(before["weights"], after["weights"], strict=True)):
         differs.add("weights")

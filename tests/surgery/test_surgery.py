@@ -206,7 +206,7 @@ def test_an_edit_without_effect_is_refused():
 
 
 def test_a_model_that_is_built_without_such_biases_is_left_as_it_is():
-    """What was asked for holds already: that is said, and the model trains."""
+    """The edit that was asked for is made already: that is said, and the model trains."""
     (said,) = apply_all([NoBiasBeforeNorm()], nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)), IMAGES)
     assert said.startswith("no bias before a BatchNorm to remove")
 
