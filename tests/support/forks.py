@@ -56,14 +56,14 @@ def compare() -> None:
     """The variants of a comparison."""
     from drivetrain.measure.benchmark import compare
 
-    compare.command([*TINY, "precision=fp32,bf16", "rounds=1"])
+    compare.run([*TINY, "precision=fp32,bf16", "rounds=1"])
 
 
 def ablate() -> None:
     """The variants of an ablation."""
     from drivetrain.measure.benchmark import ablate
 
-    ablate.command([*TINY, "rounds=1"])
+    ablate.run([*TINY, "rounds=1"])
 
 
 def tune() -> None:

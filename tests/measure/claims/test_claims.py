@@ -249,7 +249,7 @@ def compared(**ratios: tuple[float, float, float] | None) -> tuple[Comparison, l
 def hand_on(done: Comparison, specs: list[VariantSpec], last: bool = False) -> Path:
     file = Path("mine.yaml")
     file.unlink(missing_ok=True)
-    export.writer("compare", file, last)(done, specs)
+    export.hand_on("compare", file, done, specs, [2] if last else [1, 2])
     return file
 
 
@@ -274,10 +274,6 @@ def test_without_proof_nothing_is_written(ratio, capsys):
     file = hand_on(*compared(bf16=ratio, sgd=None))
     assert not file.exists()
     assert "mine.yaml is not written: no variant is faster than the first beyond doubt" in capsys.readouterr().out
-
-
-def test_without_a_file_nothing_is_handed_on():
-    assert export.writer("compare", None) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.errors import UserError
 from drivetrain.core.option import Count
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job
@@ -16,6 +16,7 @@ from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.compare import headline, titled
 from drivetrain.measure.benchmark.comparison import Comparison
 from drivetrain.measure.benchmark.training import Trained
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import STAGES, Change, Changes
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Sheet, remarks
@@ -46,6 +47,7 @@ class Ablation:
     config_dirs: Sequence[str]
 
     def __post_init__(self) -> None:
+        self.specs: list[VariantSpec] = []  # of the newest comparison
         named = (self.settings.baseline, self.settings.recipe)
         both = [variants.compose(name, [f"recipe={name}", *self.overrides], self.config_dirs, own_saving=True) for name in named]
         variants.refuse_bad(both)
@@ -73,15 +75,17 @@ class Ablation:
         done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
         done.raise_if_baseline_failed()
         done.subject = subject
-        self.specs = specs  # of the newest comparison
+        self.specs = specs
         compare.show(done)
         return done
 
 
-def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.HandOn | None = None) -> int:
-    """Run `drivetrain ablate`; return its exit code. `hand_on` is called with the last table, which ends with the recipe."""
+def run(
+    argv: Sequence[str], config_dirs: Sequence[str] = (), needs_steps: bool = False
+) -> tuple[dict[str, Comparison], list[VariantSpec]]:
+    """Measure the tables, show and save them; return them, the steps first, and the variants of the last that was measured."""
     settings, overrides = verbs.split(argv, Settings)
-    if hand_on is not None and "steps" not in settings.tables:
+    if needs_steps and "steps" not in settings.tables:
         raise UserError("--recipe hands on the last of the steps, the whole recipe: tables= must have steps")
     variants.refuse_resume("ablate", overrides)
     if not settings.tables:
@@ -109,9 +113,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: compare.H
     content = {title: done.as_dict() for title, done in comparisons.items()}
     shown, place = sheet(recipe, baseline, comparisons, overrides), verbs.folder(ablation.baseline, "ablate")
     verbs.write(place, "ablate", shown, ["ablate", *argv], content)
-    if hand_on is not None:
-        hand_on(ladder, ablation.specs)
-    return FAILED if any(done.failed for done in comparisons.values()) else DONE
+    return comparisons, ablation.specs
 
 
 def _on_both_sides(overrides: Sequence[str]) -> str:

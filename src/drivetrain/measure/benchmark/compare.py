@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.errors import UserError
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
@@ -282,23 +282,12 @@ class _Scale:
         )
 
 
-HandOn = Callable[[Comparison, Sequence[VariantSpec]], None]
-
-
 class Compared(Comparison):
     """A comparison that a notebook shows."""
 
     def _repr_html_(self) -> str:
         """The answer and its table."""
         return sheet(self)._repr_html_()
-
-
-def command(argv: list[str], config_dirs: Sequence[str] = (), hand_on: HandOn | None = None) -> int:
-    """Run `drivetrain compare`; return its exit code. `hand_on` is called with what was measured."""
-    comparison, specs = run(argv, config_dirs)
-    if hand_on is not None:
-        hand_on(comparison, specs)
-    return FAILED if comparison.failed else DONE
 
 
 def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compared, list[VariantSpec]]:

@@ -360,11 +360,6 @@ class StagedVariant(Variant):
 StoppingRule = Callable[[Sequence[Variant], int], Iterable[Variant]]
 
 
-def never_stop(variants: Sequence[Variant], rounds: int) -> Iterable[Variant]:
-    """The stopping rule that lets every variant run all rounds."""
-    return ()
-
-
 def _child(job: Job, run_dir: Path, connection: Connection, parent_end: Connection) -> None:
     """The variant's process: an ordinary run whose output goes to a file."""
     from drivetrain.launch import launcher
@@ -390,7 +385,7 @@ def run_rounds(
     rounds: int,
     block_s: float,
     progress: Callable[..., None] = lambda *_: None,
-    stopping_rule: StoppingRule = never_stop,
+    stopping_rule: StoppingRule = lambda variants, rounds: (),
 ) -> None:
     """Run up to `rounds` rounds: two timed blocks of about `block_s` seconds for each variant, each round.
 

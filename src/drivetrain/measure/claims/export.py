@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonObject
@@ -22,7 +22,6 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import quality, training
-from drivetrain.measure.benchmark.compare import HandOn
 from drivetrain.measure.benchmark.comparison import Comparison, Row
 from drivetrain.measure.benchmark.training import Facts
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
@@ -155,38 +154,35 @@ def as_comments(lines: Sequence[str]) -> str:
 
 def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain compare`, which writes the file `recipe` if there is one; return its exit code."""
-    return comparing.command(overrides, config_dirs, writer("compare", recipe))
+    check_file(recipe)
+    done, specs = comparing.run(overrides, config_dirs)
+    if recipe is not None:
+        hand_on("compare", recipe, done, specs, range(1, len(specs)))
+    return FAILED if done.failed else DONE
 
 
 def ablate(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
-    """Run `drivetrain ablate`, which writes the file `recipe` if there is one; return its exit code."""
-    return ablating.command(overrides, config_dirs, writer("ablate", recipe, last=True))
+    """Run `drivetrain ablate`, which writes the last of the steps to the file `recipe`, if there is one; return its exit code."""
+    check_file(recipe)
+    comparisons, specs = ablating.run(overrides, config_dirs, needs_steps=recipe is not None)
+    if recipe is not None:
+        hand_on("ablate", recipe, next(iter(comparisons.values())), specs, [len(specs) - 1])
+    return FAILED if any(done.failed for done in comparisons.values()) else DONE
 
 
-def writer(verb: str, file: Path | None, last: bool = False) -> HandOn | None:
-    """The function that writes FILE of `--recipe FILE` when a verb has measured; None without FILE. Raises UserError.
-
-    It holds the fastest variant that is faster than the first beyond doubt and did not FAIL; with `last` it is the last one.
-    """
-    if file is None:
-        return None
-    check_file(file)
-
-    def hand_on(done: Comparison, specs: Sequence[VariantSpec]) -> None:
-        numbers = [len(specs) - 1] if last else range(1, len(specs))
-        good = [n for n in numbers if _is_proven(done.rows[n]) and specs[n].job is not None]
-        if not good:
-            echo(
-                f"{file} is not written: no variant is faster than the first beyond doubt, with a result as good. A better "
-                "result alone is not handed on: `drivetrain recipe export` claims it from runs"
-            )
-            return
-        number = max(good, key=lambda n: done.rows[n].gain or (0.0,))
-        row, base = done.rows[number], done.rows[0]
-        _write(file, verb, row.label or "it", base.label, baseline_job(specs[number:]), baseline_job(specs), row, base)
-        echo(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
-
-    return hand_on
+def hand_on(verb: str, file: Path, done: Comparison, specs: Sequence[VariantSpec], numbers: Sequence[int]) -> None:
+    """Write the recipe of the fastest of these variants that is faster than the first beyond doubt, and did not FAIL."""
+    good = [n for n in numbers if _is_proven(done.rows[n]) and specs[n].job is not None]
+    if not good:
+        echo(
+            f"{file} is not written: no variant is faster than the first beyond doubt, with a result as good. A better "
+            "result alone is not handed on: `drivetrain recipe export` claims it from runs"
+        )
+        return
+    number = max(good, key=lambda n: done.rows[n].gain or (0.0,))
+    row, base = done.rows[number], done.rows[0]
+    _write(file, verb, row.label or "it", base.label, baseline_job(specs[number:]), baseline_job(specs), row, base)
+    echo(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
 
 
 def _is_proven(row: Row) -> bool:

@@ -30,7 +30,7 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, comparison, quality, variants
 from drivetrain.measure.benchmark.compare import titled
 from drivetrain.measure.benchmark.comparison import Comparison, Row, behind
-from drivetrain.measure.benchmark.interleave import StoppingRule, Variant, never_stop
+from drivetrain.measure.benchmark.interleave import StoppingRule, Variant
 from drivetrain.measure.benchmark.training import (
     MIN_SEEDS,
     TimesToTarget,
@@ -371,6 +371,10 @@ class Tuning:
         """Seconds of the budget that are left."""
         return self.settings.budget_s - (time.monotonic() - self.began)
 
+    def is_over(self) -> bool:
+        """True if the time for searching is over: the rest is for the proof."""
+        return self.seconds_left() < (1 - SEARCH_BUDGET) * self.settings.budget_s
+
     def run(self, stage: Stage) -> None:
         """Compare a stage's candidates with the current run, and accept the fastest of those that are likely faster."""
         overrides = self.current()
@@ -382,13 +386,13 @@ class Tuning:
         specs = [spec for spec in composed if spec.job is not None]
         if not specs:
             return
-        if self.seconds_left() < (1 - SEARCH_BUDGET) * self.settings.budget_s:
+        if self.is_over():
             self.notes.append(f"not searched, because the time is over: {stage.title}")
             self.unfinished.append(stage.title)
             return
         echo(f"\n{stage.title}: {len(specs)} candidates")
         self.cut_short = []
-        done = self._measure([base, *specs], partial(self._stop, time.monotonic() + self.seconds_left()))
+        done = self._measure([base, *specs], self._stop)
         if self.cut_short:
             self.unfinished.append(stage.title)
         self.comparisons[f"{stage.title.capitalize()}{', again' if stage.title in self.accepted else ''}"] = done
@@ -411,15 +415,14 @@ class Tuning:
     def _variant(self, label: str, overrides: Sequence[str]) -> VariantSpec:
         return variants.compose(label, overrides, self.config_dirs)
 
-    def _stop(self, until: float, live: Sequence[Variant], rounds: int) -> Iterable[Variant]:
+    def _stop(self, live: Sequence[Variant], rounds: int) -> Iterable[Variant]:
         """The stopping rule: variants that are behind; all of them when the time for searching is over."""
-        search_ends = until - (1 - SEARCH_BUDGET) * self.settings.budget_s
-        if time.monotonic() <= search_ends:
+        if not self.is_over():
             return behind(live, rounds)
         self.cut_short = [variant.label for variant in live[1:]] if rounds < self.settings.rounds else []
         return live[1:]
 
-    def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = never_stop) -> Comparison:
+    def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = lambda live, rounds: ()) -> Comparison:
         settings = comparison.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
         done = comparison.measure(specs, settings, self.overrides, stopping_rule)
         done.raise_if_baseline_failed()
