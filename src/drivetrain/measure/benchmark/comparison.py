@@ -227,7 +227,11 @@ def no_gain(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
 
 def behind(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
     """The variants without gain, and those that are clearly slower than the best one so far."""
-    best = max(variants, key=lambda variant: _mean_log_ratio(variant, variants[0]))
+
+    def mean_log_ratio(variant: Variant) -> float:  # as ratios are estimated from logarithms
+        return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(variant, variants[0]), strict=True))
+
+    best = max(variants, key=mean_log_ratio)
     yield from (
         variant for variant in variants[1:] if _is_slower(variant, variants[0], 1.0) or _is_slower(variant, best, NEAR_BEST)
     )
@@ -238,11 +242,6 @@ def _is_slower(variant: Variant, other: Variant, share: float) -> bool:
     pairs = list(zip(*speeds(variant, other), strict=True))
     slower = sum(mine < share * theirs for mine, theirs in pairs)
     return slower >= len(pairs) / 2 + 1
-
-
-def _mean_log_ratio(variant: Variant, base: Variant) -> float:
-    """The mean logarithm of the variant's speed to that of `base`, as ratios are estimated from logarithms."""
-    return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(variant, base), strict=True))
 
 
 @dataclass

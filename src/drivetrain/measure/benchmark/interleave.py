@@ -96,10 +96,6 @@ class Times:
         """Return the seconds of each update. Waits for the device."""
         return [self.clock.seconds(*marks) for marks in self.updates]
 
-    def data_wait_s(self) -> float:
-        """Return the seconds in which the device waited for data. Waits for the device."""
-        return self.clock.total(self.waits)
-
 
 class BenchmarkAgent:
     """Wraps the training stream on every rank. The ranks run equal numbers of updates, and pause between them together.
@@ -139,7 +135,7 @@ class BenchmarkAgent:
             seconds = time.perf_counter() - began
             samples = times.samples * trainer.parallel.data_world.size
             report = TimedBlock(
-                seconds, updates, samples, times.data_wait_s(), times.step_s(), peak_memory(trainer.device)
+                seconds, updates, samples, clock.total(times.waits), times.step_s(), peak_memory(trainer.device)
             )  # fmt: skip
 
     def _pause(self, trainer: Trainer, report: JsonObject | TimedBlock) -> int:
