@@ -454,10 +454,9 @@ class Report:
 
     def sheet(self) -> Sheet:
         """The answer, what was tried, and the changes by their numbers."""
-        rows = [(str(number), c.key, c.good, c.bad) for number, c in enumerate(self.subsets.numbered, 1)]
-        changes = Table(("number", "change", "GOOD", "BAD"), rows, "The changes", ("change", "GOOD", "BAD"))
         answer, *more = self.conclusion()
-        sections: list[Section] = [self.table(), words(*more, *self.notes), folded("The changes", [changes], is_open=True)]
+        changes = folded("The changes", [table_of(self.subsets.numbered)], is_open=True)
+        sections: list[Section] = [self.table(), words(*more, *self.notes), changes]
         return Sheet(f"What makes {self.bad} differ from {self.good} – drivetrain bisect", answer, sections)
 
     def conclusion(self) -> list[str]:
@@ -515,12 +514,10 @@ def _plain(effect: Interval | None) -> list[float | None] | None:
     return [value if math.isfinite(value) else None for value in effect] if effect is not None else None
 
 
-def heading(changes: Sequence[Change]) -> list[str]:
-    """The changes with their numbers, a line each."""
-    width = max(len(change.key) for change in changes)
-    return [
-        printable(f"{number:4d}  {change.key:<{width}}  {change.good} → {change.bad}") for number, change in enumerate(changes, 1)
-    ]
+def table_of(changes: Sequence[Change]) -> Table:
+    """The changes with their numbers."""
+    rows = [(str(number), *map(printable, (c.key, c.good, c.bad))) for number, c in enumerate(changes, 1)]
+    return Table(("number", "change", "GOOD", "BAD"), rows, "The changes", ("change", "GOOD", "BAD"))
 
 
 SAME_DATA = ("task", "data")  # groups whose options the two must share
@@ -537,9 +534,10 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     _check(settings, words)
     subsets, bad, notes = prepare(words, config_dirs, settings.quality)
     began = time.monotonic()
-    until = began + settings.budget_s
-    measurer: Measurer = (Quality if settings.quality else Speed)(subsets, settings, until)
-    echo("\n".join([*heading(subsets.numbered), *notes]))
+    measurer: Measurer = (Quality if settings.quality else Speed)(subsets, settings, began + settings.budget_s)
+    table_of(subsets.numbered).show()
+    for note in notes:
+        echo(note)
     try:
         if (search := Search(len(subsets.numbered), measurer)).run() == FAILS:
             echo(f"BAD does not run to a figure ({search.whole.problem}): what makes it fail?")
@@ -623,10 +621,8 @@ def _different_data(good: Job, bad: Job) -> Iterator[str]:
 def _same(words: Sequence[str], not_tried: Sequence[str], quality: bool) -> str:
     """The message that there is nothing to bisect."""
     if not_tried:
-        several = len(not_tried) > 1
-        no_speed = f"{'do' if several else 'does'} not change how fast a step is: quality=true bisects the result"
-        reason = f"change{'' if several else 's'} no result" if quality else no_speed
-        return f"{words[0]} and {words[1]} differ only in {', '.join(not_tried)}, which {reason}"
+        no_effect = "no result depends on it" if quality else "a step is as fast with either: quality=true bisects the result"
+        return f"{words[0]} and {words[1]} differ only in {', '.join(not_tried)}: {no_effect}"
     hint = f"`drivetrain recipe diff {words[0]} {words[1]}` shows where they ran" if "=" not in words[0] + words[1] else ""
     return f"{words[0]} and {words[1]} are the same config, so no change can make a difference" + (hint and f": {hint}")
 

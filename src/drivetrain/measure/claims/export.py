@@ -37,6 +37,7 @@ from drivetrain.run import environment, reader, recipe_file
 from drivetrain.run.identity import flatten
 from drivetrain.run.reader import RunFiles, differing
 from drivetrain.ui.output import echo
+from drivetrain.ui.pages import run as run_page
 
 SOFTWARE = ("torch", "drivetrain")  # whose versions a claim names
 _ABSENT = object()
@@ -290,12 +291,13 @@ def _origin(runs: Sequence[RunFiles]) -> str:
     (run, *others), facts = runs, runs[0].environment
     device = (run.result and run.result.device_name) or facts.get("processor")
     versions = [f"{name} {version}" for name, version in facts.get("versions", {}).items() if version]
+    rate = run.result.samples_per_second if run.result is not None else None
     lines = [
         f"of the run {_name(run)}, drivetrain {facts.get('drivetrain', '–')}",
         f"on {device}, python {facts.get('python', '–')}" if device else "",
         ", ".join(versions),
         f"commit {commit}" if (commit := facts.get("git_commit")) else "",
-        f"result: {', '.join(_figures(run))}",
+        f"result: {run_page.verdict(run)}{f'; {rate:,.0f} samples/s' if rate else ''}",
         f"and of the same with other seeds: {', '.join(map(_name, others))}" if others else "",
     ]
     return as_comments([line for line in lines if line])
@@ -303,18 +305,6 @@ def _origin(runs: Sequence[RunFiles]) -> str:
 
 def _name(run: RunFiles) -> str:
     return "/".join(run.path.resolve().parts[-2:])
-
-
-def _figures(run: RunFiles) -> list[str]:
-    """The run's results, each figure with its name."""
-    figures, final, best = [run.status], run.final(), run.best()
-    if run.metric is not None and final is not None:
-        figures.append(f"{run.metric[0]} {final:.4f}" + (f" (best {best:.4f})" if best is not None else ""))
-    if run.result is not None:
-        rate = run.result.samples_per_second
-        figures += [f"{rate:,.0f} samples/s"] if rate else []
-        figures.append(f"{run.result.updates:,} updates in {run.result.wall_s:.1f} s")
-    return figures
 
 
 def _next(file: Path, run: RunFiles) -> str:
