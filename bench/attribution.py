@@ -14,7 +14,6 @@ backward. The campaign writes its results after each seed, and resumes.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
@@ -28,7 +27,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bench.harness import before, machine, parse, table, write
+from bench.harness import before, parse, table, write
 
 MIN_COST = 0.12  # a cost below is too near to the least share that the doctor names
 PAIRS = 15
@@ -290,14 +289,13 @@ def _program(seed: int, kind: str, place: str, model: str, share: float, lines: 
 def main() -> None:
     """Run the campaign, or the rest of it."""
     given = parse(__doc__, "attribution-cpu.json", seeds=20, first=0, profile_s=2.0)
-    content: dict[str, Any] = {"machine": machine(), "seeds": {}, **before(given.out)}
+    content: dict[str, Any] = {"seeds": {}, **before(given.out)}
     for seed in range(given.first, given.first + given.seeds):
         if str(seed) not in content["seeds"]:
             content["seeds"][str(seed)] = found = examine(draw(seed), given.profile_s)
             print(f"{seed:3d} {found}", flush=True)
             content["summary"] = summary(content["seeds"])
-            given.out.write_text(json.dumps(content, indent=2))
-    write(given.out, content)
+            write(given.out, content)
     rows = [
         (f"{f['kind']}, {f['place']}, {f['model']}", f"{f['cost']:.0%}", f"{f['told']:.0%}",
          "–" if f["inside"] is None else f"{f['inside']:.0%}", "yes" if f["named"] else "no", "yes" if f["clean"] else "no")

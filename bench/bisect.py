@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import before, machine, parse, table
+from bench.harness import before, machine, parse, table, write
 from drivetrain.measure.bisect.bisect import LEAST_ROUNDS, Measured, Search, Settings, Subset, log_ratio
 from drivetrain.measure.intervals import EQUIVALENCE, Interval
 
@@ -31,37 +31,13 @@ NOISE = 0.04  # standard deviation of a round's ratio, in logarithms
 OUTLIERS, OUTLIER = 0.05, 4.0  # their share of the rounds, and how much larger their noise is
 SHARES = (0.3, 0.2, 0.1, 0.05)  # of the samples a second that are planted away
 
-Effect = Callable[[Subset], float]  # of a subset, as a share of the whole planted effect
+KINDS = {"single": 1, "pair": 2, "two that add up": 2, "triple": 3, "none": 0}  # kind → how many changes are guilty
 
 
-def single(guilty: list[int]) -> Effect:
-    """One change."""
-    return lambda chosen: float(guilty[0] in chosen)
-
-
-def pair(guilty: list[int]) -> Effect:
-    """Two changes that have an effect only together."""
-    return lambda chosen: float(set(guilty[:2]) <= chosen)
-
-
-def two(guilty: list[int]) -> Effect:
-    """Two changes that add up."""
-    return lambda chosen: sum(number in chosen for number in guilty[:2]) / 2
-
-
-def triple(guilty: list[int]) -> Effect:
-    """Three changes that have an effect only together."""
-    return lambda chosen: float(set(guilty[:3]) <= chosen)
-
-
-def none(guilty: list[int]) -> Effect:
-    """The same against itself."""
-    return lambda chosen: 0.0
-
-
-KINDS: dict[str, tuple[Callable[[list[int]], Effect], int]] = {
-    "single": (single, 1), "pair": (pair, 2), "two that add up": (two, 2), "triple": (triple, 3), "none": (none, 0),
-}  # fmt: skip
+def share_of(kind: str, guilty: list[int], chosen: Subset) -> float:
+    """The share of the whole planted effect that a subset has: two add up, else it takes all that are guilty."""
+    found, size = len(chosen.intersection(guilty[: KINDS[kind]])), KINDS[kind]
+    return found / 2 if kind == "two that add up" else float(0 < found == size)
 
 
 class Simulated:
@@ -89,13 +65,12 @@ def repeat(kind: str, share: float, seed: int, rounds: int) -> dict[str, Any]:
     """One bisection of a planted cause, with simulated rounds."""
     draw = random.Random(f"{kind} {share} {seed}")
     guilty = draw.sample(range(CHANGES), 3)
-    plant, size = KINDS[kind]
-    effect = plant(guilty)
-    search = Search(CHANGES, Simulated(lambda chosen: math.log(1 - share) * effect(chosen), draw, rounds))
+    effect = Simulated(lambda chosen: math.log(1 - share) * share_of(kind, guilty, chosen), draw, rounds)
+    search = Search(CHANGES, effect)
     search.run()
     named = sorted(number for cause in search.causes for number in cause)
     return {
-        "guilty": sorted(guilty[:size]), "named": named, "outcome": search.outcome, "comparisons": search.comparisons,
+        "guilty": sorted(guilty[: KINDS[kind]]), "named": named, "outcome": search.outcome, "comparisons": search.comparisons,
         "rounds": sum(found.pairs for found in search.tried.values()),
     }  # fmt: skip
 
@@ -152,9 +127,8 @@ def true_run(kind: str, extra_ms: float, quality: bool, seed: int = 0) -> dict[s
     """One bisection of a planted cause by the command itself."""
     from drivetrain.measure.bisect import bisect
 
-    draw = random.Random(f"{kind} {seed}")
-    _, size = KINDS[kind]
-    guilty = sorted(draw.sample(range(1, CHANGES + 1), max(size, 1)))
+    size = KINDS[kind]
+    guilty = sorted(random.Random(f"{kind} {seed}").sample(range(1, CHANGES + 1), max(size, 1)))
     sides = [" ".join(f"model.kwargs.k{number:02d}={value}" for number in range(1, CHANGES + 1)) for value in (0, 1)]
     planted = f"model.kwargs.noisy={0.3 if size else 0.0}" if quality else f"model.kwargs.extra_ms={extra_ms if size else 0.0}"
     settings = ["quality=true", "seeds=12"] if quality else ["block_s=0.1", "budget_s=1200"]
@@ -187,15 +161,9 @@ def main() -> None:
         for kind in filter(None, kinds.split(",")):
             run = {"machine": machine(), **true_run(kind, given.extra_ms, name == "quality")}
             found[name] = {**found.get(name, {}), kind: run}
-            _write(given.out, found)
-    _write(given.out, {"machine": machine(), **{key: value for key, value in found.items() if key != "machine"}})
+            write(given.out, found, None)
+    write(given.out, found, None)  # without line breaks: it holds every run of the campaign
     _show(found)
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    """Write the results without line breaks: they hold every run of the campaign."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found) + "\n")
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -1,47 +1,38 @@
-"""What draws by key cost a sample of a user's Dataset: `python -m bench.draws [--quick]`.
+"""What draws by key cost a sample of a user's Dataset: `python -m bench.draws [--rounds N]`.
 
 Each kind of Dataset (tests/support/drawing_sets.py) is read in batches as it is, and by key, in turns; the least time counts.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+from timeit import timeit
 
 import torch
 from tests.support import drawing_sets
 
+from bench import harness
 from drivetrain.data.samples import Reader, keys
 
 KINDS = ("Nothing", "Torch", "Numpy", "Python", "All")
 
 
-def microseconds(kind: str, size: int, rounds: int) -> tuple[float, float]:
-    """Return µs a sample: as the Dataset is, and by key."""
+def microseconds(kind: str, size: int, rounds: int) -> list[float]:
+    """µs a sample: as the Dataset is, and by key."""
     reader, order = Reader(getattr(drawing_sets, kind)()), torch.arange(size) % 53
     indices = order.tolist()
-    variants: tuple[Callable[[], object], ...] = (
-        lambda: reader.plain(indices), lambda: reader.read(indices, keys(0, 1, order).tolist()),
-    )  # fmt: skip
-    least = [float("inf")] * len(variants)
-    for _ in range(rounds):
-        for n, variant in enumerate(variants):
-            began = time.perf_counter()
-            variant()
-            least[n] = min(least[n], time.perf_counter() - began)
-    return least[0] / size * 1e6, least[1] / size * 1e6
+    ways = (lambda: reader.plain(indices)), (lambda: reader.read(indices, keys(0, 1, order).tolist()))
+    turns = [[timeit(way, number=1) for way in ways] for _ in range(rounds)]
+    return [1e6 / size * min(times) for times in zip(*turns, strict=True)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds")
-    quick = parser.parse_args().quick
+    """Measure all kinds in batches of two sizes."""
+    given = harness.parse(__doc__, "draws-cpu.json", rounds=300)
     torch.set_num_threads(1)
-    for size in (32, 128):
-        for kind in KINDS:
-            plain, keyed = microseconds(kind, size, 5 if quick else 300)
-            print(f"{kind.lower():8} batches of {size:3}: {plain:5.1f} µs a sample, by key {keyed:5.1f} (+{keyed - plain:.1f})")
+    found = {f"{kind.lower()}, batches of {size}": microseconds(kind, size, given.rounds) for size in (32, 128) for kind in KINDS}
+    rows = [[name, f"{plain:.1f}", f"{keyed:.1f}", f"{keyed - plain:+.1f}"] for name, (plain, keyed) in found.items()]
+    harness.table("draws of a sample", ["draws of", "µs a sample", "by key", "more"], rows)
+    harness.write(given.out, {"unit": "µs a sample, plain and by key", "sets": found})
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from tests.support.command import Done
 from bench import harness
 
 HANGS_S = 100
+FILES = ("traced.py", "faulty_nets.py")  # beside the command
 
 # --- the faults: how each is planted, and what is stated of it ---
 
@@ -237,7 +238,7 @@ class Row(NamedTuple):
 def plant(fault: Fault, folder: Path, whole: Callable[[tuple[str, ...]], Path]) -> Row:
     """Run with a fault. `whole(words)` is the run of these words that has none."""
     place = Path(tempfile.mkdtemp(dir=folder))
-    for name in ("traced.py", "faulty_nets.py"):
+    for name in FILES:
         shutil.copy(command.HERE / name, place)
     command.empty(place / "struck")
     with _disk(place, fault.disk):
@@ -339,38 +340,34 @@ def _resumed(fault: Fault, run_dir: Path, place: Path, whole: Callable[[tuple[st
 
 def campaign(faults: Sequence[Fault], jobs: int = 2) -> tuple[list[Row], dict[str, str]]:
     """Plant all of them. Return the rows, and what was left out with the reason."""
-    folder = Path(tempfile.mkdtemp())
-    left_out: dict[str, str] = {}
-    rows: list[Row] = []
-    known: dict[tuple[str, ...], Path] = {}
     lock = threading.Lock()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
 
-    def whole(words: tuple[str, ...]) -> Path:
-        with lock:
-            if words not in known:
-                place = command.empty(folder / f"whole-{len(known)}")
-                for name in ("traced.py", "faulty_nets.py"):
-                    shutil.copy(command.HERE / name, place)
-                done = command.train(*WORDS, *words, cwd=place)
-                assert done.code == 0, done
-                known[words] = command.only_run(place / "outputs")
-            return known[words]
+        @cache
+        def trained(words: tuple[str, ...]) -> Path:
+            place = Path(tempfile.mkdtemp(dir=folder))
+            for file in FILES:
+                shutil.copy(command.HERE / file, place)
+            done = command.train(*WORDS, *words, cwd=place)
+            assert done.code == 0, done
+            return command.only_run(place / "outputs")
 
-    def one(fault: Fault) -> None:
-        try:
-            rows.append(plant(fault, folder, whole))
-            print(f"{fault.name}: exit {rows[-1].exit}, {rows[-1].resume} {rows[-1].wrong}", flush=True)
-        except LeftOut as reason:
-            left_out[fault.name] = str(reason)
+        def whole(words: tuple[str, ...]) -> Path:
+            with lock:
+                return trained(words)
 
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, faults))
-        order = [fault.name for fault in faults]
-        rows.sort(key=lambda row: order.index(row.fault))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return rows, left_out
+        def one(fault: Fault) -> tuple[str, Row | str]:
+            try:
+                row = plant(fault, folder, whole)
+            except LeftOut as reason:
+                return fault.name, str(reason)
+            print(f"{fault.name}: exit {row.exit}, {row.resume} {row.wrong}", flush=True)
+            return fault.name, row
+
+        found = dict(harness.at_once(((fault,) for fault in faults), one, jobs))
+    rows = [row for fault in faults if isinstance(row := found[fault.name], Row)]
+    return rows, {name: why for name, why in found.items() if isinstance(why, str)}
 
 
 def markdown(faults: Sequence[Fault]) -> str:

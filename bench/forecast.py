@@ -17,12 +17,11 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from bench.harness import parse, table, write
+from bench.harness import at, parse, table, write
+from drivetrain.core.forking import answer_of
 
 FIGURES = "peak_bytes", "ms"
 UPDATES, ENOUGH_S, MOST_S = 5, 1.0, 6.0  # timed updates, at least; seconds of them
@@ -163,13 +162,7 @@ def _there(trainer: Any, before: dict[int, int]) -> int:
 
 def in_process(work: Callable[..., Any], *args: Any) -> Any:
     """The result of `work` in a forked process, which writes nothing."""
-    with ProcessPoolExecutor(1, get_context("fork"), _silence) as pool:
-        return pool.submit(work, *args).result()
-
-
-def _silence() -> None:
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    return answer_of(lambda answer: answer(work(*args)), work.__name__)
 
 
 LOOK_S = 12.0  # seconds for timing operations: the share of `drivetrain forecast`'s own on a machine that is not shared
@@ -231,29 +224,14 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def at(ordered: list[float], share: float) -> float:
-    """The value below which this share of them lies."""
-    return ordered[round(share * (len(ordered) - 1))]
-
-
 def warm() -> None:
-    """Import what forecasts need before processes are forked. No backward: torch cannot make one before a fork and after it."""
+    """Import what forecasts need before processes are forked."""
     import timm  # noqa: F401
     import torch
 
     from drivetrain.engine import build  # noqa: F401
-    from drivetrain.engine.rehearsal.recorder import Fakes
 
     torch.set_num_threads(1)
-    with Fakes():
-        network = torch.nn.Sequential(
-            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 4)
-        )
-        optimizer = torch.optim.AdamW(network.parameters())
-        network(torch.zeros(2, 3, 8, 8))
-        for parameter in network.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
 
 
 def main() -> None:

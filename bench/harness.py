@@ -10,28 +10,34 @@ from __future__ import annotations
 import argparse
 import atexit
 import json
+import math
 import os
 import platform
 import pty
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from importlib import metadata
+from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from drivetrain.run import environment
+from drivetrain.ui.sheet import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+T = TypeVar("T")
 
 
 class Done(BaseException):
@@ -54,13 +60,25 @@ class BlockSync:
         self._first = first
 
     def __call__(self, updates: int) -> None:
-        """Hand over the block's time; `updates` is the variant's own count of all it made. Raises Done after the last."""
+        """Hand over the block's time when the device has done its work; `updates` is the variant's own count of all it made.
+
+        Raises Done after the last block.
+        """
+        synchronize()
         now = _clocks()
         self._connection.send(None if self._began is None else tuple(b - a for a, b in zip(self._began, now, strict=True)))
         if self._connection.recv() == "stop":
             self._connection.send({"updates": updates, "loss_first": self._first, "loss_last": self._loss()})
             raise Done
         self._began = _clocks()
+
+
+def synchronize() -> None:
+    """Wait until the accelerator, if there is one, has done all its work."""
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def _clocks() -> tuple[float, float]:
@@ -172,14 +190,94 @@ def _screen() -> Iterator[str]:
         os.close(theirs)
 
 
+def ours(
+    overrides: Sequence[str], updates: int, marker: Callable[[Any], float], sync: BlockSync, files: bool = False
+) -> None:  # fmt: skip
+    """drivetrain's loop as a variant: `Trainer.fit()` of a checked config, whose blocks end with a training record.
+
+    `updates` are those of a block, `marker(trainer)` is what `sync` watches. With `files` the run's loggers write, and its live
+    line is shown; else nothing is logged but that record.
+    """
+    from drivetrain.config import validate
+    from drivetrain.core.context import BuildContext
+    from drivetrain.core.world import World
+    from drivetrain.engine import build
+    from drivetrain.launch import launcher
+    from drivetrain.ui import terminal
+
+    job = launcher.prepare(overrides)
+    validate.validate_device(job.run)
+    with tempfile.TemporaryDirectory() as folder:
+        sinks: list[Any] = []
+        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
+        for logger in job.run.logger if files else ():
+            logger.start(Path(folder), 0)
+            sinks.append(logger)
+        sinks += [terminal.Progress(trainer.max_updates, trainer.epochs)] if files else []
+        sync.watch(lambda: marker(trainer))
+        sinks.append(Sink(lambda record: sync(record["update"]) if record["update"] % updates == 0 else None))
+        sync(0)
+        trainer.fit()
+
+
+class Sink:
+    """A log writer that hands over training records; evaluations and whatever else is logged it leaves out."""
+
+    def __init__(self, on_train: Callable[[dict[str, Any]], None]) -> None:
+        self.on_train = on_train
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["event"] == "train":
+            self.on_train(record)
+
+    def close(self, status: str = "completed") -> None:
+        pass
+
+
+def steps(
+    title: str, loops: dict[str, Callable[..., None]], work: Any, updates: int, rounds: int, warmup: int, unit: str
+) -> dict[str, Any]:  # fmt: skip
+    """Run loops in turns, the first of them the one written by hand; show and return what an update of each takes.
+
+    `updates` are those of a block; `unit` is us or ms. A loop has trained where it counted its updates and its loss fell.
+    """
+    seconds, markers = run_rounds({name: (loop, (work,)) for name, loop in loops.items()}, rounds, warmup)
+    times = [
+        {n: [{"us": 1e6, "ms": 1e3}[unit] * each[clock] / updates for each in of] for n, of in seconds.items()}
+        for clock in (0, 1)
+    ]
+    found = {}
+    for name, marker in markers.items():
+        trained = marker["updates"] == updates * (rounds + warmup) and marker["loss_last"] < marker["loss_first"]
+        found[name] = {**marker, "trained": trained}
+        for key, of in zip(("", "cpu_"), times, strict=True):
+            found[name] |= {f"{key}{unit}": spread(of[name]), f"{key}to_hand": against(of[name], next(iter(of.values())))}
+    rows = [
+        [name, f"{a[unit]['median']:.2f}", f"{a[unit]['p10']:.2f} – {a[unit]['p90']:.2f}", ratio(a["to_hand"]["ratio"], 3),
+         f"{a[f'cpu_{unit}']['median']:.2f}", ratio(a["cpu_to_hand"]["ratio"], 3), f"{a['updates']:,}",
+         f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else ": did not train, its figures mean nothing")]
+        for name, a in found.items()
+    ]  # fmt: skip
+    header = ("variant", f"{unit} an update", "p10 – p90", "ratio [95 %]", f"CPU {unit}", "CPU ratio [95 %]", "updates", "loss")
+    table(f"{title} ({rounds} rounds)", header, rows)
+    blocks = dict(zip(("wall", "cpu"), times, strict=True))
+    return {"work": asdict(work), "rounds": rounds, "variants": found, f"blocks_{unit}": blocks}
+
+
+def untrained(groups: dict[str, Any]) -> bool:
+    """True if a loop of a group did not train."""
+    return not all(variant["trained"] for group in groups.values() for variant in group["variants"].values())
+
+
+def at(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share of ordered ones lies."""
+    return ordered[round(share * (len(ordered) - 1))]
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile."""
     ordered = sorted(values)
-
-    def at(share: float) -> float:
-        return ordered[round(share * (len(ordered) - 1))]
-
-    return {"median": statistics.median(ordered), "p10": at(0.1), "p90": at(0.9)}
+    return {"median": statistics.median(ordered), "p10": at(ordered, 0.1), "p90": at(ordered, 0.9)}
 
 
 def interval(paired: Sequence[float], resamples: int = 2000) -> dict[str, float]:
@@ -204,16 +302,8 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("drivetrain", "torch", "lightning", "accelerate", "numpy")},
+        "versions": {name: environment.version(name) for name in ("drivetrain", "torch", "lightning", "accelerate", "numpy")},
     }
-
-
-def version(package: str) -> str | None:
-    """The installed version, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def parse(doc: str | None, out: str | Path, argv: Sequence[str] | None = None, **options: Any) -> argparse.Namespace:
@@ -235,35 +325,27 @@ def parse(doc: str | None, out: str | Path, argv: Sequence[str] | None = None, *
 
 
 def before(path: Path) -> dict[str, Any]:
-    """What a result file holds already: a campaign that was stopped goes on from there."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    """What a result file holds already, but for the machine: a campaign that was stopped goes on from there."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {key: value for key, value in content.items() if key != "machine"}
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
+def write(path: Path, content: dict[str, Any], indent: int | None = 2) -> None:
     """Write a result file, with the facts of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine(), **content}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"machine": machine(), **content}, indent=indent) + "\n", encoding="utf-8")
     print(f"written to {path}")
 
 
-def ratio(of: dict[str, float]) -> str:
+def ratio(of: dict[str, float], digits: int = 2) -> str:
     """A ratio with its interval, for a table."""
-    return f"{of['median']:.2f} ({of['low']:.2f} … {of['high']:.2f})"
+    return "{median:.{0}f} ({low:.{0}f} … {high:.{0}f})".format(digits, **of)
 
 
 def table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: the first column left, the others right."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(title=title, title_justify="left")
-    for number, name in enumerate(header):
-        grid.add_column(name, justify="right" if number else "left")
-    for row in rows:
-        grid.add_row(*map(Text, row))  # plain: [channels_last] is no markup
-    console = Console()
-    Console(width=console.width if console.is_terminal else 140).print(grid)
+    """Print a table."""
+    print(f"\n{title}")
+    Table(header, rows).show()
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -275,6 +357,33 @@ def between(text: str, begin: str, end: str, content: str) -> str:
     """A page with this content between two marks; as it is where it does not have them."""
     before, found, rest = text.partition(begin)
     return before + begin + content + end + rest.partition(end)[2] if found else text
+
+
+def train(*words: str, inside: Sequence[str] = ()) -> tuple[str, list[dict[str, Any]]]:
+    """Train by a command, perhaps within another one: what it printed, and the results of its runs with their time.
+
+    Raises RuntimeError where a run does not complete.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*inside, sys.executable, "-m", "src.train", "-q", *words, f"output_dir={folder}"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        results = [{"ended": f.stat().st_mtime, **json.loads(f.read_text())} for f in Path(folder).rglob("result.json")]
+    if done.returncode or not results or any(result["status"] != "completed" for result in results):
+        raise RuntimeError(f"{' '.join(words)} did not train: {done.returncode} {done.stderr[-800:]}")
+    return done.stdout, results
+
+
+def at_once(rows: Iterable[tuple[Any, ...]], attempt: Callable[..., T], jobs: int, seconds: float = math.inf) -> Iterator[T]:
+    """Try rows, some at a time, as far as the seconds last. A row is drawn when it can begin."""
+    until, waiting, running = time.monotonic() + seconds, iter(rows), set[Future[T]]()
+    with ThreadPoolExecutor(jobs) as pool:
+        while True:
+            while len(running) < jobs and time.monotonic() < until and (following := next(waiting, None)) is not None:
+                running.add(pool.submit(attempt, *following))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (each.result() for each in done)
 
 
 def fork_commands() -> None:

@@ -29,8 +29,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -266,36 +266,20 @@ def unbroken(names: Names, folder: Path) -> Reference | Case:
 def campaign(kills: int, seed: int, jobs: int, limit_s: float = float("inf")) -> list[Case]:
     """Kill so many runs; fewer where the time ends before."""
     cases: list[Case] = []
-    folder, began, lock = Path(tempfile.mkdtemp()), time.monotonic(), threading.Lock()
-    drawn = enumerate(combinations(random.Random(seed), folder))
+    counts = enumerate(min(PER_COMBINATION, kills - first) for first in range(0, kills, PER_COMBINATION))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
 
-    def work() -> None:
-        while time.monotonic() - began < limit_s:
-            with lock:
-                number, names = next(drawn, (kills, ()))
-            count = min(PER_COMBINATION, kills - PER_COMBINATION * number)
-            if count <= 0:
-                return
-            of_combination(number, count, names)
+        def of_combination(row: tuple[int, int], names: Names) -> list[Case]:
+            reference, draw = unbroken(names, folder), random.Random(f"{seed} {row[0]}")
+            if isinstance(reference, Case):
+                return [reference]
+            return [judge(names, reference, draw, folder) for _ in range(row[1])]
 
-    def of_combination(number: int, count: int, names: Names) -> None:
-        reference, draw = unbroken(names, folder), random.Random(f"{seed} {number}")
-        if isinstance(reference, Case):
-            return note(reference)
-        for _ in range(count):
-            note(judge(names, reference, draw, folder))
-
-    def note(case: Case) -> None:
-        with lock:
+        rows = zip(counts, combinations(random.Random(seed), folder))  # noqa: B905 - as many as there are kills
+        for case in chain.from_iterable(harness.at_once(rows, of_combination, jobs, limit_s)):
             cases.append(case)
             print(f"{len(cases)} {case.outcome}: {', '.join(case.combination)}: {' | '.join(case.kills)} {case.said}", flush=True)
-
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
-            for done in [pool.submit(work) for _ in range(jobs)]:
-                done.result()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return cases
 
 

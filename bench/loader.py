@@ -74,12 +74,6 @@ def peak_bytes() -> float:
     return own + sum(peaks)
 
 
-def inputs(loader: Any) -> Iterator[Any]:
-    """A loader's inputs."""
-    for x, *_ in loader:
-        yield x
-
-
 def usual(folder: Path, workers: int, sync: BlockSync) -> None:
     """torchvision's ImageFolder and transforms in torch's DataLoader: the code that everybody writes."""
     from torchvision import transforms
@@ -96,7 +90,7 @@ def drain(dataset: Any, batch: int, workers: int, sync: BlockSync) -> None:
     torch.set_num_threads(1)
     more: dict[str, Any] = {"persistent_workers": True} if workers else {}
     loader = torch.utils.data.DataLoader(dataset, batch, shuffle=True, num_workers=workers, drop_last=True, **more)
-    take(sync, lambda: inputs(loader))
+    take(sync, lambda: (x for x, *_ in loader))
 
 
 def ours(overrides: Sequence[str], epochs: int, sync: BlockSync) -> None:

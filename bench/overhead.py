@@ -20,10 +20,9 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from bench import harness
@@ -172,41 +171,16 @@ def _lightning(work: Work, sync: BlockSync, log: bool, **options: Any) -> None:
 
 def ours(overrides: Sequence[str], default_logging: bool, work: Work, sync: BlockSync) -> None:
     """drivetrain's loop: nothing logged but each epoch's mean loss, or as it comes, with files and the live line."""
-    from drivetrain.core.context import BuildContext
-    from drivetrain.core.world import World
-    from drivetrain.engine import build
-    from drivetrain.launch import launcher
-    from drivetrain.ui import terminal
-
-    job = launcher.prepare([
+    harness.ours([
         "data=synthetic", "data.shape=[32]", f"data.samples={work.samples}", "model=mlp", "model.hidden=[64,64]",
         "optimizer=sgd", f"optimizer.lr={LR}", "optimizer.nesterov=false", "optimizer.weight_decay=0", "scheduler=constant",
         "saving=none", "runtime.device=cpu", "runtime.threads=1", f"batch.global_batch={work.batch * work.steps}",
         "epochs=10000", "evaluate_every=10000", f"log_every={work.updates}", *overrides,
-    ])  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        sinks: list[Any] = []
-        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
-        if default_logging:
-            for logger in job.run.logger:
-                logger.start(Path(folder), 0)
-            sinks += [*job.run.logger, terminal.Progress(trainer.max_updates, trainer.epochs)]
-        source = trainer.train_data.source
-        sync.watch(lambda: mean_loss(trainer.model, source.x, source.y))
-        sinks.append(_BlockSink(sync, work.updates * work.epochs))
-        sync(0)
-        trainer.fit()
+    ], work.updates * work.epochs, _loss_of, sync, default_logging)  # fmt: skip
 
 
-class _BlockSink:
-    """Ends a block when its last update is logged."""
-
-    def __init__(self, sync: BlockSync, updates: int) -> None:
-        self.sync, self.updates = sync, updates
-
-    def log(self, record: dict[str, Any]) -> None:
-        if record["update"] % self.updates == 0:
-            self.sync(record["update"])
+def _loss_of(trainer: Any) -> float:
+    return mean_loss(trainer.model, trainer.train_data.source.x, trainer.train_data.source.y)
 
 
 def hand_everyday(work: Work, sync: BlockSync, fused: bool | None = None) -> None:
@@ -320,26 +294,6 @@ GROUPS: dict[str, dict[str, Loop]] = {
 NEEDS = {"fabric": "lightning", "accelerate": "accelerate", "lightning": "lightning", "lightning_default": "lightning"}
 
 
-def measure(group: str, work: Work, names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:
-    """One group's figures, in microseconds an update."""
-    loops = {name: loop for name, loop in GROUPS[group].items() if name in names}
-    seconds, markers = harness.run_rounds({n: (loop, (work,)) for n, loop in loops.items()}, rounds, warmup)
-    per_block = work.updates * work.epochs
-    wall, cpu = ({n: [1e6 * s[i] / per_block for s in taken] for n, taken in seconds.items()} for i in (0, 1))
-    variants = {}
-    for name in loops:
-        variants[name] = {
-            "us": harness.spread(wall[name]), "to_hand": harness.against(wall[name], wall["hand"]),
-            "cpu_us": harness.spread(cpu[name]), "cpu_to_hand": harness.against(cpu[name], cpu["hand"]),
-            **markers[name], "trained": _trained(markers[name], per_block * (rounds + warmup)),
-        }  # fmt: skip
-    return {"work": asdict(work), "rounds": rounds, "variants": variants, "blocks_us": {"wall": wall, "cpu": cpu}}
-
-
-def _trained(marker: dict[str, Any], expected: int) -> bool:
-    return marker["updates"] == expected and marker["loss_last"] < marker["loss_first"]
-
-
 def main() -> int:
     """Measure both groups; exit code 1 if a variant did not train."""
     everyone = list(dict.fromkeys(name for loops in GROUPS.values() for name in loops))
@@ -354,21 +308,10 @@ def main() -> int:
         print(f"skipped {name}: {why}")
     found = {}
     for group in given.groups:
-        found[group] = measure(group, works[group], [n for n in requested if n not in skipped], rounds, warmup)
-        rows = [
-            [name, f"{a['us']['median']:.1f}", f"{a['us']['p10']:.1f} – {a['us']['p90']:.1f}",
-             f"{a['to_hand']['difference']['median']:+.1f}",
-             "{median:.3f} [{low:.3f}, {high:.3f}]".format(**a["to_hand"]["ratio"]),
-             f"{a['cpu_to_hand']['ratio']['median']:.3f}", f"{a['updates']:,}",
-             f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else " FAILED")]
-            for name, a in found[group]["variants"].items()
-        ]  # fmt: skip
-        header = ("variant", "µs/update", "p10 – p90", "to hand, µs", "ratio [95 %]", "CPU ratio", "updates", "loss")
-        harness.table(f"{group} ({rounds} rounds)", header, rows)
+        work, loops = works[group], {n: loop for n, loop in GROUPS[group].items() if n in requested and n not in skipped}
+        found[group] = harness.steps(group, loops, work, work.updates * work.epochs, rounds, warmup, "us")
     harness.write(given.out, {"unit": "µs per update", "skipped": skipped, "groups": found})
-    failed = [f"{g}/{n}" for g, f in found.items() for n, a in f["variants"].items() if not a["trained"]]
-    print("\n".join(f"{name} did not train: its figures mean nothing" for name in failed))
-    return bool(failed)
+    return harness.untrained(found)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,9 @@ import os
 import random
 import shutil
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
 from multiprocessing import get_context
@@ -82,19 +81,6 @@ def judged(given: Sequence[str], place: Path) -> str:
         return SMALLER
     kind = {0: SAME, 1: DIFFERS}.get(done.code, "cannot be judged")
     return kind if kind == SAME else f"{kind}: {(done.out.strip() or done.err.strip())[-600:]}"
-
-
-def run(rows: Iterable[tuple[int, Words]], attempt: Try, jobs: int = 1, seconds: float = 3600.0) -> Iterator[Ended]:
-    """Try numbered rows, some at a time, as far as the seconds last. A row is drawn when it can begin."""
-    until, waiting, running = time.monotonic() + seconds, iter(rows), set[Future[Ended]]()
-    with ThreadPoolExecutor(jobs) as pool:
-        while True:
-            while len(running) < jobs and time.monotonic() < until and (following := next(waiting, None)) is not None:
-                running.add(pool.submit(attempt, *following))
-            if not running:
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            yield from (each.result() for each in done)
 
 
 class Journal:
@@ -231,7 +217,7 @@ class Campaign:
             if each.outcome != TRAINED and len(each.words) == 2:
                 self.cover.bad.append(set(each.words))
                 self.cover.open.discard(frozenset(each.words))
-        for each in run(enumerate(self.cover, len(self.journal.ended)), self.attempt, jobs, seconds):
+        for each in harness.at_once(enumerate(self.cover, len(self.journal.ended)), self.attempt, jobs, seconds):
             self.journal.note(each)
             if each.outcome != TRAINED:
                 self.cover.failed(each.words, cause(each.words, self._fails))
@@ -329,7 +315,7 @@ def triples(given: Any, folder: Path, journal: Journal) -> bool:
     numbers = range(given.first, given.first + given.triples)
     rows = ((number, words) for number, words in enumerate(drawn(able)) if number in numbers and number not in done)
     rows = itertools.islice(rows, len(set(numbers) - done))
-    for each in run(rows, partial(attempt, folder, certified=CERTIFIED), given.jobs, given.minutes * 60):
+    for each in harness.at_once(rows, partial(attempt, folder, certified=CERTIFIED), given.jobs, given.minutes * 60):
         journal.note(each)
     found = summary(journal.ended)
     harness.table("triples of options", ["", ""], [[name, str(found[name])] for name in found if name != "open_triples"])

@@ -14,14 +14,12 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from bench.harness import ROOT, before, machine, parse, table, write
+from bench.harness import ROOT, before, parse, table, train, write
 
 WIDTH, BATCH = 1024, 512
 MLP = [
@@ -42,27 +40,16 @@ STRATEGIES = {
 
 def trained(overrides: Sequence[str], updates: int, inside: Sequence[str] = ()) -> dict[str, Any]:
     """result.json of a run in a process of its own, and the bytes that the loopback carried for it."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "drivetrain", "train", "-q", *overrides, f"updates={updates}", f"output_dir={folder}"]
-        done = subprocess.run([*inside, *command], capture_output=True, text=True, check=False, env=_environment())
-        if done.returncode:
-            raise SystemExit(f"{' '.join(overrides)}: {done.stderr[-800:]}")
-        found: dict[str, Any] = json.loads(next(Path(folder).glob("*/*/result.json")).read_text())
-        carried = re.search(r"lo:\s*(\d+)", done.stdout[done.stdout.rfind("Inter-") :]) if inside else None
-        found["loopback_bytes"] = int(carried[1]) if carried else None
-        return found
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    printed, (found,) = train(*overrides, f"updates={updates}", inside=inside)
+    carried = re.search(r"lo:\s*(\d+)", printed[printed.rfind("Inter-") :]) if inside else None
+    return {**found, "loopback_bytes": int(carried[1]) if carried else None}
 
 
 def on_ranks(ranks: int, task: str, *words: str) -> str:
     """The last line that a task of this file prints on so many ranks, which torch's launcher starts."""
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "bench.scale"]
     command = [sys.executable, *launcher, task, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment(), cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -214,9 +201,10 @@ def main() -> None:
     """Run all parts, or those that are named, and write bench/results/scale-cpu.json."""
     if len(sys.argv) > 1 and sys.argv[1] in TASKS:
         return TASKS[sys.argv[1]](*sys.argv[2:])
+    os.environ["OMP_NUM_THREADS"] = "1"
     given = parse(__doc__, "scale-cpu.json", rounds=8, updates=120, only=PARTS)
     found = {name: PARTS[name](given) for name in given.only}
-    write(given.out, {**before(given.out), "machine": machine(), "width": WIDTH, "batch": BATCH, **found})
+    write(given.out, {**before(given.out), "width": WIDTH, "batch": BATCH, **found})
     if "traffic" in found:
         rows = [
             (name, f"{of['bytes_per_update'] / 1e6:.2f}", f"{of['of_the_weights']:.2f}")

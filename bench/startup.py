@@ -10,17 +10,14 @@ once for a sweep drops out; beyond the job itself it costs that, less the median
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench import harness
 
@@ -32,31 +29,27 @@ TINY = (
 )  # fmt: skip
 BAD = {"precision=ampp": ("precision=ampp",), "optimizer.lr=-1": ("optimizer.lr=-1",)}
 Figures = dict[str, float]
+T = TypeVar("T")
+
+
+def timed(run: Callable[[], T]) -> tuple[Figures, T]:
+    """The seconds of what runs in processes of its own, and what it came to."""
+    began, before = time.perf_counter(), os.times()
+    found = run()
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return {"wall": time.perf_counter() - began, "cpu": cpu}, found
 
 
 def python(*words: str) -> tuple[Figures, subprocess.CompletedProcess[str]]:
-    """Run an interpreter in the checkout: its seconds, and the finished process."""
-    began, before = time.perf_counter(), os.times()
-    done = subprocess.run([sys.executable, *words], cwd=harness.ROOT, capture_output=True, text=True, check=False)
-    after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"wall": time.perf_counter() - began, "cpu": cpu}, done
-
-
-def train(*words: str) -> tuple[Figures, list[dict[str, Any]]]:
-    """Train by one command: its seconds, and the results of its runs, with the time at which each was written."""
-    with tempfile.TemporaryDirectory() as folder:
-        found, done = python("-m", "src.train", "-q", *words, *OVERRIDES, f"output_dir={folder}")
-        results = [{"ended": f.stat().st_mtime, **json.loads(f.read_text())} for f in Path(folder).rglob("result.json")]
-    if done.returncode or not results or any(result["status"] != "completed" for result in results):
-        raise RuntimeError(f"{' '.join(words)} did not train: {done.returncode} {done.stderr[-300:]}")
-    return found, results
+    """Run an interpreter in the checkout."""
+    return timed(lambda: subprocess.run([sys.executable, *words], cwd=harness.ROOT, capture_output=True, text=True, check=False))
 
 
 def first_update() -> Figures:
     """Seconds of a run of one update, and until its first one has ended."""
     began = time.time()
-    found, (result,) = train("updates=1")
+    found, (_, (result,)) = timed(lambda: harness.train("updates=1", *OVERRIDES))
     return {**found, "ready": result["ended"] - result["wall_s"] + result["time_to_first_step_s"] - began}
 
 
@@ -70,7 +63,9 @@ def refusal(words: Sequence[str]) -> Figures:
 
 def further_job(jobs: int) -> Figures:
     """Seconds of a job of a sweep, and of that those beyond the job itself."""
-    (one, _), (many, results) = (train("-m", f"runtime.seed=range({count})", *TINY) for count in (1, jobs))
+    (one, _), (many, (_, results)) = (
+        timed(partial(harness.train, "-m", f"runtime.seed=range({count})", *TINY, *OVERRIDES)) for count in (1, jobs)
+    )
     job = {key: (many[key] - one[key]) / (jobs - 1) for key in many}
     return {**job, "beyond": job["wall"] - statistics.median(result["wall_s"] for result in results)}
 

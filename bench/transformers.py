@@ -15,12 +15,12 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from bench import harness
 from bench.harness import BlockSync
+from drivetrain.run import environment
 
 LR, CLASSES, TOKENS = 0.001, 8, 512
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -76,27 +76,15 @@ def device() -> Any:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
 
 
-def watch(sync: BlockSync, model: Any, data: Sentences, where: Any) -> None:
+def loss_of(model: Any, data: Sentences, where: Any) -> float:
     """The marker that a variant trained: its loss on the first samples."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    def loss() -> float:
-        with torch.no_grad():
-            output = model(input_ids=data.ids[:64].to(where))
-            logits = output if isinstance(output, torch.Tensor) else output.logits
-            return float(cross_entropy(logits.float().flatten(0, -2), data.y[:64].to(where).flatten()))
-
-    sync.watch(loss)
-
-
-def settled(where: Any, sync: BlockSync, updates: int) -> None:
-    """End a block when the device has finished its work."""
-    import torch
-
-    if where.type != "cpu":
-        torch.accelerator.synchronize()
-    sync(updates)
+    with torch.no_grad():
+        output = model(input_ids=data.ids[:64].to(where))
+        logits = output if isinstance(output, torch.Tensor) else output.logits
+        return float(cross_entropy(logits.float().flatten(0, -2), data.y[:64].to(where).flatten()))
 
 
 def made(work: Work, where: Any) -> Any:
@@ -117,13 +105,13 @@ def hand(work: Work, sync: BlockSync) -> None:
     model, data = made(work, where), Sentences("train", work.kind, work.samples, work.length)
     x, y = data.ids.to(where), data.y.to(where)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    watch(sync, model, data, where)
+    sync.watch(lambda: loss_of(model, data, where))
     updates = 0
     for _ in itertools.count():
         order = torch.randperm(len(x), device=where)
         for begin in range(0, len(x), work.batch):
             if updates % work.updates == 0:
-                settled(where, sync, updates)
+                sync(updates)
             picked = order[begin : begin + work.batch]
             with torch.autocast(where.type, torch.bfloat16, enabled=work.bf16):
                 logits = model(input_ids=x[picked]).logits
@@ -151,9 +139,9 @@ def trainer(work: Work, sync: BlockSync) -> None:
     class Blocks(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % work.updates == 0:
-                settled(where, sync, state.global_step)
+                sync(state.global_step)
 
-    watch(sync, model, data, where)
+    sync.watch(lambda: loss_of(model, data, where))
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=work.batch, max_steps=10**6, learning_rate=LR, weight_decay=0.0,
@@ -165,14 +153,9 @@ def trainer(work: Work, sync: BlockSync) -> None:
 
 def ours(work: Work, sync: BlockSync) -> None:
     """drivetrain."""
-    from drivetrain.core.context import BuildContext
-    from drivetrain.core.world import World
-    from drivetrain.engine import build
-    from drivetrain.launch import launcher
-
-    where = device()
+    where, data = device(), Sentences("train", work.kind, work.samples, work.length)
     config = ", ".join(f"{key}: {str(value).lower()}" for key, value in work.config().items() if key != "num_labels")
-    job = launcher.prepare([
+    harness.ours([
         "model=transformers", f"model.name={work.kind}", f"model.config={{{config}}}", "data=own", "trust=[bench]",
         "data.target=bench.transformers.Sentences", "data.validation=null",
         f"data.kwargs={{kind: {work.kind}, samples: {work.samples}, length: {work.length}}}",
@@ -180,38 +163,10 @@ def ours(work: Work, sync: BlockSync) -> None:
         "optimizer=adamw", f"optimizer.lr={LR}", "optimizer.weight_decay=0", "scheduler=constant", "saving=none",
         f"runtime.device={where.type}", "runtime.threads=1", f"batch.global_batch={work.batch}", "epochs=100000",
         "evaluate_every=100000", f"log_every={work.updates}", *(["precision=bf16"] if work.bf16 else []),
-    ])  # fmt: skip
-
-    class Sink:
-        def log(self, record: dict[str, Any]) -> None:
-            if record["update"] % work.updates == 0:
-                settled(where, sync, record["update"])
-
-    with tempfile.TemporaryDirectory() as folder:
-        sinks: list[Any] = []
-        built = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
-        watch(sync, built.model, Sentences("train", work.kind, work.samples, work.length), where)
-        sinks.append(Sink())
-        settled(where, sync, 0)
-        built.fit()
+    ], work.updates, lambda trainer: loss_of(trainer.model, data, where), sync)  # fmt: skip
 
 
 ARMS: dict[str, Callable[[Work, BlockSync], None]] = {"hand": hand, "ours": ours, "trainer": trainer}
-
-
-def measure(work: Work, names: list[str], rounds: int, warmup: int) -> dict[str, Any]:
-    """One model's figures, in milliseconds an update; ratios to the hand-written loop, each pair from one round."""
-    seconds, markers = harness.run_rounds({name: (ARMS[name], (work,)) for name in names}, rounds, warmup)
-    wall, cpu = ({n: [1e3 * s[i] / work.updates for s in taken] for n, taken in seconds.items()} for i in (0, 1))
-    variants = {
-        name: {
-            "ms": harness.spread(wall[name]), "to_hand": harness.against(wall[name], wall["hand"]),
-            "cpu_ms": harness.spread(cpu[name]), "cpu_to_hand": harness.against(cpu[name], cpu["hand"]), **markers[name],
-            "trained": markers[name]["loss_last"] < markers[name]["loss_first"],
-        }
-        for name in names
-    }  # fmt: skip
-    return {"work": asdict(work), "rounds": rounds, "variants": variants}
 
 
 def main() -> int:
@@ -224,21 +179,11 @@ def main() -> int:
     found = {}
     for kind in given.models:
         work = Work(kind, given.updates or updates, given.bf16, **({"samples": 64} if given.quick else {}))
-        found[kind] = measure(work, names, given.rounds or rounds, warmup)
-        rows = [
-            [name, f"{a['ms']['median']:.2f}", harness.ratio(a["to_hand"]["ratio"]), f"{a['cpu_ms']['median']:.2f}",
-             harness.ratio(a["cpu_to_hand"]["ratio"]),
-             f"{a['loss_first']:.3f} → {a['loss_last']:.3f}" + ("" if a["trained"] else " FAILED")]
-            for name, a in found[kind]["variants"].items()
-        ]  # fmt: skip
-        harness.table(kind, ("variant", "ms/update", "ratio [95 %]", "CPU ms", "CPU ratio [95 %]", "loss"), rows)
-    versions = {name: harness.version(name) for name in ("transformers", "tokenizers", "peft")}
+        arms = {name: ARMS[name] for name in names}
+        found[kind] = harness.steps(kind, arms, work, work.updates, given.rounds or rounds, warmup, "ms")
+    versions = {name: environment.version(name) for name in ("transformers", "tokenizers", "peft")}
     harness.write(given.out, {"unit": "ms per update", "device": str(device()), "versions": versions, "models": found})
-    failed = [
-        f"{kind}/{name}" for kind, of in found.items() for name, variant in of["variants"].items() if not variant["trained"]
-    ]
-    print("\n".join(f"{name} did not train: its figures mean nothing" for name in failed))
-    return bool(failed)
+    return harness.untrained(found)
 
 
 if __name__ == "__main__":

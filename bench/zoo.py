@@ -10,7 +10,6 @@ only. A recipe with a grid (`sweep:`) has a row for each of its cells. What a re
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -20,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from bench import harness
 from drivetrain.core.errors import UserError
@@ -166,8 +167,8 @@ def run_of_its_own(name: str, plan: Plan, folder: Path) -> Facts:
 
 def _interval(values: Sequence[float]) -> dict[str, float | None]:
     """The mean and its 95 % interval, which one value does not have."""
-    middle, low, high = mean(values)
-    return {"mean": middle, "low": low, "high": high} if len(values) > 1 else {"mean": middle, "low": None, "high": None}
+    middle, *bounds = mean(values)
+    return dict(zip(("mean", "low", "high"), (middle, *(bounds if len(values) > 1 else (None, None))), strict=True))
 
 
 def parameters(run: Path) -> int | None:
@@ -175,10 +176,8 @@ def parameters(run: Path) -> int | None:
     files = sorted((run / "checkpoints").glob("*/model.safetensors"), key=lambda file: int(file.parent.name))
     if not files:
         return None
-    with files[-1].open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    shapes = (about["shape"] for name, about in header.items() if name != "__metadata__" and not name.endswith(BUFFERS))
-    return sum(map(math.prod, shapes))
+    with safe_open(files[-1], "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys() if not name.endswith(BUFFERS))  # noqa: SIM118
 
 
 # --- claims ---

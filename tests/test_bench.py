@@ -80,12 +80,21 @@ def test_startup_measures(tmp_path: Path) -> None:
     assert found[startup.JOB]["beyond"]["median"] < found[startup.RUN]["wall"]["median"]
 
 
-def test_a_variant_that_did_not_train_is_found_out() -> None:
+def test_a_variant_that_did_not_train_is_found_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     good = {"updates": 60, "loss_first": 2.3, "loss_last": 2.2}
-    assert overhead._trained(good, 60)
-    assert not overhead._trained(good, 80)
-    assert not overhead._trained({**good, "loss_last": 2.3}, 60)
-    assert not overhead._trained({**good, "loss_last": float("nan")}, 60)
+    wrong = {"fewer": {"updates": 40}, "as before": {"loss_last": 2.3}, "nan": {"loss_last": float("nan")}}
+    markers = {"hand": good, **{name: good | marker for name, marker in wrong.items()}}
+    blocks = {name: [(0.02, 0.01)] * 2 for name in markers}
+    monkeypatch.setattr(harness, "run_rounds", lambda loops, rounds, warmup: (blocks, markers))
+    found = harness.steps("loops", dict.fromkeys(markers, overhead.hand), overhead.Work(20, 1), 20, 2, 1, "us")
+    assert {name: variant["trained"] for name, variant in found["variants"].items()} == {
+        "hand": True, "fewer": False, "as before": False, "nan": False,
+    }  # fmt: skip
+    assert found["variants"]["fewer"]["us"]["median"] == pytest.approx(1000)
+    assert found["variants"]["fewer"]["cpu_us"]["median"] == pytest.approx(500)
+    assert harness.untrained({"bare": found})
+    assert not harness.untrained({"bare": {"variants": {"hand": {"trained": True}}}})
+    assert capsys.readouterr().out.count("did not train") == 3
 
 
 def test_a_turn_times_only_its_block() -> None:

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.gpu import campaign, clock, loops, right, smoke, speed, training
+from bench import harness
+from bench.gpu import campaign, clock, loops, right, smoke, speed
 from bench.gpu.campaign import Campaign, Row
 from bench.gpu.speed import Loop
 
@@ -322,7 +323,7 @@ def test_a_variant_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> N
 
 def test_only_a_training_record_ends_a_block() -> None:
     ended: list[int] = []
-    sink = training.Sink(lambda record: ended.append(record["update"]))
+    sink = harness.Sink(lambda record: ended.append(record["update"]))
     for event in ("evaluate", "remark", "train"):
         sink.log({"event": event, "update": 7})
     assert ended == [7]
@@ -388,7 +389,7 @@ def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
     for stage, patterns in campaign.ORDER:
         assert all(campaign.chosen(found[stage], [pattern]) for pattern in patterns)
     assert [row.name for row in campaign.ordered(found)][-1] == "tests marked cuda"
-    words = [training.distinct(row.args[0]) for row in (*found["clock"], *found["right"])]
+    words = [campaign.distinct(row.args[0]) for row in (*found["clock"], *found["right"])]
     for row in found["speed"]:
         variants = row.args[1] if len(row.args) == 2 and isinstance(row.args[1], dict) else {}
         words += [loops.overrides(*arguments) for run, arguments in variants.values() if run is loops.ours]

@@ -181,6 +181,46 @@ def _serve(
     connection.send(message)
 
 
+# --- in a child: training, and what a row keeps of it ---
+
+
+class RunFailed(Exception):
+    """A run ended otherwise than it should have; the message has its error and its whole log."""
+
+
+def train(overrides: Sequence[str], attach: Callable[[Any], None] | None = None, ends: str = "completed") -> Any:
+    """Train to the end, in this process or in ranks that it forks; the Result. Raises RunFailed, and UserError for a refusal."""
+    from drivetrain.launch import launcher
+
+    job = launcher.prepare(list(overrides))
+    job.attach = attach
+    result = launcher.launch(job, quiet=True).result
+    if result.status != ends:
+        logs = sorted(result.run_dir.glob("**/*.txt")) if result.run_dir is not None else []
+        said = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs]
+        raise RunFailed("\n".join([" ".join(overrides), f"{result.status}: {result.error}", *said]))
+    return result
+
+
+def distinct(words: Sequence[str]) -> list[str]:
+    """The overrides, each key once, with the value that it was given last."""
+    return list({word.partition("=")[0]: word for word in words}.values())
+
+
+def facts(result: Any) -> dict[str, Any]:
+    """What a row keeps of a run."""
+    names = ("updates", "samples_per_second", "step_ms_p50", "compile_s", "peak_memory_bytes", "time_to_first_step_s")
+    return {"overrides": result.overrides, "metrics": result.judged("final"), **{name: getattr(result, name) for name in names}}
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The training loss of each record of a run."""
+    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if record["event"] == "train"]
+
+
+# --- the rows ---
+
 Rows = dict[str, dict[str, Any]]  # name → what came of it
 Summary = Callable[[Rows], dict[str, Any]]
 

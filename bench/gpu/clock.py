@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import training
+from bench import harness
+from bench.gpu import campaign
 from bench.gpu.campaign import Row
-from bench.gpu.loops import synchronize
 
 WITHIN = 0.03
 REASON = "a run leaves out its logging, and both clocks are read at slightly different moments: together under 3 % of 20 updates"
@@ -55,7 +55,7 @@ def rows(device: str, folder: Path) -> list[Row]:
     found = []
     for name, (base, words) in RUNS.items():
         small = [*SMALL[base], *words, "runtime.threads=1"]
-        given = training.distinct([*COMMON, *([*base, *words] if device == "cuda" else small), f"runtime.device={device}"])
+        given = campaign.distinct([*COMMON, *([*base, *words] if device == "cuda" else small), f"runtime.device={device}"])
         if "data=synthetic" not in given:  # such as digits, whose shape is its own
             given = [word for word in given if not word.startswith("data.")]
         records = 24 if device == "cuda" else 8
@@ -70,10 +70,10 @@ def timed(words: Sequence[str], folder: Path, records: int) -> dict[str, Any]:
     given = [*words, f"updates={updates}", f"output_dir={folder}/runs"]
     file = folder / "outside.txt"
     file.write_text("")  # a rank may be another process than this one
-    outside = training.Sink(lambda record: _note(file, record))
-    result = training.train(given, attach=lambda trainer: trainer.log.writers.append(outside))
+    outside = harness.Sink(lambda record: _note(file, record))
+    result = campaign.train(given, attach=lambda trainer: trainer.log.writers.append(outside))
     seen = [tuple(map(float, line.split())) for line in file.read_text().splitlines()]
-    return {**training.facts(result), **rates(seen, result.step_ms_p50)}
+    return {**campaign.facts(result), **rates(seen, result.step_ms_p50)}
 
 
 def rates(seen: Sequence[tuple[float, ...]], step_ms_p50: float | None) -> dict[str, Any]:
@@ -98,6 +98,6 @@ def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _note(file: Path, record: dict[str, Any]) -> None:
     if record["samples_per_second"]:
-        synchronize()
+        harness.synchronize()
         with file.open("a") as opened:
             print(time.perf_counter(), record["update"], record["samples"], record["samples_per_second"], file=opened)

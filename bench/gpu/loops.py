@@ -5,15 +5,13 @@ A variant calls `sync` at the end of each block, when the device has done all it
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench import harness
-from bench.gpu import training
+from bench.gpu import campaign
 from bench.harness import BlockSync
 
 ENDLESS = 1_000_000  # epochs; a variant ends after its last block
@@ -62,28 +60,14 @@ def fast_overrides(work: Work) -> list[str]:
 
 def overrides(work: Work, more: Sequence[str]) -> list[str]:
     """The overrides of a variant of ours, each key once."""
-    words = training.distinct([*base_overrides(work), *more])
+    words = campaign.distinct([*base_overrides(work), *more])
     made = "data=synthetic" in words
     return [w for w in words if made or not w.startswith(("data.shape", "data.classes", "data.samples", "data.test_samples"))]
 
 
 def ours(work: Work, more: Sequence[str], sync: BlockSync) -> None:
     """drivetrain's own `fit`; a block ends with the training record of its last update."""
-    from drivetrain.config import validate
-    from drivetrain.core.context import BuildContext
-    from drivetrain.core.world import World
-    from drivetrain.engine import build
-    from drivetrain.launch import launcher
-
-    job = launcher.prepare(overrides(work, more))
-    validate.validate_device(job.run)
-    sinks: list[Any] = []
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
-        sync.watch(lambda: peak_memory(work))
-        sinks.append(training.Sink(lambda record: end_block(sync, record["update"])))
-        sync(0)
-        trainer.fit()
+    harness.ours(overrides(work, more), work.steps, lambda _: peak_memory(work), sync)
 
 
 def naive(work: Work, sync: BlockSync) -> None:
@@ -211,13 +195,7 @@ def blocks_of(work: Work, sync: BlockSync) -> Iterator[Iterator[Any]]:
     sync(0)
     for number in range(1, ENDLESS):
         yield shuffled(work)
-        end_block(sync, number * work.steps)
-
-
-def end_block(sync: BlockSync, updates: int) -> None:
-    """Wait for the device, and hand over the block."""
-    synchronize()
-    sync(updates)
+        sync(number * work.steps)
 
 
 def shuffled(work: Work) -> Iterator[Any]:
@@ -247,10 +225,9 @@ def count_flops(work: Work) -> dict[str, Any]:
     """In a child: FLOP of one training sample."""
     import torch
 
-    run = _run(work)
-    model = run.model.create(work.shape, work.classes)
     batch = torch.zeros(2, *work.shape, dtype=torch.int64 if work.tokens else torch.float32)
     targets = torch.zeros(batch.shape if work.tokens else (2,), dtype=torch.int64, device="meta")
+    model = _run(work).model.create(work.shape, work.classes)
     return {"flops": flops_per_sample(model, batch, lambda output: loss_of(output, targets))}
 
 
@@ -275,35 +252,29 @@ def ceilings(device: str) -> dict[str, float]:
     """In a child, measured: TFLOP/s of large matrix products in bfloat16 and float32, GB/s of copies (read and written)."""
     import torch
 
-    size, elements = (8192, 2**30) if device == "cuda" else (256, 2**22)
-    found = {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[f"{name}_matmul_tflops"] = 2 * size**3 / _best_s(lambda a=a, b=b: a @ b) / 1e12
+    from drivetrain.engine.flops import measured
+
+    elements = 2**30 if device == "cuda" else 2**22
     source = torch.randint(255, (elements,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return found | {"copy_gb_per_s": 2 * elements / _best_s(lambda: target.copy_(source)) / 1e9}
+    return {
+        "bf16_matmul_tflops": measured(torch.device(device), "bfloat16") / 1e12,
+        "fp32_matmul_tflops": measured(torch.device(device), "float32") / 1e12,
+        "copy_gb_per_s": 2 * elements / _best_s(lambda: target.copy_(source)) / 1e9,
+    }
 
 
 def _best_s(run: Callable[[], Any], repeats: int = 5, times: int = 10) -> float:
     """The shortest mean of `repeats` calls."""
     taken = []
     for _ in range(times):
-        synchronize()
+        harness.synchronize()
         began = time.perf_counter()
         for _ in range(repeats):
             run()
-        synchronize()
+        harness.synchronize()
         taken.append((time.perf_counter() - began) / repeats)
     return min(taken[1:])
-
-
-def synchronize() -> None:
-    """Wait until the CUDA device, if there is one, has done all its work."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def adamw_ms(device: str, rounds: int) -> dict[str, float]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import training
+from bench import harness
+from bench.gpu import campaign
 from bench.gpu.campaign import Row
 
 EARLY, LATE = 5, 10  # updates
@@ -86,19 +87,19 @@ def rows(device: str, folder: Path) -> list[Row]:
 
 def curve(words: Sequence[str]) -> dict[str, Any]:
     """The losses of a run."""
-    result = training.train(training.distinct(words))
-    return {**training.facts(result), "losses": training.losses(result.run_dir)}
+    result = campaign.train(campaign.distinct(words))
+    return {**campaign.facts(result), "losses": campaign.losses(result.run_dir)}
 
 
 def interrupted(words: Sequence[str]) -> dict[str, Any]:
     """A run that a signal ends half-way and a resume takes to its end, and the same run as a whole."""
-    words = training.distinct(words)
-    whole = training.losses(training.train(words).run_dir)
-    stopped = training.train(words, attach=_stop_half_way, ends="interrupted")
-    again = training.train([f"resume={stopped.run_dir}"])
-    compared = compare(training.losses(again.run_dir), whole, EXACT)
+    words = campaign.distinct(words)
+    whole = campaign.losses(campaign.train(words).run_dir)
+    stopped = campaign.train(words, attach=_stop_half_way, ends="interrupted")
+    again = campaign.train([f"resume={stopped.run_dir}"])
+    compared = compare(campaign.losses(again.run_dir), whole, EXACT)
     if not compared["within"] or stopped.updates >= again.updates:
-        raise training.RunFailed(f"stopped at {stopped.updates}: the resumed run differs from the whole one: {compared}")
+        raise campaign.RunFailed(f"stopped at {stopped.updates}: the resumed run differs from the whole one: {compared}")
     return {"stopped_at": stopped.updates, "of": again.updates, **compared}
 
 
@@ -128,4 +129,4 @@ def _stop_half_way(trainer: Any) -> None:
         if record["update"] == trainer.max_updates // 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer.log.writers.append(training.Sink(stop))
+    trainer.log.writers.append(harness.Sink(stop))

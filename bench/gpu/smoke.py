@@ -16,7 +16,7 @@ from typing import Any
 from tests.support import pairwise
 
 from bench import harness
-from bench.gpu import campaign, training
+from bench.gpu import campaign
 from bench.gpu.campaign import Row
 from drivetrain.config.catalog import LISTS, option_keys, options
 
@@ -57,7 +57,7 @@ def rows(device: str, folder: Path) -> list[Row]:
 def two_updates(words: Sequence[str], device: str, folder: Path) -> dict[str, Any]:
     """Train with these options."""
     sys.path.insert(0, str(folder))
-    return training.facts(training.train(overrides(words, device, folder)))
+    return campaign.facts(campaign.train(overrides(words, device, folder)))
 
 
 def overrides(words: Sequence[str], device: str, folder: Path) -> list[str]:
@@ -69,17 +69,17 @@ def overrides(words: Sequence[str], device: str, folder: Path) -> list[str]:
             given.append(f"{group}.nproc=1")
     if device == "cuda":
         given = [word.replace("[cpu,cpu]", "[cuda:0,cuda:0]") for word in given]
-    return training.distinct([*given, *words])
+    return campaign.distinct([*given, *words])
 
 
 def save_and_resume(device: str, folder: Path) -> dict[str, Any]:
     """Two updates and a checkpoint; a resume goes on to the fourth."""
     words = ["optimizer=adamw", "precision=amp", "ema=ema", "saving=last", "model=resnet9"]
-    first = training.train(overrides(words, device, folder))
-    again = training.train([f"resume={first.run_dir}", "updates=4"])
+    first = campaign.train(overrides(words, device, folder))
+    again = campaign.train([f"resume={first.run_dir}", "updates=4"])
     if again.updates != 4:
-        raise training.RunFailed(f"the resumed run ended after {again.updates} of 4 updates")
-    return training.facts(again)
+        raise campaign.RunFailed(f"the resumed run ended after {again.updates} of 4 updates")
+    return campaign.facts(again)
 
 
 def torchrun(device: str, folder: Path) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def torchrun(device: str, folder: Path) -> dict[str, Any]:
     path = os.pathsep.join([str(harness.ROOT / "src"), *sys.path])
     done = subprocess.run([sys.executable, *launcher, *words], env={**os.environ, "PYTHONPATH": path}, check=False)
     if done.returncode:
-        raise training.RunFailed(f"torchrun ended with {done.returncode}")
+        raise campaign.RunFailed(f"torchrun ended with {done.returncode}")
     return {"overrides": words}
 
 
@@ -101,7 +101,7 @@ def cuda_tests() -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider", *where]
     done = subprocess.run(command, cwd=harness.ROOT, env={**os.environ, "PYTHONPATH": path}, check=False)
     if done.returncode not in (0, 5):  # 5: there are none
-        raise training.RunFailed(f"pytest ended with {done.returncode}")
+        raise campaign.RunFailed(f"pytest ended with {done.returncode}")
     return {"exit_code": done.returncode}
 
 

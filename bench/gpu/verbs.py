@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu import campaign, training
+from bench.gpu import campaign
 from bench.gpu.campaign import Row
 
 RESNET = (
@@ -61,7 +61,7 @@ def verb(words: Sequence[str], folder: Path) -> dict[str, Any]:
     written = {file.name: json.loads(file.read_text()) for file in sorted(folder.rglob("*.json")) if file.name in KEPT}
     campaign.report({"command": f"drivetrain {' '.join(words)}", "written": written})  # of a failed comparison too
     if code:
-        raise training.RunFailed(f"drivetrain {' '.join(words)} ended with code {code}")
+        raise campaign.RunFailed(f"drivetrain {' '.join(words)} ended with code {code}")
     return {}
 
 

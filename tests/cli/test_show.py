@@ -77,7 +77,7 @@ def test_the_axes_say_updates_and_epochs_where_they_are():
     [(0.4, [0]), (1, [0, 1]), (15, list(range(0, 15, 2))), (165, [0, 50, 100, 150]), (90, list(range(0, 90, 20)))],
 )
 def test_ticks_are_round(end, expected):
-    assert plots.ticks(end) == expected
+    assert plots.whole_ticks(end) == expected
 
 
 def test_what_is_drawn_is_what_is_trained(make, each_update, tiny, capsys):

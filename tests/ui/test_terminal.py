@@ -163,22 +163,19 @@ def test_ordinary_text_stays_as_it_is():
     assert output.plain("a\r\nb") == "a\nb"
 
 
-def test_errors_of_a_command(capsys, monkeypatch):
+def test_errors_of_a_command_and_keys_on_its_line(capsys, monkeypatch):
     def fail(argv):
         raise UserError(f"{EVIL} is no key")
 
-    monkeypatch.setattr(main, "_dispatch", fail)
-    assert main.main([]) == 2
-    said = capsys.readouterr().err
-    assert "[31mred" in said
-    assert not COMMANDS.search(said)
-
-
-def test_keys_on_the_command_line(capsys):
+    said = []
     for word in (f"model.{EVIL[:-1]}=1", f"recipe={EVIL[:-1]}", f"model={EVIL[:-1]}"):
         assert main.main(["train", word]) == 2
-        said = capsys.readouterr()
-        assert not COMMANDS.search(said.out + said.err), said
+        said.append(capsys.readouterr())
+    monkeypatch.setattr(main, "_dispatch", fail)
+    assert main.main([]) == 2
+    said.append(capsys.readouterr())
+    assert "[31mred" in said[-1].err
+    assert not any(COMMANDS.search(each.out + each.err) for each in said)
 
 
 @pytest.mark.parametrize("live", [True, False])
@@ -197,23 +194,18 @@ def test_a_live_line(monkeypatch):
     assert not COMMANDS.search(console.file.getvalue())
 
 
-def test_messages_and_log_txt(tmp_path, capsys):
+def test_messages_log_txt_and_warnings_of_libraries(tmp_path, capsys):
     logs.configure()
     with logs.to_file(tmp_path / "log.txt"):
         logging.getLogger("drivetrain.x").warning("class %s", IN_REPORTS)
-    for said in (capsys.readouterr().err, (tmp_path / "log.txt").read_text()):
-        assert "class a\\x1b[31mred" in said
-        assert not COMMANDS.search(said)
-
-
-def test_warnings_of_libraries(capsys):
+    said = [capsys.readouterr().err, (tmp_path / "log.txt").read_text()]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         output.warn_plainly()
         warnings.warn(IN_REPORTS, stacklevel=1)
-    said = capsys.readouterr().err
-    assert "\\x1b[31mred" in said
-    assert not COMMANDS.search(said)
+    for each in (*said, capsys.readouterr().err):
+        assert "a\\x1b[31mred" in each
+        assert not COMMANDS.search(each)
 
 
 def test_predictions_on_a_terminal(capsys, monkeypatch):
@@ -261,32 +253,21 @@ def log_all() -> None:
     LOG.error("an error")
 
 
-def test_one_line_for_each_message_on_standard_error(capsys):
-    logs.configure()
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "an info\na warning\nerror: an error\n"),
+        ({"quiet": True}, "a warning\nerror: an error\n"),
+        ({"rank": 1}, "rank 1: an error\n"),
+        ({"rank": 1, "shared": False}, "an info\na warning\nrank 1: an error\n"),
+    ],
+)
+def test_which_messages_are_shown(settings, said, capsys):
+    """One line for each, also where the settings replace others."""
+    logs.configure(quiet=not settings.get("quiet"))
+    logs.configure(**settings)
     log_all()
-    assert capsys.readouterr() == ("", "an info\na warning\nerror: an error\n")
-
-
-def test_quiet_shows_warnings_and_errors(capsys):
-    logs.configure(quiet=True)
-    log_all()
-    assert capsys.readouterr().err == "a warning\nerror: an error\n"
-
-
-def test_a_second_call_replaces_the_first(capsys):
-    logs.configure(quiet=True)
-    logs.configure()
-    LOG.info("once")
-    assert capsys.readouterr().err == "once\n"
-
-
-def test_another_rank_shows_errors_alone_and_all_where_the_output_is_its_own(capsys):
-    logs.configure(rank=1)
-    log_all()
-    assert capsys.readouterr().err == "rank 1: an error\n"
-    logs.configure(rank=1, shared=False)
-    log_all()
-    assert capsys.readouterr().err == "an info\na warning\nrank 1: an error\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_the_root_logger_is_left_alone(caplog):
@@ -307,9 +288,14 @@ def test_a_program_that_prints_its_logs_itself_gets_no_second_line():
     assert done.stderr == "mine: a message\n"
 
 
-def test_the_file_has_time_level_and_rank_even_under_quiet(tmp_path, capsys):
+def test_the_file_has_what_rank_0_says_with_time_level_and_rank_even_under_quiet(tmp_path, capsys):
     logs.configure(quiet=True)
     with logs.to_file(tmp_path / "log.txt"):
+        if (child := os.fork()) == 0:
+            logs.configure(rank=1)
+            LOG.warning("of rank 1")
+            os._exit(0)
+        os.waitpid(child, 0)
         log_all()
     LOG.warning("after the run")
     lines = (tmp_path / "log.txt").read_text().splitlines()
@@ -318,22 +304,8 @@ def test_the_file_has_time_level_and_rank_even_under_quiet(tmp_path, capsys):
         "WARNING rank 0 drivetrain.some.module: a warning",
         "ERROR rank 0 drivetrain.some.module: an error",
     ]
-
-
-def test_the_file_has_rank_0_alone(tmp_path):
-    with logs.to_file(tmp_path / "log.txt"):
-        if (child := os.fork()) == 0:
-            logs.configure(rank=1)
-            LOG.warning("of rank 1")
-            os._exit(0)
-        os.waitpid(child, 0)
-        LOG.warning("of rank 0")
-    assert "of rank 0" in (tmp_path / "log.txt").read_text()
-    assert "of rank 1" not in (tmp_path / "log.txt").read_text()
-
-
-def test_a_file_that_cannot_be_written_is_no_error(tmp_path, capsys):
-    with logs.to_file(tmp_path / "nowhere" / "log.txt"):
+    capsys.readouterr()
+    with logs.to_file(tmp_path / "nowhere" / "log.txt"):  # a file that cannot be written is no error
         LOG.warning("a warning")
     assert capsys.readouterr().err == "a warning\n"
 

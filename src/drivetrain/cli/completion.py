@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain.cli import verbs
+from drivetrain.cli.arguments import Command
 from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.recipe import places
 from drivetrain.run import directory
-from drivetrain.ui.output import echo, fold
+from drivetrain.ui.output import echo
 
 HELP = """\
 drivetrain completion SHELL      the script by which TAB completes verbs, groups, options, keys and recipes
@@ -37,20 +39,14 @@ SCRIPTS = {
 }
 
 
-def command(argv: Sequence[str]) -> int:
-    """Run `drivetrain completion SHELL`: print the script for the shell to evaluate: eval "$(drivetrain completion bash)"."""
-    if any(word in ("-h", "--help") for word in argv):
-        echo(fold(HELP))
-        return DONE
-    if len(argv) != 1 or argv[0] not in SCRIPTS:
+def _print_script(given: argparse.Namespace) -> int:
+    if len(given.overrides) != 1 or given.overrides[0] not in SCRIPTS:
         raise UserError('drivetrain completion needs bash, zsh or fish; then: eval "$(drivetrain completion bash)"')
-    echo(SCRIPTS[argv[0]], end="")
+    echo(SCRIPTS[given.overrides[0]], end="")
     return DONE
 
 
-def complete(words: Sequence[str], last: str) -> Sequence[str]:
-    """The words that TAB offers after `drivetrain completion`: the shells."""
-    return [*SCRIPTS]
+command = Command("completion", _print_script, HELP, takes_paths=True, offers=lambda *_: [*SCRIPTS])
 
 
 def print_candidates(argv: Sequence[str]) -> int:
@@ -67,8 +63,7 @@ def candidates(argv: Sequence[str]) -> list[str]:
     if not words:
         offered = [verb.name for verb in verbs.all_verbs().values() if verb.help]
     else:
-        verb = verbs.find(words[0])
-        offered = overrides(words[1:], last) if verb.takes_overrides else verb.complete(words[1:], last)
+        offered = verbs.find(words[0]).complete(words[1:], last)
     return [word for word in offered if word.startswith(last)]
 
 
@@ -83,7 +78,9 @@ def overrides(words: Sequence[str], last: str) -> list[str]:
         from drivetrain.sweeps.options import completions
 
         return completions()
-    config_dirs = list(_config_dirs(words))
+    given = [[*words[n + 1 : n + 2]] if word in ("-cd", "--config-dir") else [word.removeprefix("--config-dir=")]
+             for n, word in enumerate(words) if word.startswith(("-cd", "--config-dir"))]  # fmt: skip
+    config_dirs = [folder for each in given for folder in each]
     groups = catalog.options(config_dirs)
     key, equals, value = last.partition("=")
     if equals:
@@ -101,12 +98,3 @@ def _settings(group: str, options: Sequence[str], config_dirs: Sequence[str]) ->
     """The settings of all options of a group; where several are chosen at once, each below its option's name."""
     keys = {option: catalog.option_keys(group, option, config_dirs) - {"_target_"} for option in options}
     return {f"{option}.{key}" if group in catalog.LISTS else key for option, names in keys.items() for key in names}
-
-
-def _config_dirs(words: Sequence[str]) -> Iterator[str]:
-    """The folders that the words before give by -cd DIR or --config-dir[=]DIR."""
-    for i, word in enumerate(words):
-        if word in ("-cd", "--config-dir"):
-            yield from words[i + 1 : i + 2]
-        elif word.startswith("--config-dir="):
-            yield word.partition("=")[2]

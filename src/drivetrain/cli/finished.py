@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drivetrain.cli import arguments, completion
+from drivetrain.cli import completion
+from drivetrain.cli.arguments import FILE, FLAG, NUMBER, Command
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import add_import_paths, expanded
+from drivetrain.core.paths import expanded
 from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.inference.finished import Choice
 from drivetrain.run.result import uncertainty
-from drivetrain.ui.output import echo, fold
+from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Table
 
 OF_CHOICE = """\
@@ -30,52 +31,36 @@ OF_CHOICE = """\
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml"""
 
 
-@dataclass
-class RunArguments:
-    """The words that were given for a finished run."""
-
-    run_dir: Path
-    paths: list[str]  # further words that are no settings
-    overrides: list[str]
-    choice: Choice
-    config_dirs: list[str]
-    options: argparse.Namespace
+Work = Callable[[argparse.Namespace], int]
 
 
-@dataclass(frozen=True)
-class OfRun:
-    """A verb on a finished run: RUN, which checkpoint, overrides, --config-dir, --help, and options of its own."""
+def _of_run(
+    name: str, work: Work, text: str, options: Mapping[str, Mapping[str, Any]] | None = None, offered: Sequence[str] = ()
+) -> Command:  # fmt: skip
+    """A verb on a finished run: RUN, which checkpoint, overrides, --config-dir, --help, and options of its own.
 
-    name: str
-    work: Callable[[RunArguments], int]
-    help: str
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # as argparse takes them
-    offers: tuple[str, ...] = ()  # further words for TAB
+    What was given has `run_dir`, `paths` (further words that are no settings), `choice`, and `overrides` of the config.
+    """
 
-    def __call__(self, argv: Sequence[str]) -> int:
-        """Run the verb; its exit code. Raises UserError."""
-        made = arguments.parser(self.name)
-        for name, kind in self.options.items():
-            made.add_argument(f"--{name.replace('_', '-')}", **kind)
-        given = made.parse_intermixed_args(list(argv))
-        if given.help or not argv:
-            echo(fold(self.help))
-            return DONE
+    def of_run(given: argparse.Namespace) -> int:
         settings = [word for word in given.overrides if _is_setting(word)]
-        paths = [word for word in given.overrides if word not in settings]
-        if not paths:
-            raise UserError(f"drivetrain {self.name} needs a run's directory, such as outputs/<date>/<time>-<id>")
-        add_import_paths(given.config_dir)
-        choice, overrides = _choice(settings)
-        return self.work(RunArguments(expanded(paths[0]), paths[1:], overrides, choice, given.config_dir, given))
+        run, *given.paths = [word for word in given.overrides if word not in settings] or [""]
+        if not run:
+            raise UserError(f"drivetrain {name} needs a run's directory, such as outputs/<date>/<time>-<id>")
+        given.run_dir, (given.choice, given.overrides) = expanded(run), _choice(settings)
+        return work(given)
 
-    def complete(self, words: Sequence[str], last: str) -> list[str]:
-        """The words that TAB offers: runs below outputs/ for the first word, then settings and overrides."""
-        positional = [word for word in words if "=" not in word and not word.startswith("-")]
-        if not positional and not last.startswith("-") and "=" not in last:
+    def offers(words: Sequence[str], last: str) -> list[str]:
+        if (
+            not any("=" not in word and not word.startswith("-") for word in words)
+            and not last.startswith("-")
+            and "=" not in last
+        ):
             return completion.runs()
-        own = [f"--{name.replace('_', '-')}" for name in self.options]
-        return ["update=best", "update=last", "average=true", *own, *self.offers, *completion.overrides(words, last)]
+        own = ["update=best", "update=last", "average=true", *(options or ()), *offered]
+        return [*own, *completion.overrides(words, last)]
+
+    return Command(name, of_run, text, options or {}, takes_paths=True, offers=offers)
 
 
 def _is_setting(word: str) -> bool:
@@ -87,29 +72,21 @@ def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
     choice, rest, wrong = Choice(), [], []
     for word in settings:
         key, value = key_of(word), word.partition("=")[2]
-        if key == "update" and (value in ("best", "last") or value.isdecimal()):
-            choice.update = value
-        elif key == "average" and value in ("true", "false"):
-            choice.average = value == "true"
-        elif key == "average" and (width := _width(value)) is not None:
-            choice.average = width
-        elif key == "split" and value in ("test", "validation"):
-            choice.split = value
-        elif key == "split":
-            wrong.append(f"{word}: say split=test or split=validation")
-        elif key in ("update", "average"):
-            wrong.append(
-                f"{word}: say update=N, update=best, update=last, average=true, or average=0.08 for a width of 0.001 to 0.28"
-            )
-        else:
+        if key not in CHOSEN:
             rest.append(word)
+        elif (chosen := CHOSEN[key][0](value)) is None:
+            wrong.append(f"{word}: say {CHOSEN[key][1]}")
+        else:
+            setattr(choice, key, chosen)
     if wrong:
         raise UserError(wrong)
     return choice, rest
 
 
-def _width(value: str) -> float | None:
-    """The relative width of an average; None where the text is none."""
+def _average(value: str) -> bool | float | None:
+    """Whether averaged weights are taken, or those of a relative width; None where the text is neither."""
+    if value in ("true", "false"):
+        return value == "true"
     try:
         width = float(value)
     except ValueError:
@@ -117,14 +94,22 @@ def _width(value: str) -> float | None:
     return width if NARROWEST <= width < BELOW else None
 
 
-def _evaluate(given: RunArguments) -> int:
+_WEIGHTS = "update=N, update=best, update=last, average=true, or average=0.08 for a width of 0.001 to 0.28"
+CHOSEN: dict[str, tuple[Callable[[str], object], str]] = {  # setting → its value, None for a wrong one, and what to say
+    "update": (lambda value: value if value in ("best", "last") or value.isdecimal() else None, _WEIGHTS),
+    "average": (_average, _WEIGHTS),
+    "split": (lambda value: value if value in ("test", "validation") else None, "split=test or split=validation"),
+}
+
+
+def _evaluate(given: argparse.Namespace) -> int:
     """Run `drivetrain evaluate` with these arguments; its exit code."""
     if given.paths:
         raise UserError(f"drivetrain evaluate takes one run, and was given {', '.join(given.paths)} too")
     from drivetrain.inference.evaluation import evaluate
     from drivetrain.parallel.environment import launched, world_of_environment
 
-    found = evaluate(given.run_dir, given.overrides, given.config_dirs, given.choice)
+    found = evaluate(given.run_dir, given.overrides, given.config_dir, given.choice)
     if launched() is not None and world_of_environment().rank != 0:  # rank 0 prints
         return DONE
     samples = f"{found.samples:,} sample{'s' * (found.samples != 1)}"
@@ -133,14 +118,14 @@ def _evaluate(given: RunArguments) -> int:
     open_yet = {name: uncertainty(value, found.shares.get(name, 0)) for name, value in found.metrics.items()}
     rows = [(name, f"{value:.6g} {open_yet[name]}".rstrip()) for name, value in found.metrics.items()]
     Table((str(given.run_dir), which), rows).show()
-    if given.options.out is not None:
-        given.options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(given.options.out, asdict(found))
-        echo(f"written to {given.options.out}")
+    if given.out is not None:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(given.out, asdict(found))
+        echo(f"written to {given.out}")
     return DONE
 
 
-def _export(given: RunArguments) -> int:
+def _export(given: argparse.Namespace) -> int:
     """Run `drivetrain export` with these arguments; its exit code."""
     if len(given.paths) > 1:
         raise UserError("drivetrain export needs a run's directory, and perhaps a file: drivetrain export RUN [FILE]")
@@ -148,19 +133,19 @@ def _export(given: RunArguments) -> int:
     from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, find
 
     file = expanded(given.paths[0]) if given.paths else None
-    kind, with_normalize = export.format_of(file, given.options.format), given.options.with_normalize
+    kind, with_normalize = export.format_of(file, given.format), given.with_normalize
     if with_normalize and kind in ("safetensors", "transformers"):
         raise UserError(f"--with-normalize: {kind} holds weights, and no model that could normalise: set another --format")
-    if given.options.adapter and kind != "transformers":
+    if given.adapter and kind != "transformers":
         raise UserError("--adapter writes an adapter as peft has it: set --format transformers")
     path = file or given.run_dir / f"model{export.SUFFIX[kind]}"
     overrides = [ONE_PROCESS, "ema=none", "precision=fp32", *given.overrides, "runtime.device=cpu"]
-    finished = find("drivetrain export", given.run_dir, overrides, given.config_dirs, given.choice, MODEL_ALONE)
-    echo(export.write(finished, path, kind, with_normalize, given.options.adapter))
+    finished = find("drivetrain export", given.run_dir, overrides, given.config_dir, given.choice, MODEL_ALONE)
+    echo(export.write(finished, path, kind, with_normalize, given.adapter))
     return DONE
 
 
-def _card(given: RunArguments) -> int:
+def _card(given: argparse.Namespace) -> int:
     """Run `drivetrain card` with these arguments; its exit code."""
     if len(given.paths) > 1 or given.overrides:
         raise UserError("drivetrain card needs a run's directory, and perhaps a file: drivetrain card RUN [FILE]")
@@ -172,14 +157,12 @@ def _card(given: RunArguments) -> int:
     return DONE
 
 
-def _predict(given: RunArguments) -> int:
+def _predict(given: argparse.Namespace) -> int:
     """Run `drivetrain predict` with these arguments; its exit code."""
-    if bool(given.paths) == bool(given.options.data):
+    if bool(given.paths) == bool(given.data):
         raise UserError("drivetrain predict needs either inputs (files, folders, arrays, or - for lines), or --data test")
-    if given.options.batch is not None and given.options.batch < 1:
-        raise UserError(f"--batch {given.options.batch}: give 1 or more")
-    for name, least in {"max_tokens": 1, "temperature": 0, "seed": 0}.items():
-        if (value := getattr(given.options, name)) is not None and not least <= value < 2**31:
+    for name, least in {"batch": 1, "max_tokens": 1, "temperature": 0, "seed": 0}.items():
+        if (value := getattr(given, name)) is not None and not least <= value < 2**31:
             raise UserError(f"--{name.replace('_', '-')} {value}: give {least} or more")
     from drivetrain.inference import inputs
     from drivetrain.inference.answers import Answers
@@ -188,20 +171,20 @@ def _predict(given: RunArguments) -> int:
     from drivetrain.inference.transforms import ROWS
     from drivetrain.ui.progress import Rate
 
-    split = given.options.data
-    loaded = load(given.run_dir, given.overrides, given.config_dirs, given.choice, with_data=split is not None)
+    split = given.data
+    loaded = load(given.run_dir, given.overrides, given.config_dir, given.choice, with_data=split is not None)
     loaded.check_rows(split)
     words = {"most": "max_tokens", "temperature": "temperature", "seed": "seed", "stops": "stop"}
-    chosen = {key: value for key, name in words.items() if (value := getattr(given.options, name)) is not None}
+    chosen = {key: value for key, name in words.items() if (value := getattr(given, name)) is not None}
     if chosen and not loaded.run.task.writes_answers:
         raise UserError(f"--{words[next(iter(chosen))].replace('_', '-')} is for runs that write answers: task=instruction")
     predictor: Predictor = Answers(loaded, **chosen) if loaded.run.task.writes_answers else Outputs(loaded)
-    size = given.options.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
+    size = given.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
     items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
-    with Output(given.options.out) as output, Rate("prediction", count) as rate:
+    with Output(given.out) as output, Rate("prediction", count) as rate:
         unreadable, why = predict_all(loaded, predictor, items, size, output, rate, with_targets=split is not None)
-    where = f": {given.options.out}" if given.options.out is not None else ""
+    where = f": {given.out}" if given.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)
     for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():
         echo(f"{unknown:,} rows have a value of {name} that no training row has: it counts as none", file=sys.stderr)
@@ -211,7 +194,7 @@ def _predict(given: RunArguments) -> int:
     return FAILED if unreadable else DONE
 
 
-evaluate = OfRun("evaluate", _evaluate, f"""\
+evaluate = _of_run("evaluate", _evaluate, f"""\
 drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a finished run, as its own evaluation computes them
 
   drivetrain evaluate outputs/2026-11-21/07-37-57-4262f6
@@ -226,10 +209,9 @@ drivetrain evaluate RUN [group=option] [key=value] …      the metrics of a fin
 
 A folder that the run was not trained on, and that has no test/, is used whole; data.holdout=0.1 takes that share of it.
 On the same set, with the run's own ranks, batch and device, the figures are those of training to the last digit.
-""", {"out": {"type": Path}}, ("split=validation",))  # fmt: skip
+""", {"--out": FILE}, ("split=validation",))  # fmt: skip
 
-SWITCH = {"action": "store_true"}
-export = OfRun("export", _export, f"""\
+export = _of_run("export", _export, f"""\
 drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished run as one file, to use without drivetrain
 
   drivetrain export outputs/2026-11-21/07-37-57-4262f6
@@ -248,9 +230,9 @@ drivetrain export RUN [FILE] [--format FORMAT] [key=value] …      a finished r
 
 The file says in its metadata what is needed to use it: model, classes, shape and normalisation of the inputs. Before it is
 kept, its output is compared with the model's. docs/export.md shows how to load each one.
-""", {"format": {}, "with_normalize": SWITCH, "adapter": SWITCH})  # fmt: skip
+""", {"--format": {}, "--with-normalize": FLAG, "--adapter": FLAG})  # fmt: skip
 
-card = OfRun("card", _card, """\
+card = _of_run("card", _card, """\
 drivetrain card RUN [FILE]      a model card of a finished run, as Hugging Face's hub shows it
 
   drivetrain card outputs/2026-11-21/07-37-57-4262f6
@@ -264,7 +246,7 @@ its folder.
 """)  # fmt: skip
 
 SPLITS = {"choices": ["test", "validation", "train"]}
-predict = OfRun("predict", _predict, f"""\
+predict = _of_run("predict", _predict, f"""\
 drivetrain predict RUN INPUT … [--out FILE] [key=value] …      labels and probabilities of new inputs, a row for each
 
   drivetrain predict outputs/2026-11-21/07-37-57-4262f6 photo.jpg more_photos/ --out predictions.csv
@@ -287,6 +269,6 @@ Inputs are resized, encoded and normalised as in the run's evaluation. One that 
 
 exit codes: 0 done · 1 some inputs could not be read · 2 nothing was predicted
 """, {
-    "out": {"type": Path}, "data": SPLITS, "batch": {"type": int}, "stop": {"action": "append"}, "max_tokens": {"type": int},
-    "temperature": {"type": float}, "seed": {"type": int},
+    "--out": FILE, "--data": SPLITS, "--batch": NUMBER, "--stop": {"action": "append"}, "--max-tokens": NUMBER,
+    "--temperature": {"type": float}, "--seed": NUMBER,
 })  # fmt: skip

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.cli import arguments
+from drivetrain.cli.arguments import Command
 from drivetrain.config import catalog, plugins
 from drivetrain.config.elsewhere import suggestion
 from drivetrain.core.errors import DONE, UserError, did_you_mean
@@ -31,19 +32,19 @@ Options of installed plugins are among them: see drivetrain/config/plugins.py.
 """
 
 
-def command(argv: Sequence[str]) -> int:
-    """Run `drivetrain list`; its exit code."""
-    if (given := arguments.parse("list", argv, HELP)) is None:
-        return DONE
+def _show(given: argparse.Namespace) -> int:
     if len(given.overrides) > 1:
         raise UserError(f"drivetrain list shows one group at a time: leave out {' '.join(given.overrides[1:])}")
     show(given.overrides[0] if given.overrides else None, given.config_dir)
     return DONE
 
 
-def complete(words: Sequence[str], last: str) -> Sequence[str]:
+def _offers(words: Sequence[str], last: str) -> Sequence[str]:
     """The words that TAB offers after `drivetrain list`: the groups, and the keys of no group."""
     return [*catalog.options(), *catalog.root_keys()]
+
+
+command = Command("list", _show, HELP, takes_paths=True, offers=_offers)
 
 
 def show(word: str | None = None, config_dirs: Sequence[str] = ()) -> None:
@@ -68,25 +69,17 @@ def show(word: str | None = None, config_dirs: Sequence[str] = ()) -> None:
             for first, (option, file) in zip([True] + [False] * len(files), files.items(), strict=False)
         ]).show()  # fmt: skip
         echo("\n".join(f"{name}: {line}" for name in groups if name == group or word is None if (line := several(name))))
-        echo("drivetrain list GROUP=OPTION shows one with its keys" if word is None else _keys_of(group))
+        echo(f"drivetrain list {group or 'GROUP'}=OPTION shows one with its keys")
 
 
 def names(config_dirs: Sequence[str] = ()) -> str:
     """A line for each group with the names of its options, the default ones first."""
-    chosen = catalog.default_options()
+    chosen = {group: option if isinstance(option, list) else [option] for group, option in catalog.default_options().items()}
     lines = [
-        f"  {group:<20}  {', '.join(sorted(files, key=lambda name: name not in (chosen[group], *_listed(chosen[group]))))}"
+        f"  {group:<20}  {', '.join(sorted(files, key=lambda name: name not in chosen[group]))}"
         for group, files in catalog.option_files(config_dirs).items()
     ]
     return "\n".join(["groups and their options, the default first (what they do: drivetrain list GROUP)", "", *lines])
-
-
-def _listed(option: object) -> Sequence[str]:
-    return option if isinstance(option, list) else ()
-
-
-def _keys_of(group: str) -> str:
-    return f"drivetrain list {group}=OPTION shows one with its keys"
 
 
 def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:

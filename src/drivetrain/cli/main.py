@@ -33,34 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ended_by_signals():  # a run has its own way with them
             return _dispatch(argv)
-    except UserError as error:
-        if wants_traceback():
-            echo_traceback(error)
-        for problem in error.problems:
-            echo(f"error: {problem}", file=sys.stderr)
-        return BAD_CONFIG
     except (KeyboardInterrupt, Interrupted) as error:
         echo(str(error) or "interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:  # a bug of ours: one line, and the traceback on demand
+    except Exception as error:
         if wants_traceback():
             echo_traceback(error)
-        if (limit := machine_limits.explain(error)) is not None:
-            echo(f"error: {limit}", file=sys.stderr)
-            return FAILED
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            echo(f"error: {str(error.filename)[:60]}… is too long for the name of a file", file=sys.stderr)
-            return BAD_CONFIG
-        if (reason := _of_the_disk(error)) is not None:
-            place = getattr(error, "filename", None) or "what this command writes"  # a library in C or Rust names no file
-            echo(f"error: {place} cannot be written: {reason}. Make room, or give another place", file=sys.stderr)
-            return FAILED
-        text = str(error).strip().splitlines()
-        echo(
-            f"error: {type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)",
-            file=sys.stderr,
-        )
-        return FAILED
+        code, problems = _answer(error)
+        for problem in problems:
+            echo(f"error: {problem}", file=sys.stderr)
+        return code
+
+
+def _answer(error: Exception) -> tuple[int, Sequence[str]]:
+    """The exit code for an error, and what is said of it: of a bug of ours one line, and the traceback on demand."""
+    if isinstance(error, UserError):
+        return BAD_CONFIG, error.problems
+    if (limit := machine_limits.explain(error)) is not None:
+        return FAILED, [limit]
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return BAD_CONFIG, [f"{str(error.filename)[:60]}… is too long for the name of a file"]
+    if (reason := _of_the_disk(error)) is not None:
+        place = getattr(error, "filename", None) or "what this command writes"  # a library in C or Rust names no file
+        return FAILED, [f"{place} cannot be written: {reason}. Make room, or give another place"]
+    text = str(error).strip().splitlines()
+    return FAILED, [f"{type(error).__name__}: {text[0] if text else ''} (DRIVETRAIN_TRACEBACK=1 shows where)"]
 
 
 def _of_the_disk(error: Exception) -> str | None:

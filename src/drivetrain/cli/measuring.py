@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
-from drivetrain.cli import arguments, completion
-from drivetrain.core.errors import DONE
+from drivetrain.cli import completion
+from drivetrain.cli.arguments import FILE, FLAG, Command
 
 
-@dataclass(frozen=True)
-class Measuring:
-    """A verb on a config. Its function takes the overrides, the config dirs and the values of its options."""
+def measuring(
+    name: str, target: str, text: str, options: Mapping[str, Mapping[str, Any]] | None = None, settings: Sequence[str] = (),
+    offers: Callable[[Sequence[str], str], Sequence[str]] | None = None,
+) -> Command:  # fmt: skip
+    """A verb on a config. Its function, "module:function" below drivetrain.measure, is imported when the verb is run.
 
-    name: str
-    target: str  # "module:function" below drivetrain.measure, which is imported when the verb is run
-    help: str
-    options: tuple[str, ...] = ()  # as arguments.parse takes them
-    complete: Callable[[Sequence[str], str], Sequence[str]] = completion.overrides
+    The function takes the overrides, the config dirs and the values of the options.
+    """
+    module, _, function = target.partition(":")
 
-    def __call__(self, argv: Sequence[str]) -> int:
-        """Run the verb; its exit code."""
-        if (given := arguments.parse(self.name, argv, self.help, *self.options)) is None:
-            return DONE
-        module, _, function = self.target.partition(":")
-        run: Callable[..., int] = getattr(import_module(f"drivetrain.measure.{module}"), function)
-        return run(given.overrides, given.config_dir, *given.values)
+    def work(given: argparse.Namespace) -> int:
+        values = [getattr(given, flag.removeprefix("--")) for flag in options or ()]
+        return int(getattr(import_module(f"drivetrain.measure.{module}"), function)(given.overrides, given.config_dir, *values))
+
+    return Command(name, work, text, options or {}, settings, offers=offers)
 
 
 def _certify_words(words: Sequence[str], last: str) -> list[str]:
@@ -53,7 +52,7 @@ def _forecast_words(words: Sequence[str], last: str) -> list[str]:
     return ["device=", "seconds=", "what_if=", "--json", *completion.overrides(words, last)]
 
 
-compare = Measuring("compare", "claims.export:compare", """\
+compare = measuring("compare", "claims.export:compare", """\
 drivetrain compare key=a,b [group=x,y] [key=value] …      techniques side by side, relative to the first
 
   drivetrain compare precision=fp32,bf16 surgery=[],[channels_last]
@@ -76,9 +75,9 @@ A key that only one variant's option has goes to that one: optimizer=sgd,adamw o
 the same mathematics (exact or close in `drivetrain list`), the training loss decides too.
 
 Each variant is a process of its own, and only one runs at a time: they take turns, A B B A, so that the machine's drift cancels.
-""", ("--recipe FILE",))  # fmt: skip
+""", {"--recipe": FILE})  # fmt: skip
 
-certify = Measuring("certify", "certify.certify:command", """\
+certify = measuring("certify", "certify.certify:command", """\
 drivetrain certify [group=option] [key=value] … [against [group=option] …]     is this the same mathematics?
 
   drivetrain certify recipe=fast                          beside the same run without its exact and close techniques
@@ -97,9 +96,9 @@ claims to be exact or close (`drivetrain list`) is switched off in the other run
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 exit codes: 0 exact or within rounding · 1 differs · 2 cannot be compared, or a bad command line
-""", complete=_certify_words)  # fmt: skip
+""", offers=_certify_words)  # fmt: skip
 
-ablate = Measuring("ablate", "claims.export:ablate", """\
+ablate = measuring("ablate", "claims.export:ablate", """\
 drivetrain ablate recipe=fast baseline=naive [key=value] …   what each technique of a recipe brings, and what leaving it out costs
 
   drivetrain ablate recipe=fast baseline=naive data=digits model=resnet9
@@ -113,9 +112,9 @@ another to the baseline, the best first (steps). tables=[steps] measures those a
                         compare's; a config that several tables have is trained once
   --recipe FILE         write the recipe with the claim that the last of the steps measured
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
-""", ("--recipe FILE",))  # fmt: skip
+""", {"--recipe": FILE})  # fmt: skip
 
-bisect = Measuring("bisect", "bisect.bisect:command", """\
+bisect = measuring("bisect", "bisect.bisect:command", """\
 drivetrain bisect GOOD BAD [key=value] …      which of their differing settings makes BAD slower, or its result worse?
 
   drivetrain bisect naive fast data=digits                              two recipes
@@ -135,9 +134,9 @@ the smallest set that makes the difference, also where several changes do so onl
 one change. A BAD that fails is searched for what makes it fail.
 
 exit codes: 0 named, or they do not differ · 1 not resolved within the budget, or GOOD fails · 2 a bad command line
-""", complete=_bisect_words)  # fmt: skip
+""", offers=_bisect_words)  # fmt: skip
 
-doctor = Measuring("doctor", "profile.doctor:command", """\
+doctor = measuring("doctor", "profile.doctor:command", """\
 drivetrain doctor [group=option] [key=value] …      where a step's time goes, what is wrong, and what is proven to help
 
   drivetrain doctor model=own model.target=my_pkg.Net data=own data.target=my_pkg.Data trust=[my_pkg]
@@ -148,9 +147,9 @@ drivetrain doctor [group=option] [key=value] …      where a step's time goes, 
   rounds=8, block_s=0.4  of the comparison that proves the overrides
   --recipe FILE         where to write the recipe with its claim, in place of a file below outputs/doctor
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
-""", ("--recipe FILE",))  # fmt: skip
+""", {"--recipe": FILE})  # fmt: skip
 
-tune = Measuring("tune", "tune.tune:command", """\
+tune = measuring("tune", "tune.tune:command", """\
 drivetrain tune [what=all] [group=option] [key=value] …      what makes this run faster on this machine, kept where proven
 
   drivetrain tune model=resnet9                        loaders, precision, layout, optimizer, micro-batch, compiling; then lr
@@ -168,9 +167,9 @@ drivetrain tune [what=all] [group=option] [key=value] …      what makes this r
   -cd, --config-dir DIR your own options: DIR/<group>/<option>.yaml
 
 Writes a recipe with its measurements, tune.json and a page under outputs/tune. The run itself is not changed.
-""", ("--recipe FILE", "--target VALUE"))  # fmt: skip
+""", {"--recipe": FILE}, ("target",))  # fmt: skip
 
-forecast = Measuring("forecast", "forecast.forecast:command", """\
+forecast = measuring("forecast", "forecast.forecast:command", """\
 drivetrain forecast [device=NAME] [group=option] [key=value] …      peak memory, time and limits of a run, before it starts
 
   drivetrain forecast model=gpt task=language_modelling data=stdlib precision=bf16
@@ -187,9 +186,9 @@ The run's own step is made on tensors without values: nothing is trained and not
 not here come from data sheets, and were not measured.
 
 exit codes: 0 it fits the device's memory · 1 it does not · 2 a bad command line, or a step that cannot be forecast
-""", ("--json", "--device VALUE"), complete=_forecast_words)  # fmt: skip
+""", {"--json": FLAG}, ("device",), _forecast_words)  # fmt: skip
 
-report = Measuring("report", "report.report:command", """\
+report = measuring("report", "report.report:command", """\
 drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, finished or under way, in a table, a CSV and a page
 
   drivetrain report                                    all below outputs/
@@ -200,4 +199,4 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
   target=VALUE          the metric that times are taken to, or 'target=accuracy>=0.98'; default: what all completed runs reached
   samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
   out=DIR               where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
-""", complete=lambda words, last: completion.runs())  # fmt: skip
+""", offers=lambda words, last: completion.runs())  # fmt: skip

@@ -7,20 +7,20 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from drivetrain.cli import arguments
+from drivetrain.cli.arguments import FLAG, NUMBER, Command
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.core.paths import add_import_paths
+from drivetrain.core.limits import usable_cores
 from drivetrain.data import packed, stored
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
 from drivetrain.ui import terminal
-from drivetrain.ui.output import echo, fold
+from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Rate
 
 SIZE = 256
@@ -44,12 +44,7 @@ If packing is interrupted, give the same command again: it continues, and writes
 """
 
 
-def command(argv: Sequence[str]) -> int:
-    """Run `drivetrain pack`; its exit code. Raises UserError."""
-    given = _parse(argv)
-    if given.help:
-        echo(fold(HELP))
-        return DONE
+def _command(given: argparse.Namespace) -> int:
     if given.verify:
         if len(given.overrides) != 1:
             raise UserError("drivetrain pack --verify needs one folder that was packed")
@@ -66,20 +61,13 @@ def command(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    from drivetrain.core.limits import usable_cores
-
-    parser = arguments.parser("pack")
-    parser.add_argument("--size", type=int)
-    parser.add_argument("--jpeg", action="store_true")
-    parser.add_argument("--quality", type=int, default=90)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--verify", action="store_true")
-    return parser.parse_intermixed_args(argv)
+command = Command("pack", _command, HELP, {
+    "--size": NUMBER, "--jpeg": FLAG, "--quality": NUMBER | {"default": 90}, "--threads": NUMBER | {"default": usable_cores()},
+    "--verify": FLAG,
+}, takes_paths=True)  # fmt: skip
 
 
 def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespace) -> None:
-    add_import_paths(given.config_dir)
     job = _job(source, overrides, given)
     if problems := list(job.run.data.validate_device(job.run)):
         raise UserError(problems)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 
-from drivetrain.cli import arguments, completion
+from drivetrain.cli import completion
+from drivetrain.cli.arguments import Command
+from drivetrain.cli.measuring import measuring
 from drivetrain.config import catalog, from_timm
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
@@ -97,7 +99,7 @@ def command(argv: Sequence[str]) -> int:
             "from timm ARGS.yaml [FILE]"
         )
         raise UserError(f"drivetrain recipe needs {wanted}: {given}")
-    return VERBS[argv[0]](argv[1:])
+    return VERBS[argv[0]](["quick=true" if word == "--quick" else word for word in argv[1:]])
 
 
 def complete(words: Sequence[str], last: str) -> Sequence[str]:
@@ -115,9 +117,8 @@ def _list(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _check(argv: Sequence[str]) -> int:
-    given = arguments.parse("recipe check", argv, HELP)
-    if given is None or not given.overrides:
+def _check(given: argparse.Namespace) -> int:
+    if not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
     trust = [word for word in given.overrides if key_of(word) == "trust"]  # in own code, which the check imports
     problems = []
@@ -150,12 +151,10 @@ def _fetch(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _schema(argv: Sequence[str]) -> int:
+def _schema(given: argparse.Namespace) -> int:
     """Print the JSON Schema of recipes, or write it to FILE, which it replaces. An editor uses it as docs/recipes.md says."""
     from drivetrain.config.recipe_schema import recipe_schema
 
-    given = arguments.parse("recipe schema", argv, "")
-    assert given is not None  # `drivetrain recipe` has answered --help
     if len(given.overrides) > 1:
         raise UserError(f"drivetrain recipe schema writes one file: leave out {' '.join(given.overrides[1:])}")
     if problems := catalog.problems(given.config_dir):
@@ -210,19 +209,9 @@ def _from(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _measured(module: str) -> Callable[[Sequence[str]], int]:
-    """A verb of measured claims, in a module of its own."""
-
-    def run(argv: Sequence[str]) -> int:
-        given = arguments.parse("recipe", ["quick=true" if word == "--quick" else word for word in argv], HELP)
-        assert given is not None  # --help was answered before
-        return int(import_module(module).command(given.overrides, given.config_dir))
-
-    return run
-
-
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "show": _show, "fetch": _fetch, "check": _check, "schema": _schema, "from": _from,
-    "export": _measured("drivetrain.measure.claims.export"), "verify": _measured("drivetrain.measure.claims.verify"),
-    "diff": _measured("drivetrain.measure.claims.diff"),
+    "list": _list, "show": _show, "fetch": _fetch, "from": _from,
+    "check": Command("recipe check", _check, HELP, takes_paths=True),
+    "schema": Command("recipe schema", _schema, HELP, takes_paths=True),
+    **{name: measuring(f"recipe {name}", f"claims.{name}:command", HELP) for name in ("export", "verify", "diff")},
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import shutil
 from bisect import bisect_right
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from drivetrain.cli import arguments
+from drivetrain.cli.arguments import FILE, Command
 from drivetrain.core import horizon as horizons
 from drivetrain.core import stages
 from drivetrain.core.errors import DONE, UserError
@@ -39,11 +40,12 @@ drivetrain show [group=option] [key=value] …      what training will see of it
 """
 
 
-def command(argv: Sequence[str]) -> int:
-    """Run `drivetrain show`; its exit code."""
-    if (given := arguments.parse("show", argv, HELP, "--png FILE", "--data FILE")) is not None:
-        show(given.overrides, given.config_dir, given.png, given.data)
+def _show(given: argparse.Namespace) -> int:
+    show(given.overrides, given.config_dir, given.png, given.data)
     return DONE
+
+
+command = Command("show", _show, HELP, {"--png": FILE, "--data": FILE})
 
 
 def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None = None, page: Path | None = None) -> None:

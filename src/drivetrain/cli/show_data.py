@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -24,7 +23,9 @@ from drivetrain.ui.sheet import Part, Section, Sheet, Table, escape, under, word
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
 LOOKED_AT = 100  # samples or files of which the range of values is told
 CHARACTERS = 200  # of a text
-LENGTHS = {"sum": "in all", "min": "shortest", "median": "median", "max": "longest"}
+LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "in all": torch.sum, "shortest": torch.min, "median": torch.median, "longest": torch.max,
+}  # fmt: skip
 GAP = 4  # pixels between a sample and what becomes of it
 
 
@@ -33,7 +34,7 @@ def sheet_of(run: RunSpec) -> Sheet:
     data = run.data.load_sets(torch.device("cpu"))
     others = {f"{split} {name}".rstrip(): each for split in ("validation", "test") for name, each in data.sets(split).items()}
     sets = {"training": data.train, **others}
-    said = [line for line in (data.inputs, *data.doubts, *_repeated(sets), *_skipped(sets)) if line]
+    said = [line for line in (data.inputs, *data.doubts, *_remarks(sets)) if line]
     sections: list[Section] = [*under("What was read", words(*said)), Table.of(_counts(run, data, sets), name="samples")]
     if columns := run.data.describe_columns(data):
         table = Table.of(columns, name="columns", prose=("became", "values", "examples"), spare=("examples", "values"), most=40)
@@ -73,25 +74,20 @@ def _of_each(source: Source, classes: int, several: bool) -> torch.Tensor | None
     return (targets > 0).sum(0) if several and isinstance(targets, torch.Tensor) and targets.ndim == 2 else None
 
 
-def _repeated(sets: Mapping[str, Source]) -> Iterator[str]:
-    """Yield for each set besides training how many of its samples are in training too."""
+def _remarks(sets: Mapping[str, Source]) -> Iterator[str]:
+    """Yield which sets have samples of training, and what is wrong with files of which some, spread evenly, cannot be read."""
     train = sets["training"]
     for name, source in sets.items():
         if source is not train and (count := twice(train, source)):
             yield f"in training too: {count:,} of the {len(source):,} samples of {name}, whose figures are then too good"
+        looked_at = _chosen(source, LOOKED_AT).tolist() if isinstance(source, ImageFileSource) else []
+        if problems := [problem for index in looked_at if (problem := _problem(source, index))]:
+            yield f"{len(problems)} of {len(looked_at)} files of {name} cannot be read, the first: {problems[0]}"
 
 
-def _skipped(sets: Mapping[str, Source]) -> Iterator[str]:
-    """Yield what is wrong with files of which some, spread evenly, cannot be read."""
-    for name, source in sets.items():
-        if isinstance(source, ImageFileSource):
-            problems = [problem for index in _chosen(source, LOOKED_AT).tolist() if (problem := _problem(source, index))]
-            if problems:
-                yield f"{len(problems)} of {min(len(source), LOOKED_AT)} files of {name} cannot be read, the first: {problems[0]}"
-
-
-def _problem(source: ImageFileSource, index: int) -> str:
+def _problem(source: Source, index: int) -> str:
     """Return why a file cannot be read; "" where it can."""
+    assert isinstance(source, ImageFileSource)
     try:
         source.decoded(index)
     except DataError as error:
@@ -121,11 +117,13 @@ def _lengths(sets: Mapping[str, Source], unit: str) -> list[Section]:
     known = {name: source.lengths for name, source in sets.items() if source.lengths is not None and len(source)}
     if not known:
         return []
-    columns: dict[str, list[str]] = {"set": list(known), "samples": [f"{len(each):,}" for each in known.values()]}
     documents = [sets[name].identities() for name in known]
-    columns["documents"] = ["–" if each is None else f"{len(set(each)):,}" for each in documents]
-    for name in ("sum", "min", "median", "max"):
-        columns[LENGTHS[name]] = [f"{int(getattr(each, name)()):,}" for each in known.values()]
+    columns: dict[str, list[str]] = {
+        "set": list(known),
+        "samples": [f"{len(each):,}" for each in known.values()],
+        "documents": ["–" if each is None else f"{len(set(each)):,}" for each in documents],
+        **{title: [f"{int(of(each)):,}" for each in known.values()] for title, of in LENGTHS.items()},
+    }
     return under(f"Lengths of the samples, in {unit}", Table.of(columns, name="lengths").used())
 
 
@@ -184,16 +182,11 @@ def _tiles(run: RunSpec, data: Splits) -> Iterator[Tile]:
     (before, own), (x, y) = data.train.fetch(chosen), pipeline(request)
     assert isinstance(before, torch.Tensor)
     assert isinstance(own, torch.Tensor)
-    for image, target, made, became in zip(before, own, x, y, strict=False):
-        halves = [_drawn(image, target, run), _drawn(made, became, run)]
-        high, wide = halves[0].shape[0], GAP
-        blank = np.full((high, wide, 3), 255, np.uint8)
-        yield Tile(np.concatenate([halves[0], blank, halves[1]], 1), [(line, BLACK) for line in _lines(run, data, became)])
-
-
-def _drawn(image: torch.Tensor, target: torch.Tensor, run: RunSpec) -> Any:
-    picture = pixels(image.float().numpy(), run.data.max_value)
-    return with_mask(picture, target.numpy()) if target.ndim > 1 else picture
+    for *read, made, became in zip(before, own, x, y, strict=False):
+        pictures = [(pixels(image.float().numpy(), run.data.max_value), to) for image, to in (read, (made, became))]
+        left, right = (with_mask(picture, to.numpy()) if to.ndim > 1 else picture for picture, to in pictures)
+        blank = np.full((left.shape[0], GAP, 3), 255, np.uint8)
+        yield Tile(np.concatenate([left, blank, right], 1), [(line, BLACK) for line in _lines(run, data, became)])
 
 
 def _lines(run: RunSpec, data: Splits, target: torch.Tensor) -> list[str]:

@@ -10,14 +10,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from drivetrain.cli import arguments
+from drivetrain.cli.arguments import FLAG, Command
 from drivetrain.config import catalog, hydra_words, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import conf_dir, recipes_dir
 from drivetrain.launch.job import Job, prepare, prepare_run
 from drivetrain.run import environment
-from drivetrain.ui.output import echo, fold
+from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Table
 
 HELP = """\
@@ -54,15 +54,7 @@ INSTEAD = {  # flags of Hydra → what to type
 }
 
 
-def command(argv: Sequence[str]) -> int:
-    """Run `drivetrain train`; its exit code."""
-    given = arguments.parse_with(_parser(), argv)
-    if given.help:
-        from drivetrain.cli import list
-
-        echo(fold(HELP))
-        echo(list.names(given.config_dir))
-        return DONE
+def _command(given: argparse.Namespace) -> int:
     _refuse_flags_of_hydra(given)
     if given.info is not None:
         return _show_info(given.info, given.overrides, given.config_dir)
@@ -77,18 +69,17 @@ def command(argv: Sequence[str]) -> int:
     return _train(given)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = arguments.parser("train")
-    parser.add_argument("-m", "--multirun", action="store_true")
-    parser.add_argument("-r", "--run", action="store_true")  # what happens anyway
-    parser.add_argument("-c", "--cfg")
-    parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("-p", "--package")
-    parser.add_argument("-i", "--info", nargs="?", const="all", choices=INFO)
-    parser.add_argument("-q", "--quiet", action="store_true")
-    for flag in INSTEAD:
-        parser.add_argument(*flag.split(), nargs="?", const="", dest=flag)
-    return parser
+def _names(config_dirs: Sequence[str]) -> str:
+    from drivetrain.cli import list
+
+    return list.names(config_dirs)
+
+
+command = Command("train", _command, HELP, {
+    "-m --multirun": FLAG, "-r --run": FLAG,  # what happens anyway
+    "-c --cfg": {}, "--resolve": FLAG, "-p --package": {}, "-i --info": {"nargs": "?", "const": "all", "choices": INFO},
+    "-q --quiet": FLAG, **{flag: {"nargs": "?", "const": "", "dest": flag} for flag in INSTEAD},
+}, more_help=_names)  # fmt: skip
 
 
 def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:

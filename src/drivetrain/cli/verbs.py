@@ -7,9 +7,10 @@ measuring.py. Another package adds a verb by an entry point in the group `drivet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from drivetrain.config import plugins
@@ -23,13 +24,12 @@ class Verb:
     name: str
     target: str  # "module:function"; the function takes the arguments after the verb and returns the exit code
     help: str  # one line of `drivetrain help`; "" keeps the verb out of it
-    takes_overrides: bool = False  # TAB completes groups, options, keys and recipes
 
     def run(self, argv: list[str]) -> int:
         """Run the verb; its exit code. Raises UserError where a plugin's verb cannot be imported or returns no exit code."""
-        if (function := self._part("")) is None:
-            module, _, name = self.target.partition(":")
-            raise UserError(f"the verb {self.name} is {self.target}, but {module} has no '{name or 'command'}'")
+        module, function, name = self._found()
+        if function is None:
+            raise UserError(f"the verb {self.name} is {self.target}, but {module.__name__} has no '{name}'")
         code = function(argv)
         if not isinstance(code, int):
             raise UserError(f"the verb {self.name} returned {code!r}: {self.target} must return an exit code, 0 if all went well")
@@ -37,31 +37,24 @@ class Verb:
 
     def complete(self, words: list[str], last: str) -> list[str]:
         """The words that `last` may become, by `complete(words, last)` of the function or its module, if they have one."""
-        function = self._part("complete")
-        return list(function(words, last)) if function is not None else []
+        module, function, _ = self._found()
+        complete = getattr(function, "complete", None) or getattr(module, "complete", None)
+        return list(complete(words, last)) if complete is not None else []
 
-    def page(self) -> str:
-        """Its help: `help` of the function, HELP of its module, or the one line."""
-        return str(self._part("help") or self._part("HELP") or self.help)
-
-    def _part(self, part: str) -> Any:
-        """The verb's function, or a part of it or of its module; None where it has none."""
-        name, _, function = self.target.partition(":")
-        module = self._import(name)
-        found = getattr(module, function or "command", None)
-        return getattr(found, part, None) or getattr(module, part, None) if part else found
-
-    def _import(self, module: str) -> Any:
+    def _found(self) -> tuple[ModuleType, Any, str]:
+        """The module, its function, which is None where it has none, and the function's name."""
+        place, _, name = self.target.partition(":")
         try:
-            return import_module(module)
+            module = import_module(place)
         except ImportError as error:
             if self.name in VERBS:  # our own: a bug
                 raise
-            raise UserError(f"the verb {self.name} ({self.help}) cannot be imported from {module}: {error}") from None
+            raise UserError(f"the verb {self.name} ({self.help}) cannot be imported from {place}: {error}") from None
+        return module, getattr(module, name or "command", None), name or "command"
 
 
 _ROWS = (
-    Verb("train", "drivetrain.cli.train:command", "train what the config says", takes_overrides=True),
+    Verb("train", "drivetrain.cli.train:command", "train what the config says"),
     Verb("list", "drivetrain.cli.list:command", "every option of every group, or of one, with what it does"),
     Verb(
         "compare", "drivetrain.cli.measuring:compare",
@@ -91,7 +84,7 @@ _ROWS = (
     Verb("report", "drivetrain.cli.measuring:report", "any runs in one table, one CSV and one page with plots"),
     Verb(
         "show", "drivetrain.cli.show:command",
-        "what training will see of its data, and the learning rate, before it is trained", takes_overrides=True,
+        "what training will see of its data, and the learning rate, before it is trained",
     ),
     Verb("recipe", "drivetrain.cli.recipe:command", "list, show, fetch, check, export, verify or diff recipes"),
     Verb("evaluate", "drivetrain.cli.finished:evaluate", "the metrics of a finished run, on any data, device and ranks"),
@@ -101,7 +94,7 @@ _ROWS = (
         "a finished run as a file to use without drivetrain: safetensors, ONNX, torch.export, TorchScript",
     ),
     Verb("card", "drivetrain.cli.finished:card", "a model card of a finished run: README.md as Hugging Face's hub shows it"),
-    Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed", takes_overrides=True),
+    Verb("pack", "drivetrain.cli.pack:command", "decode images once, for data=packed"),
     Verb("completion", "drivetrain.cli.completion:command", "TAB completion for bash, zsh or fish"),
     Verb("complete", "drivetrain.cli.completion:print_candidates", ""),
 )  # fmt: skip
@@ -141,15 +134,12 @@ def find(name: str) -> Verb:
 
 
 def overview(version: str) -> str:
-    """The text that `drivetrain help` prints: a line for each verb."""
-    title = f"drivetrain {version}: every training technique is one config override, and measured"
-    rows = [f"  drivetrain {verb.name:<12} {verb.help}" for verb in all_verbs().values() if verb.help]
-    return "\n".join([title, "", *rows, "", *_unused(), "  drivetrain train --help says more"])
-
-
-def _unused() -> Iterator[str]:
-    """A line for each plugin's verb whose name is taken."""
-    known = all_verbs()
-    for entry in plugins.entry_points(plugins.VERBS):
-        if known[entry.name].target != entry.value:
-            yield f"  not available: {entry.name} from {entry.value}, because another verb has this name\n"
+    """The text that `drivetrain help` prints: a line for each verb, and for each plugin's verb whose name is taken."""
+    title, known = f"drivetrain {version}: every training technique is one config override, and measured", all_verbs()
+    rows = [f"  drivetrain {verb.name:<12} {verb.help}" for verb in known.values() if verb.help]
+    taken = [
+        f"  not available: {entry.name} from {entry.value}, because another verb has this name\n"
+        for entry in plugins.entry_points(plugins.VERBS)
+        if known[entry.name].target != entry.value
+    ]
+    return "\n".join([title, "", *rows, "", *taken, "  drivetrain train --help says more"])

@@ -93,20 +93,8 @@ class _PlainFormatter(logging.Formatter):
         return plain(super().format(record))
 
 
-class _RunFile(logging.FileHandler):
+class _RunFile(logging.StreamHandler[TextIOWrapper]):
     """Appends rank 0's messages to a run's log.txt; a full disk loses the copy, not the run."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, encoding="utf-8")
-        self.setFormatter(_PlainFormatter(FILE_FORMAT))
-        self.addFilter(_rank)
-
-    def _open(self) -> TextIOWrapper:
-        return files.opened(Path(self.baseFilename), "a")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if _rank.rank == 0:
-            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore it."""
@@ -116,17 +104,21 @@ class _RunFile(logging.FileHandler):
 def to_file(path: Path) -> Iterator[None]:
     """Within the context append each message of rank 0 to a file as well, also those that `quiet` does not show."""
     try:
-        handler = _RunFile(path)
+        file = files.opened(path, "a")
     except OSError:
         yield
         return
+    handler = _RunFile(file)
+    handler.setFormatter(_PlainFormatter(FILE_FORMAT))
+    handler.addFilter(_rank)
+    handler.addFilter(lambda record: _rank.rank == 0)
     ROOT.addHandler(handler)
     try:
         yield
     finally:
         ROOT.removeHandler(handler)
         with contextlib.suppress(OSError):
-            handler.close()
+            file.close()
 
 
 @contextlib.contextmanager

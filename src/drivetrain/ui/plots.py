@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,6 +11,7 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.typed import JsonMapping
+from drivetrain.ui.sheet import Table
 
 if TYPE_CHECKING:
     from PIL import ImageDraw
@@ -44,7 +46,7 @@ def _panel(curve: Curve, over: Horizon, width: int, first: bool) -> str:
     plotext.scatter([0], [curve.low], marker=" ", xside="upper")  # an axis without data would not be drawn
     plotext.plot(*map(list, zip(*curve.points, strict=True)), marker="braille")
     epochs = epoch_marks(over)
-    updates = ticks(over.updates)
+    updates = whole_ticks(over.updates)
     for side, at, labels in (("lower", updates, updates), ("upper", *zip(*epochs, strict=True))):
         plotext.xlim(0, over.updates, xside=side)
         plotext.xticks(list(at), [f"{label:,}" for label in labels], xside=side)
@@ -58,19 +60,23 @@ def _panel(curve: Curve, over: Horizon, width: int, first: bool) -> str:
     return "\n".join(line.rstrip() for line in drawn.splitlines())
 
 
-def ticks(end: float, most: int = 8) -> list[int]:
-    """Round numbers from 0 to `end`, at most `most` of them beside the 0."""
-    size = 1
-    while True:
-        for step in (size, 2 * size, 5 * size):
-            if end / step <= most:
-                return list(range(0, int(end) + 1, step))
-        size *= 10
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers from `low` to `high`, at most about `most` of them."""
+    step = 10.0 ** math.floor(math.log10((high - low) / most))
+    step *= next(f for f in (1, 2, 5, 10, 20) if (high - low) / (step * f) <= most)
+    first = math.ceil(low / step - 1e-9)
+    found = [(first + n) * step for n in range(most + 2)]
+    return [value for value in found if value <= high + 1e-9 * (high - low)]
+
+
+def whole_ticks(end: float) -> list[int]:
+    """Round whole numbers from 0 to `end`."""
+    return [round(value) for value in ticks(0, end, 8) if abs(value - round(value)) < 1e-9]
 
 
 def epoch_marks(over: Horizon) -> list[tuple[int, int]]:
     """(updates made, epochs made) for round numbers of epochs."""
-    return [(over.ends[epoch - 1] if epoch else 0, epoch) for epoch in ticks(over.epochs)]
+    return [(over.ends[epoch - 1] if epoch else 0, epoch) for epoch in whole_ticks(over.epochs)]
 
 
 def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
@@ -155,14 +161,6 @@ def _turned(sheet: Any, text: str, place: tuple[int, int], font: Any) -> None:
 MOST_ROWS = 12  # a table of more is shown by the rows that say the most
 
 
-class Shown(NamedTuple):
-    """A table as text."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-
-
 def of_result(tables: Mapping[str, JsonMapping]) -> tuple[str, JsonMapping]:
     """Return what the tables that are shown are of, and these: of the test set, on the best checkpoint or the last weights."""
     name = "test" if tables.get("test") else "validation"
@@ -177,29 +175,31 @@ def is_confusion(table: Mapping[str, object]) -> bool:
     return bool(table["rows"] == table["columns"])
 
 
-def shown(name: str, table: JsonMapping, most: int = MOST_ROWS) -> Shown:
+def shown(name: str, table: JsonMapping, most: int = MOST_ROWS) -> Table:
     """Return a table as text, of at most `most` rows."""
-    title, rows, values = name.replace("_", " "), table["rows"], table["values"]
+    title, rows, values, header = name.replace("_", " "), table["rows"], table["values"], ["", *table["columns"]]
     if is_confusion(table):
         if len(rows) > most:
             return _confused(title, rows, values, most)
-        return Shown(f"{title} (row: the class, column: predicted)", ["", *rows], _as_text(rows, values))
+        return Table(header, _as_text(rows, values), f"{title} (row: the class, column: predicted)")
     if len(rows) <= most:
-        return Shown(title, ["", *table["columns"]], _as_text(rows, values))
+        return Table(header, _as_text(rows, values), title)
     key = table["columns"].index("f1") if "f1" in table["columns"] else 0
     worst = sorted(range(len(rows)), key=lambda n: values[n][key])[:most]
     title += f": {most} of {len(rows)} classes, the worst by {table['columns'][key]}"
-    return Shown(title, ["", *table["columns"]], _as_text([rows[n] for n in worst], [values[n] for n in worst]))
+    return Table(header, _as_text([rows[n] for n in worst], [values[n] for n in worst]), title)
 
 
-def _confused(title: str, rows: Sequence[str], values: Sequence[Sequence[int]], most: int) -> Shown:
+def _confused(title: str, rows: Sequence[str], values: Sequence[Sequence[int]], most: int) -> Table:
     """Return the pairs of classes that are confused the most."""
     pairs = [(count, row, column) for row, line in enumerate(values) for column, count in enumerate(line) if row != column]
     found = [(count, row, column) for count, row, column in sorted(pairs, key=lambda pair: -pair[0])[:most] if count]
     text = [[rows[row], rows[column], f"{count:,}", f"{count / sum(values[row]):.1%}"] for count, row, column in found]
-    return Shown(f"{title}: what is confused the most", ["class", "predicted as", "times", "of the class"], text)
+    return Table(["class", "predicted as", "times", "of the class"], text, f"{title}: what is confused the most")
 
 
 def _as_text(names: Sequence[str], values: Sequence[Sequence[float]]) -> list[list[str]]:
-    cells = [[f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in line] for line in values]
-    return [[name, *line] for name, line in zip(names, cells, strict=True)]
+    return [
+        [name, *(f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in line)]
+        for name, line in zip(names, values, strict=True)
+    ]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from drivetrain.core.option import Effect
 from drivetrain.ui import output
+from drivetrain.ui.sheet import setting
 from drivetrain.ui.terminal import is_live
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
     name = composed.recipe.name if composed.recipe else "default"
     found = lines(composed)
     if not is_live():
-        output.echo(f"recipe {name}: " + " ".join(f"{line.group}={_option(composed.choices[line.group])}" for line in found))
+        output.echo(f"recipe {name}: " + " ".join(f"{line.group}={setting(composed.choices[line.group])}" for line in found))
         for stage in _stages(run):
             output.echo(stage)
         return
@@ -42,8 +43,8 @@ def show_recipe(composed: Composed, run: RunSpec) -> None:
         style = "yellow" if line.option_set else "dim" if line.option in OFF else "cyan"
         text.append(f"{line.option + '*' * line.option_set:<15} ", style)
         text.append(f"{effect(run, line.group):<8}", "dim")
-        for setting, was_set in line.settings:
-            text.append(f" {setting}{'*' * was_set}", "yellow" if was_set else "dim")
+        for words, was_set in line.settings:
+            text.append(f" {words}{'*' * was_set}", "yellow" if was_set else "dim")
         tree.add(text)
     marked = any(line.option_set or (line.settings and line.settings[0][1]) for line in found)
     for key in ("epochs", "updates"):
@@ -65,22 +66,20 @@ def _stages(run: RunSpec) -> list[str]:
 
 def lines(composed: Composed) -> list[Line]:
     """The line of each group."""
-    plain = composed.plain
-    return [_line(composed, group, plain.get(group) or {}) for group in composed.choices]
+    return [_line(composed, group, choice) for group, choice in composed.choices.items()]
 
 
-def _line(composed: Composed, group: str, section: dict[str, object]) -> Line:
-    choice = composed.choices[group]
+def _line(composed: Composed, group: str, choice: str | list[str]) -> Line:
     option_set = choice != composed.default_choices.get(group)
     if isinstance(choice, list):
         return Line(group, ", ".join(choice) or "none", option_set, [])
     default = composed.option_defaults.get(group) or {}
     settings = [
-        (f"{key}={str(value).lower() if isinstance(value, bool) else value}", value != default.get(key))
-        for key, value in section.items()
+        (f"{key}={setting(value, 'null')}", value != default.get(key))
+        for key, value in (composed.plain.get(group) or {}).items()
         if key != "_target_" and (value not in (None, {}) or value != default.get(key))
     ]
-    return Line(group, choice, option_set, sorted(settings, key=lambda setting: not setting[1]))
+    return Line(group, choice, option_set, sorted(settings, key=lambda each: not each[1]))
 
 
 def effect(run: RunSpec, group: str) -> str:
@@ -88,7 +87,3 @@ def effect(run: RunSpec, group: str) -> str:
     made = run.parts.get(group)
     claims = [option.effect_as_set() for option in (made if isinstance(made, list) else [made] if made is not None else [])]
     return max(claims, key=get_args(Effect).index, default="exact")
-
-
-def _option(choice: object) -> str:
-    return f"[{','.join(choice)}]" if isinstance(choice, list) else str(choice)

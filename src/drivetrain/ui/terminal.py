@@ -97,15 +97,15 @@ class Progress:
                 bar.update(self._task, completed=record["update"], left=left, text=self._text(record, room))
             elif time.monotonic() - self._printed > LINE_EVERY_S:
                 self._shown = record["update"]
-                self._print(self._text(record) + self._after(record["update"]))
+                self._print(self._text(record), record["update"])
         elif record["event"] == "evaluate":
             self._evaluation(record)
 
     def _evaluation(self, record: JsonMapping) -> None:
-        figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set", "weights")}
-        metrics = [f"{record['set']} {name} {number(value)}" for name, value in figures.items()]
         if record.get("weights", "final") != "final":
             return  # the result shows it
+        figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set", "weights")}
+        metrics = [f"{record['set']} {name} {number(value)}" for name, value in figures.items()]
         again = record["update"] == self._shown
         self._shown = record["update"]
         room = None if self._bar is None else self._bar.console.width - 2
@@ -113,11 +113,7 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(f"  {text}", highlight=False)
         else:
-            self._print(text + ("" if again else self._after(record["update"])))
-
-    def _after(self, update: int) -> str:
-        left = self._left(update)
-        return f"  {left}" if left else ""
+            self._print(text, None if again else record["update"])
 
     def _left(self, update: int) -> str:
         """The time that the run is still going to take; "" where that is not known."""
@@ -126,9 +122,10 @@ class Progress:
             return ""
         return f"about {duration((time.monotonic() - self._began) / made * (self.total - update))} left"
 
-    def _print(self, line: str) -> None:
+    def _print(self, line: str, update: int | None) -> None:
+        """Print a line, and the time that is left after an update."""
         self._printed = time.monotonic()
-        echo(line)
+        echo("  ".join(filter(None, (line, self._left(update) if update is not None else ""))))
 
     def _text(self, r: JsonMapping, room: int | None = None, metrics: Sequence[str] = ()) -> str:
         """A record as a line of at most `room` characters; what matters least is left out first."""
@@ -231,8 +228,8 @@ def show_result(result: Result, noted: bool = False) -> None:
     of_what, found = plots.of_result(result.tables)
     for name, values in found.items():
         shown = plots.shown(name, values)
-        echo(f"\n{shown.title}, {of_what}")
-        Table(shown.header, shown.rows).show()
+        echo(f"\n{shown.name}, {of_what}")
+        shown.show()
 
 
 def _figures(metrics: Mapping[str, float]) -> str:

@@ -145,12 +145,7 @@ def ticks(axis: Axis, most: int = 5) -> list[float]:
         inside = [value for value in found if axis.low <= value <= axis.high]
         if len(inside) > 1:
             return inside if len(inside) <= most + 2 else inside[:: -(-len(inside) // most)]
-    span = axis.high - axis.low
-    step = 10.0 ** math.floor(math.log10(span / most))
-    step *= next(f for f in (1, 2, 5, 10, 20) if span / (step * f) <= most)
-    first_tick = math.ceil(axis.low / step - 1e-9)
-    found = [(first_tick + n) * step for n in range(most + 2)]
-    return [value for value in found if value <= axis.high + 1e-9 * span]
+    return plots.ticks(axis.low, axis.high, most)
 
 
 def _grid(along: Axis, up: Axis, x: str, names: Sequence[str] = ()) -> str:
@@ -206,8 +201,9 @@ def sections(found: Mapping[str, JsonMapping], of: str, level: int = 2) -> list[
             body += under(title, how, matrix(values, title), level=level)
         else:
             shown = plots.shown(name, values, MOST_CLASSES if plots.is_confusion(values) else ROWS)
-            told = [remarks(shown.title)] if shown.title.replace("_", " ") != name.replace("_", " ") else []
-            table = Table(["class", *shown.header[1:]], shown.rows, title, sortable=True, bars=_bars(shown))
+            told = [remarks(shown.name)] if shown.name.replace("_", " ") != name.replace("_", " ") else []
+            shares = {of: [float(str(row[n])) for row in shown.rows] for n, of in enumerate(shown.header) if of in SHARES}
+            table = Table(["class", *shown.header[1:]], shown.rows, title, sortable=True, bars=shares)
             body += under(title, *told, table, level=level)
     return body
 
@@ -221,9 +217,3 @@ def matrix(values: JsonMapping, title: str) -> Part:
         rows.append([name, *(Drawn(str(count or ""), share=count / whole) for count in counts)])
     found = Table(["class", *names], rows, f"{title}: how many")
     return Part(f'<div class="confusion">{found.html}</div>')
-
-
-def _bars(shown: plots.Shown) -> dict[str, list[float | None]]:
-    """The values of the columns that are shares."""
-    columns = {n: name for n, name in enumerate(shown.header) if name in SHARES}
-    return {name: [float(row[n]) for row in shown.rows] for n, name in columns.items()}
