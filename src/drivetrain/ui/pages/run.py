@@ -91,10 +91,10 @@ def verdict(run: RunFiles) -> str:
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
         return f"{what} reached {figures or 'no figures'} after {length}{on}; {early}"
     reason = f": {result.error.splitlines()[0]}" if result.error else ""
-    ended = {"diverged": "diverged", "interrupted": "was interrupted", "failed": "failed"}.get(
+    how = {"diverged": "diverged", "interrupted": "was interrupted", "failed": "failed"}.get(
         run.status, f"ended as {run.status}"
     )
-    return f"{what} {ended} after {length}{on}" + (f", with {figures}" if figures else "") + reason
+    return f"{what} {how} after {length}{on}" + (f", with {figures}" if figures else "") + reason
 
 
 def _figures(run: RunFiles) -> str:
