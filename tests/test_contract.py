@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
-import yaml
 from PIL import Image
 
 import drivetrain
@@ -281,7 +280,7 @@ def words_of(option: Option) -> list[str]:
 
 def groups_of(option: Option) -> set[str]:
     """The groups that its words are about, and those that a task sets."""
-    preset = yaml.safe_load(FILES[option].read_text()).get("preset") or {} if option[0] == "task" else {}
+    preset = catalog.content(FILES[option]).get("preset") or {}
     return {w.partition("=")[0].partition(".")[0] for w in (*words_of(option), *preset)}
 
 

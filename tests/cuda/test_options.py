@@ -4,15 +4,14 @@ The options are those of the catalog, so a new one is tested by being there. The
 groups. Where a row is refused or fails, its halves are trained, down to the option that is to blame.
 """
 
-import importlib
-
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
+from drivetrain.config import catalog
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
+from drivetrain.core.user_code import import_name
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Pipeline
@@ -21,8 +20,7 @@ from tests.test_contract import FILES, LACKING, OPTIONS, groups_of, ids, words_o
 
 
 def class_of(option):
-    module, _, name = yaml.safe_load(FILES[option].read_text())["_target_"].rpartition(".")
-    return getattr(importlib.import_module(module), name)
+    return import_name(catalog.target(FILES[option]))
 
 
 CLASSES = {option: class_of(option) for option in OPTIONS}

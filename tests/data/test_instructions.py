@@ -14,9 +14,10 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.data.instructions import DEFAULT, ChatTemplate, exercises, in_words, messages_of
 from drivetrain.inference.loaded import load
 from tests.data.test_model_tokenizer import SIZES, tokenizer
+from tests.support import later
 from tests.support.same_end import differences
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 
 MARKS = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content + '</s>' }}{% endgeneration %}"

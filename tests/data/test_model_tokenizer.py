@@ -13,8 +13,9 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.loaded import load
+from tests.support import later
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 
 TEXTS = [f"line {i} of many: {'ab ' * (i % 7)}{'end' * (i % 3)}" for i in range(60)]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

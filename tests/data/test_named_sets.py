@@ -32,8 +32,9 @@ from drivetrain.run import reader
 from drivetrain.run import records as run_records
 from drivetrain.ui.pages import run as pages
 from tests.data.test_packed import CPU
+from tests.support import later
 
-datasets = pytest.importorskip("datasets")
+datasets = later.package("datasets")
 
 OWN = '''
 import torch

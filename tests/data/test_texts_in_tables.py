@@ -14,8 +14,9 @@ from drivetrain.core.errors import UserError
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.loaded import load
 from tests.data.test_model_tokenizer import TEXTS, bert, of
+from tests.support import later
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 __all__ = ["bert"]
 
 NOT = ["data.validation=null", "data.length=12"]

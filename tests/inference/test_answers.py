@@ -14,8 +14,9 @@ from drivetrain.cli.main import main
 from drivetrain.inference.answers import Answers, Drawing
 from drivetrain.inference.loaded import load
 from tests.data.test_instructions import TALKS, folder_of, words
+from tests.support import later
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 
 PROMPTS = [{"messages": TALKS[n]} if n % 2 else {"prompt": f"say {n}"} for n in range(7)]
 

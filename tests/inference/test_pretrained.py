@@ -13,8 +13,9 @@ from drivetrain.cli import main
 from drivetrain.cli.finished import export
 from drivetrain.core.errors import UserError
 from drivetrain.inference.loaded import load
+from tests.support import later
 
-transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+transformers, peft = later.package("transformers"), later.package("peft")
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 LANGUAGE = ["data=stdlib", "data.length=16", "data.test_samples=8", "data.max_files=10", "loss=next_token"]

@@ -15,9 +15,10 @@ from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.dali import Dali
+from tests.support import later
 from tests.support.sets import images_of
 
-pytest.importorskip("nvidia.dali")
+later.package("nvidia.dali")
 CPU = torch.device("cpu")
 
 

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.metrics import mean_pinball_loss
-from sklearn.utils.class_weight import compute_class_weight
 from torchvision.ops import sigmoid_focal_loss
 
 from drivetrain.core.errors import UserError
@@ -19,6 +17,9 @@ from drivetrain.loss.distill import Distill
 from drivetrain.loss.embedding import Contrastive, Triplet
 from drivetrain.loss.language import NextToken
 from drivetrain.loss.regression import L1, Dice, Huber, Mse, Quantile
+from tests.support import later
+
+sk, class_weight = later.package("sklearn.metrics"), later.package("sklearn.utils.class_weight")
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +130,7 @@ def test_regression_never_broadcasts(shapes):
 def test_quantiles_are_scikit_learns():
     output, target = torch.randn(9, 6), torch.randn(9, 2)
     expected = [
-        mean_pinball_loss(target[:, k], output[:, 3 * k + i], alpha=q) for k in range(2) for i, q in enumerate((0.1, 0.5, 0.9))
+        sk.mean_pinball_loss(target[:, k], output[:, 3 * k + i], alpha=q) for k in range(2) for i, q in enumerate((0.1, 0.5, 0.9))
     ]
     close(Quantile()(output, target), sum(expected) / 6)
     loss, covered, count = Quantile().sums(output, target).tolist()
@@ -205,7 +206,7 @@ class Targets(Source):
 
 def test_balanced_weights_are_scikit_learns():
     y = torch.tensor([0] * 300 + [2] * 30 + [1] * 7 + [-100] * 5)
-    expected = torch.tensor(compute_class_weight("balanced", classes=np.arange(3), y=y[y >= 0].numpy())).float()
+    expected = torch.tensor(class_weight.compute_class_weight("balanced", classes=np.arange(3), y=y[y >= 0].numpy())).float()
     for classes, more in ((3, []), (4, [0.0])):  # a class that does not occur
         found = weights_for("balanced", Targets(y), classes, -100, "loss.class_weights")
         factor = 3 / classes  # the number of classes is in the formula

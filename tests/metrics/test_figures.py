@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn import metrics as sk
 
 from drivetrain.metrics import counts as counts_options
 from drivetrain.metrics import curves, language, own, regression
@@ -17,8 +16,9 @@ from drivetrain.ui.pages import charts
 from drivetrain.ui.sheet import joined
 from tests.cuda.conftest import pretend  # noqa: F401
 from tests.cuda.test_options import CLASSES
-from tests.support import fake_device
+from tests.support import fake_device, later
 
+sk = later.package("sklearn.metrics")
 COUNT = 5
 
 
@@ -84,12 +84,10 @@ def test_accuracies(classified, labelled):
     assert figure(built(counts_options.Accuracy(), "labels"), *labelled) == pytest.approx(1 - sk.hamming_loss(target, output > 0))
 
 
-@pytest.mark.parametrize(
-    ("cls", "score"), [(curves.AUROC, sk.roc_auc_score), (curves.AveragePrecision, sk.average_precision_score)]
-)
-def test_areas_under_curves(classified, labelled, cls, score):
+@pytest.mark.parametrize(("cls", "name"), [(curves.AUROC, "roc_auc_score"), (curves.AveragePrecision, "average_precision_score")])
+def test_areas_under_curves(classified, labelled, cls, name):
     """One of the classes does not occur, and has no curve."""
-    probabilities = classified[0].softmax(1)
+    score, probabilities = getattr(sk, name), classified[0].softmax(1)
     expected = np.mean([score(classified[1] == n, probabilities[:, n]) for n in range(COUNT - 1)])
     assert figure(built(cls(), "class"), *classified) == pytest.approx(expected, abs=1e-6)
     assert figure(built(cls(thresholds=2000), "class"), *classified) == pytest.approx(expected, abs=4e-3)

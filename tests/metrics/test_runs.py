@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn import metrics as sk
 
 import drivetrain
 from drivetrain.cli import main
@@ -16,7 +15,9 @@ from drivetrain.launch import launcher
 from drivetrain.metrics import states
 from drivetrain.run import reader
 from drivetrain.ui import terminal
+from tests.support import later
 
+sk = later.package("sklearn.metrics")
 OWN = '''
 """Somebody's own metrics."""
 import torch

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import slow
+from tests.support import later, slow
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 
 UPDATES, SHORT, BATCH = 50, 4, 8
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}

@@ -19,9 +19,9 @@ import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.loss.language import MaskedToken, Masking
-from tests.support import slow
+from tests.support import later, slow
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 pytest.importorskip("tokenizers")
 
 SIZES = "hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, hidden_dropout_prob: 0.0, "

@@ -20,9 +20,9 @@ from drivetrain.inference.loaded import load
 from drivetrain.model import transformers as option
 from drivetrain.parallel import tensor
 from drivetrain.parallel.process_group import RankWork
-from tests.support import slow
+from tests.support import later, slow
 
-transformers = pytest.importorskip("transformers")
+transformers = later.package("transformers")
 
 SIZES = "hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32"
 BERT = ["model=transformers", "model.name=bert", f"model.config={{{SIZES}}}"]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from drivetrain.config.compose import compose
+from drivetrain.core.files import read_yaml
 from drivetrain.core.paths import recipes_dir
 
 FILE = Path(__file__).with_name("measured.json")
-CLAIMED = [file.stem for file in sorted(recipes_dir().glob("*.yaml")) if "claim" in yaml.safe_load(file.read_text())]
+CLAIMED = [file.stem for file in sorted(recipes_dir().glob("*.yaml")) if "claim" in read_yaml(file)]
 
 
 def settings(overrides: list[str]) -> dict[str, Any]:
@@ -35,14 +35,13 @@ def settings(overrides: list[str]) -> dict[str, Any]:
     return found | {f"{group}=": choice for group, choice in composed.choices.items()}
 
 
-def differing(recipe: str) -> dict[str, Any]:
+def differing(recipe: str, default: dict[str, Any]) -> dict[str, Any]:
     """The settings of a recipe that are not those of the default run; GONE stands for those that it has not."""
     now = settings([f"recipe={recipe}"])
-    return {key: now.get(key, GONE) for key in sorted({*DEFAULTS, *now}) if now.get(key, GONE) != DEFAULTS.get(key, GONE)}
+    return {key: now.get(key, GONE) for key in sorted({*default, *now}) if now.get(key, GONE) != default.get(key, GONE)}
 
 
 GONE = "gone"
-DEFAULTS = settings([])
 
 
 @pytest.fixture(scope="module")
@@ -62,5 +61,6 @@ def test_a_recipe_trains_as_it_was_measured(recipe, measured):
 
 
 if __name__ == "__main__":
-    recipes = {recipe: differing(recipe) for recipe in CLAIMED}
-    FILE.write_text(json.dumps({"default": DEFAULTS, "recipes": recipes}, indent=1, sort_keys=True) + "\n")
+    default = settings([])
+    recipes = {recipe: differing(recipe, default) for recipe in CLAIMED}
+    FILE.write_text(json.dumps({"default": default, "recipes": recipes}, indent=1, sort_keys=True) + "\n")

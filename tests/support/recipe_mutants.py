@@ -9,6 +9,7 @@ import yaml
 from hypothesis import strategies as st
 
 from drivetrain.config.catalog import LISTS, option_files
+from drivetrain.core.files import read_yaml
 from drivetrain.core.paths import recipes_dir
 
 
@@ -18,8 +19,8 @@ class Raw(str):
 
 # --- what recipes are made of ---
 
-SHIPPED = [yaml.safe_load(file.read_text()) for file in sorted(recipes_dir().glob("*.yaml"))]
-FILES = {g: {name: yaml.safe_load(file.read_text()) for name, file in files.items()} for g, files in option_files().items()}
+SHIPPED = [read_yaml(file) for file in sorted(recipes_dir().glob("*.yaml"))]
+FILES = {g: {name: read_yaml(file) for name, file in files.items()} for g, files in option_files().items()}
 SETTINGS = sorted(
     f"{group}.{f'{name}.' if group in LISTS else ''}{setting}"
     for group, of_group in FILES.items()

@@ -18,9 +18,9 @@ from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import forecast
 from drivetrain.measure.forecast.forecast import Answer
 from drivetrain.measure.forecast.plan import plan
-from tests.support import slow
+from tests.support import later, slow
 
-pytest.importorskip("transformers")
+later.package("transformers")
 
 LENGTH, RANK, TOKENS = 2048, 16, 32000
 LLAMA_7B = {
