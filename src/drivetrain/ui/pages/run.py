@@ -91,9 +91,7 @@ def verdict(run: RunFiles) -> str:
         early = f"the run stopped early: {result.stopped}" if result.stopped else "the run completed"
         return f"{what} reached {figures or 'no figures'} after {length}{on}; {early}"
     reason = f": {result.error.splitlines()[0]}" if result.error else ""
-    how = {"diverged": "diverged", "interrupted": "was interrupted", "failed": "failed"}.get(
-        run.status, f"ended as {run.status}"
-    )
+    how = {"diverged": "diverged", "interrupted": "was interrupted", "failed": "failed"}.get(run.status, f"ended as {run.status}")
     return f"{what} {how} after {length}{on}" + (f", with {figures}" if figures else "") + reason
 
 
