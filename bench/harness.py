@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -371,6 +371,19 @@ def train(*words: str, inside: Sequence[str] = ()) -> tuple[str, list[dict[str, 
     if done.returncode or not results or any(result["status"] != "completed" for result in results):
         raise RuntimeError(f"{' '.join(words)} did not train: {done.returncode} {done.stderr[-800:]}")
     return done.stdout, results
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError, ValueError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = list(children.get(pid, []))
+    for each in found:
+        found += children.get(each, [])
+    return found
 
 
 def at_once(rows: Iterable[tuple[Any, ...]], attempt: Callable[..., T], jobs: int, seconds: float = math.inf) -> Iterator[T]:

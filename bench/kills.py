@@ -141,7 +141,7 @@ def _kill(process: subprocess.Popen[str], kill: Kill, task: int | None) -> str:
         if kill.whom == "all":
             os.killpg(process.pid, number)
             return "all"
-        others = descendants(process.pid)
+        others = harness.descendants(process.pid)
         if kill.whom == "first" or not others:
             os.kill(process.pid, number)
             return "the first process"
@@ -150,16 +150,6 @@ def _kill(process: subprocess.Popen[str], kill: Kill, task: int | None) -> str:
         os.kill(chosen, number)
         return f"process {chosen - process.pid} after the first"
     return ""
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process and its threads started, and theirs."""
-    found: list[int] = []
-    with suppress(OSError):
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in map(int, children.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
 
 
 class Case(NamedTuple):

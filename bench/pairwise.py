@@ -164,7 +164,7 @@ class Cover:
                 row.append(self.dice.choice([word for word in fitting if gained[word] == most]))
         # Three options can be refused where no two of them are.
         while len(row) > 2 and self.refused(tuple(row)):
-            del row[fewest(lambda n: bool(self.refused(tuple(row[:n]))), len(row)) - 1]
+            del row[fewest(lambda n: bool(self.refused(tuple(row[:n]))), len(row), 2) - 1]
         return tuple(row)
 
     def _fits(self, word: str, row: Sequence[str]) -> bool:
@@ -172,9 +172,8 @@ class Cover:
         return all(frozenset((word, other)) in self.allowed for other in row) and not any(bad <= words for bad in self.bad)
 
 
-def fewest(fails: Callable[[int], bool], size: int) -> int:
-    """The smallest number from 3 to `size` that fails, where `size` does and each larger one than it."""
-    good = 2
+def fewest(fails: Callable[[int], bool], size: int, good: int) -> int:
+    """The smallest number above `good` that fails, where `size` does and each larger one than it."""
     while size - good > 1:
         middle = (good + size) // 2
         good, size = (good, middle) if fails(middle) else (middle, size)
@@ -183,17 +182,12 @@ def fewest(fails: Callable[[int], bool], size: int) -> int:
 
 def cause(row: Words, fails: Callable[[Words], bool]) -> Words:
     """The words of a failing row without which it does not fail; two at least."""
-    rest, found = list(row), []
-    while not (len(found) > 1 and fails(tuple(found))):
-        good, bad = 0, len(rest)  # how many of the rest it takes beside what is found
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            enough = len(found) + middle > 1 and fails((*found, *rest[:middle]))
-            good, bad = (good, middle) if enough else (middle, bad)
-        if not rest:
-            break
-        found.append(rest[bad - 1])
-        rest = rest[: bad - 1]
+    rest, found = list(row), list[str]()
+    while rest and not (len(found) > 1 and fails(tuple(found))):
+        # How many of the rest it takes beside what is found.
+        taken = fewest(lambda n, rest=rest: len(found) + n > 1 and fails((*found, *rest[:n])), len(rest), 0)
+        found.append(rest[taken - 1])
+        rest = rest[: taken - 1]
     return tuple(found)
 
 

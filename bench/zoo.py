@@ -315,11 +315,6 @@ def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | No
     return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict()}
 
 
-def _on_other_machines(entry: dict[str, Any], found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What verifying a recipe came to on processors of other kinds."""
-    return [other for other in entry.get("verified") or () if other["machine"]["cpu"] != found["machine"]["cpu"]]
-
-
 def main() -> None:
     """Measure and report. The recipes that are not named keep their figures."""
     given = harness.parse(
@@ -333,7 +328,8 @@ def main() -> None:
         entry = content["recipes"].setdefault(name, {})
         if given.verify:
             if (found := verified(name, given.seeds or 3, _weights(name, plan, given.runs))) is not None:
-                entry["verified"] = [*_on_other_machines(entry, found), found]
+                others = [each for each in entry.get("verified") or () if each["machine"]["cpu"] != found["machine"]["cpu"]]
+                entry["verified"] = [*others, found]  # those of processors of other kinds stay
         else:
             entry.update(machine=harness.machine(), **measure(name, plan, given))
         harness.write(given.out, content)

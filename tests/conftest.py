@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ sys.dont_write_bytecode = False
 fork_server.install()
 composed.install()
 fork_server.do_not_wait_for_the_disk()
+logging.getLogger("drivetrain").setLevel(logging.INFO)  # caplog sees what a run says of itself, without a level of all loggers
 
 OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [

@@ -35,22 +35,21 @@ def uninstalled() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(INSTALLED)}
 
 
-def stage(out: Path, name: str, rows: str, bare: bool = True) -> dict[str, Any]:
-    """Run rows of a stage as the command does, `bare` in a checkout that is not installed; its JSON."""
+def stages(out: Path, name: str, rows: str, bare: bool = True) -> dict[str, dict[str, Any]]:
+    """Run rows of a stage or of the lease as the command does, `bare` in a checkout that is not installed; each stage's JSON."""
     words = ["bench.gpu", name, "--cpu", "--rows", rows, "--results", str(out)]
     command, env = ([*BARE, *words], uninstalled()) if bare else ([sys.executable, "-m", *words], None)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    (file,) = out.glob("*.json")
-    text = file.read_text()
-    content = json.loads(text)
-    assert done.returncode == 0, done.stdout + done.stderr + json.dumps(content["rows"], indent=1)
-    assert file.name == f"gpu-{name}-cpu.json"
-    assert content["machine"]["cpu"]
+    texts = {file.name.removeprefix("gpu-").removesuffix("-cpu.json"): file.read_text() for file in out.glob("*.json")}
+    found = {of: json.loads(text) for of, text in texts.items()}
+    assert done.returncode == 0, done.stdout + done.stderr + json.dumps(found, indent=1)
     assert "the same command goes on" not in done.stdout
-    assert f"{ROOT}/" not in text  # no places on this machine
-    assert f"{tempfile.gettempdir()}/tmp" not in text
-    assert set(content["rows"]) == set(rows.split(","))
-    return content
+    for of, text in texts.items():
+        assert found[of]["machine"]["cpu"]
+        assert f"{ROOT}/" not in text  # no places on this machine
+        assert f"{tempfile.gettempdir()}/tmp" not in text
+    assert {row for each in found.values() for row in each["rows"]} == set(rows.split(","))
+    return found
 
 
 def test_the_benchmarks_need_no_installation(tmp_path: Path) -> None:
@@ -63,52 +62,42 @@ def test_the_benchmarks_need_no_installation(tmp_path: Path) -> None:
         assert done.stdout.startswith("usage: "), done.stderr
 
 
-def test_smoke(tmp_path: Path) -> None:
-    content = stage(tmp_path, "smoke", "compile=cudagraph,optimizer=lion,save and resume", bare=False)
-    refused, trained, resumed = (content["rows"][name] for name in ("compile=cudagraph", "optimizer=lion", "save and resume"))
-    assert refused["status"] == "refused"
-    assert "needs a CUDA device" in refused["reason"]
-    assert (trained["updates"], resumed["updates"]) == (2, 4)
-    assert content["summary"]["counts"] == {"refused": 1, "ok": 2}
-
-
-@pytest.mark.slow
-def test_right(tmp_path: Path) -> None:
-    content = stage(tmp_path, "right", "loader=sync,loader=device,interrupted")
-    (compared,) = content["summary"]["compared"].values()
+def test_the_lease(tmp_path: Path) -> None:
+    """Rows of several stages in one call, each written to its own stage's file."""
+    found = stages(
+        tmp_path, "lease", "compile=cudagraph,optimizer=adamw,save and resume,launch-bound eager,loader=sync,loader=device", False
+    )
+    rows = found["smoke"]["rows"]
+    assert rows["compile=cudagraph"]["status"] == "refused"
+    assert "needs a CUDA device" in rows["compile=cudagraph"]["reason"]
+    assert (rows["optimizer=adamw"]["updates"], rows["save and resume"]["updates"]) == (2, 4)
+    assert found["clock"]["rows"]["launch-bound eager"]["outside_samples_per_s"] > 0
+    assert isinstance(found["clock"]["rows"]["launch-bound eager"]["within"], bool)
+    (compared,) = found["right"]["summary"]["compared"].values()
     assert compared["within"]
-    assert compared["tolerance"]["reason"]
-    interrupted = content["rows"]["interrupted"]
-    assert interrupted["stopped_at"] < interrupted["of"]
-
-
-def test_clock(tmp_path: Path) -> None:
-    (row,) = stage(tmp_path, "clock", "launch-bound eager", bare=False)["rows"].values()
-    assert row["outside_samples_per_s"] > 0
-    assert isinstance(row["within"], bool)
-
-
-@pytest.mark.slow
-def test_speed(tmp_path: Path) -> None:
-    content = stage(tmp_path, "speed", "vit_b,gpt more")
-    variants = {"vit_b": {"hand", "timm fast", "ours none"}, "gpt more": {"hand", "naive", "timm", "ours none"}}
-    for name, row in content["rows"].items():
-        assert row["failed_variants"] == {}
-        assert set(row["variants"]) == variants[name]
-        assert row["live_together"] == [list(row["variants"])]
-        assert min(variant["model_tflops"] for variant in row["variants"].values()) > 0
 
 
 @pytest.mark.slow
 def test_the_whole_form_of_a_cpu(tmp_path: Path) -> None:
-    for name, module in (("smoke", smoke), ("right", right), ("clock", clock), ("speed", speed)):
-        found = stage(tmp_path / name, name, ",".join(module.CPU_ROWS))
-        assert not any(row.get("failed_variants") for row in found["rows"].values())
+    found = {
+        name: stages(tmp_path / name, name, ",".join(rows))[name]
+        for name, rows in {"smoke": smoke.CPU_ROWS, "right": right.CPU_ROWS, "clock": clock.CPU_ROWS,
+                           "speed": (*speed.CPU_ROWS, "gpt more")}.items()
+    }  # fmt: skip
+    compared = found["right"]["summary"]["compared"]
+    assert all(each["within"] and each["tolerance"]["reason"] for each in compared.values())
+    interrupted = found["right"]["rows"]["interrupted"]
+    assert interrupted["stopped_at"] < interrupted["of"]
+    rows = {name: row for name, row in found["speed"]["rows"].items() if "variants" in row}
+    assert not any(row["failed_variants"] for row in rows.values())
+    assert set(rows["vit_b"]["variants"]) == {"hand", "timm fast", "ours none"}
+    assert set(rows["gpt more"]["variants"]) == {"hand", "naive", "timm", "ours none"}
+    assert min(variant["model_tflops"] for row in rows.values() for variant in row["variants"].values()) > 0
 
 
 @pytest.mark.slow
 def test_verbs(tmp_path: Path) -> None:
-    compare, doctor = stage(tmp_path, "verbs", "compare,doctor")["rows"].values()
+    compare, doctor = stages(tmp_path, "verbs", "compare,doctor")["verbs"]["rows"].values()
     assert len(compare["written"]["compare.json"]["rows"]) == 2
     assert "verdict:" in doctor["output"]
 
@@ -209,32 +198,22 @@ def test_a_timed_row_runs_alone(tmp_path: Path) -> None:
     assert work._next([timed], [], jobs=2) is timed
 
 
-@pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
-    """A row that hangs. Once it does, its time is over by the clock."""
+def test_a_row_over_its_time_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs; once it does, its time is over by the clock."""
     file = tmp_path / "hanging"
     set_forward = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * file.exists(), sleep=time.sleep)
     monkeypatch.setattr(campaign, "time", set_forward)
-    return Row("hangs", hangs, (file,), limit_s=20)
-
-
-def test_a_row_over_its_time_is_killed_with_all_that_it_started(hanging: Row, tmp_path: Path) -> None:
     work = campaign_in(tmp_path, minutes=120)
-    assert work.run([hanging]) == []
+    assert work.run([Row("hangs", hangs, (file,), limit_s=20)]) == []
     row = work.rows("")["hangs"]
     assert (row["status"], row["so_far"]) == ("killed", 1)
     assert "in hangs" in row["output"]  # where it stood
     assert not _sleeping()
-    # A call with little time gives less to a row; one with more time runs it again, and one with as much does not.
-    assert work.run([Row("hangs", fine, limit_s=20)]) == []
+    # A call with little time gives less to a row; one with more time runs it again, one with as much only where that is asked.
+    assert work.run([Row("hangs", fails, limit_s=20)]) == []
     assert work.rows("")["hangs"]["status"] == "killed"
-    work.run([Row("hangs", fine, limit_s=30)])
-    assert work.rows("")["hangs"]["status"] == "ok"
-
-
-def test_a_row_that_was_killed_at_its_limit_runs_again_where_that_is_asked(hanging: Row, tmp_path: Path) -> None:
-    campaign_in(tmp_path, minutes=120).run([hanging])
-    work = campaign_in(tmp_path, minutes=120)
+    work.run([Row("hangs", fails, limit_s=30)])
+    assert work.rows("")["hangs"]["status"] == "failed"
     work.run([Row("hangs", fine, limit_s=20)], retry=True)
     assert work.rows("")["hangs"]["status"] == "ok"
 
@@ -242,7 +221,7 @@ def test_a_row_that_was_killed_at_its_limit_runs_again_where_that_is_asked(hangi
 def _sleeping() -> bool:
     """Whether a `sleep 600` of this test is left."""
     commands = []
-    for pid in campaign.descendants(os.getpid()):
+    for pid in harness.descendants(os.getpid()):
         try:
             commands.append(Path(f"/proc/{pid}/cmdline").read_bytes())
         except OSError:

@@ -74,7 +74,7 @@ class Child:
     def kill(self) -> None:
         """End the process and all that it started, stopped ones and those of other process groups too."""
         pid = self._process.pid
-        started = descendants(pid)
+        started = harness.descendants(pid)
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         for each in started:
@@ -85,7 +85,7 @@ class Child:
 
     def _ask_where_it_stands(self) -> None:
         """Let the process, and the ranks that it forked, write the lines that they are at."""
-        for pid in (self._process.pid, *descendants(self._process.pid)):
+        for pid in (self._process.pid, *harness.descendants(self._process.pid)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
         time.sleep(LAST_WORDS_S)
@@ -130,19 +130,6 @@ def report(figures: dict[str, Any]) -> None:
 def left_s() -> float:
     """In a child: the seconds until it is killed."""
     return _deadline - time.monotonic()
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(pid, []))
-    for each in found:
-        found += children.get(each, [])
-    return found
 
 
 def _serve(

@@ -49,7 +49,7 @@ def staged(once: Path, tmp_path: Path) -> Iterator[StagedRun]:
     restore(once, staged)
     yield staged
     context.on_exit.close()
-    logging.getLogger("drivetrain").setLevel(logging.NOTSET)
+    logging.getLogger("drivetrain").setLevel(logging.INFO)
 
 
 def restore(folder: Path, staged: Any) -> None:

@@ -56,23 +56,23 @@ def test_the_first_line(made, name, answer):
     assert pages.Page(made[name]).texts[0] == ("h1", answer)
 
 
-def test_the_time_of_a_resumed_run_is_told_as_that_of_its_last_part(tmp_path):
-    folder = made_pages.run_folder(tmp_path / "run", 0.1, "completed")
-    result = json.loads((folder / "result.json").read_text())
-    (folder / "result.json").write_text(json.dumps(result | {"resumed_at": 30}))
-    assert "(40 updates), of which those since 30 took 41 s with the start" in run.verdict(reader.read(folder))
-    (folder / "result.json").write_text(json.dumps(result | {"resumed_at": 40}))
-    assert "after 4 epochs (40 updates); the run completed" in run.verdict(reader.read(folder))
-
-
 @pytest.mark.parametrize(
-    ("status", "words"),
-    [("diverged", "diverged after 4 epochs"), ("interrupted", "was interrupted after"), ("failed", "failed after")],
+    ("status", "resumed_at", "words"),
+    [
+        ("completed", 30, "(40 updates), of which those since 30 took 41 s with the start"),  # the last part's time
+        ("completed", 40, "after 4 epochs (40 updates); the run completed"),
+        ("diverged", None, "diverged after 4 epochs"),
+        ("interrupted", None, "was interrupted after"),
+        ("failed", None, "failed after"),
+    ],
 )
-def test_a_run_that_did_not_complete_says_so_first(tmp_path, status, words):
-    verdict = run.verdict(reader.read(made_pages.run_folder(tmp_path / "run", 0.1, status)))
+def test_how_a_run_ended_is_said_first(tmp_path, status, resumed_at, words):
+    folder = made_pages.run_folder(tmp_path / "run", 0.1, status)
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | {"resumed_at": resumed_at}))
+    verdict = run.verdict(reader.read(folder))
     assert words in verdict
-    assert "<!--<script>" in verdict  # its error
+    assert ("<!--<script>" in verdict) == (status != "completed")  # its error
 
 
 def test_a_run_under_way_and_a_killed_one(tmp_path):
@@ -84,22 +84,19 @@ def test_a_run_under_way_and_a_killed_one(tmp_path):
     assert "left a result.json that cannot be read" in run.verdict(reader.read(folder))
 
 
-def test_the_end_of_a_run_draws_short_records_only(tmp_path, monkeypatch):
-    folder = made_pages.run_folder(tmp_path / "run", 0.1)
-    assert run.write(folder) == folder / "report.html"
-    (folder / "report.html").unlink()
-    monkeypatch.setattr(run, "MOST_AT_END", 10)
-    assert run.write(folder) is None
-    assert not (folder / "report.html").exists()
-
-
-def test_a_full_disk_loses_the_page_and_not_the_run(tmp_path, monkeypatch):
+def test_the_end_of_a_run_draws_short_records_only_and_a_full_disk_loses_the_page_alone(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "no space")
 
     folder = made_pages.run_folder(tmp_path / "run", 0.1)
+    assert run.write(folder) == folder / "report.html"
+    (folder / "report.html").unlink()
     monkeypatch.setattr(files, "write_bytes", full)
     assert run.write(folder) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(run, "MOST_AT_END", 10)
+    assert run.write(folder) is None
+    assert not (folder / "report.html").exists()
 
 
 def test_the_page_says_what_differs_from_the_default(tmp_path):
@@ -336,13 +333,10 @@ def vanishing(page: str, folder: Path, name: str) -> int:
     return int(((light > SEEN) & (dark < HIDDEN) | (dark > SEEN) & (light < HIDDEN)).sum())
 
 
-PAGES = ["run", "failed run", "report", "compare", "ablate", "tune", "doctor", "bisect", "certify"]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed: nobody has looked at the pages")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_readable_at_three_widths(made, tmp_path, name, scheme):
     folder = Path(os.environ.get("DRIVETRAIN_KEEP_PAGES", tmp_path))
     wrapper = folder / f"{name} {scheme}.html"
@@ -360,7 +354,7 @@ def test_a_page_is_readable_at_three_widths(made, tmp_path, name, scheme):
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed: nobody has looked at the pages")
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_light_and_dark_show_the_same(made, tmp_path, name):
     """What is there in one of two pictures and not in the other has the colour of its ground: a curve, a line, a label."""
     folder = Path(os.environ.get("DRIVETRAIN_KEEP_PAGES", tmp_path))
