@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 
-from drivetrain.cli import arguments
+from drivetrain.cli.arguments import Command
 from drivetrain.launch.job import prepare
 
 HELP = "drivetrain parameters [group=option] [key=value] …      the model's parameters, counted before anything is trained"
 
 
-def command(argv: Sequence[str]) -> int:
+def count(given: argparse.Namespace) -> int:
     """Run the verb; its exit code. Raises UserError, of which the command line prints the problems and exits with 2."""
-    if (given := arguments.parse("parameters", argv, HELP)) is None:  # --help has been printed
-        return 0
     run = prepare(given.overrides, given.config_dir).run  # composed and validated; torch is not imported yet
     import torch
 
@@ -22,3 +20,6 @@ def command(argv: Sequence[str]) -> int:
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     print(f"{run.named('model')}: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} of them trainable")
     return 0
+
+
+command = Command("parameters", count, HELP)

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from drivetrain.config import catalog
 from drivetrain.config.elsewhere import NOT_HERE
 from drivetrain.config.hydra_words import recipe_word, translated
 from drivetrain.config.keys import as_setting
 from drivetrain.core.errors import DONE, UserError, did_you_mean
 from drivetrain.core.paths import add_import_paths
+from drivetrain.recipe import places
+from drivetrain.run import directory
 from drivetrain.ui.output import echo, fold
 
 OWN_KEY = re.compile(r"(?:^  |, )'?(\w+)=", re.M)  # in a verb's help: a setting at the start of its line, or after another one
@@ -103,6 +106,40 @@ class Command:
 
     def complete(self, words: Sequence[str], last: str) -> Sequence[str]:
         """The words that TAB offers."""
-        from drivetrain.cli import completion
+        return (self.offers or overrides)(words, last)
 
-        return (self.offers or completion.overrides)(words, last)
+
+# --- what TAB offers ---
+
+
+def runs() -> list[str]:
+    """The newest runs below outputs/."""
+    return [str(path) for path in directory.newest_first(Path("outputs"))[:50]]
+
+
+def overrides(words: Sequence[str], last: str) -> list[str]:
+    """The words that an override that begins with `last` may become, after the words before it."""
+    if last.startswith("hy"):
+        from drivetrain.sweeps.options import completions
+
+        return completions()
+    given = [[*words[n + 1 : n + 2]] if word in ("-cd", "--config-dir") else [word.removeprefix("--config-dir=")]
+             for n, word in enumerate(words) if word.startswith(("-cd", "--config-dir"))]  # fmt: skip
+    config_dirs = [folder for each in given for folder in each]
+    groups = catalog.options(config_dirs)
+    key, equals, value = last.partition("=")
+    if equals:
+        names = groups.get(key, []) if key != "recipe" else places.names()
+        head = value[: value.rfind(",") + 1]  # of a sweep: precision=fp32,b…
+        return [f"{key}={head}{name}" for name in names]
+    group = key.split(".")[0]
+    if "." in key and group in groups:
+        return sorted(f"{group}.{setting}=" for setting in _settings(group, groups[group], config_dirs))
+    values = [name for name in catalog.root_config() if name != "defaults"]
+    return [f"{name}=" for name in [*groups, *values]] + [f"{group}." for group in groups]
+
+
+def _settings(group: str, options: Sequence[str], config_dirs: Sequence[str]) -> set[str]:
+    """The settings of all options of a group; where several are chosen at once, each below its option's name."""
+    keys = {option: catalog.option_keys(group, option, config_dirs) - {"_target_"} for option in options}
+    return {f"{option}.{key}" if group in catalog.LISTS else key for option, names in keys.items() for key in names}

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from drivetrain.cli import verbs
 from drivetrain.cli.arguments import Command
-from drivetrain.config import catalog
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.recipe import places
-from drivetrain.run import directory
 from drivetrain.ui.output import echo
 
 HELP = """\
@@ -65,36 +61,3 @@ def candidates(argv: Sequence[str]) -> list[str]:
     else:
         offered = verbs.find(words[0]).complete(words[1:], last)
     return [word for word in offered if word.startswith(last)]
-
-
-def runs() -> list[str]:
-    """The newest runs below outputs/."""
-    return [str(path) for path in directory.newest_first(Path("outputs"))[:50]]
-
-
-def overrides(words: Sequence[str], last: str) -> list[str]:
-    """The words that an override that begins with `last` may become, after the words before it."""
-    if last.startswith("hy"):
-        from drivetrain.sweeps.options import completions
-
-        return completions()
-    given = [[*words[n + 1 : n + 2]] if word in ("-cd", "--config-dir") else [word.removeprefix("--config-dir=")]
-             for n, word in enumerate(words) if word.startswith(("-cd", "--config-dir"))]  # fmt: skip
-    config_dirs = [folder for each in given for folder in each]
-    groups = catalog.options(config_dirs)
-    key, equals, value = last.partition("=")
-    if equals:
-        names = groups.get(key, []) if key != "recipe" else places.names()
-        head = value[: value.rfind(",") + 1]  # of a sweep: precision=fp32,b…
-        return [f"{key}={head}{name}" for name in names]
-    group = key.split(".")[0]
-    if "." in key and group in groups:
-        return sorted(f"{group}.{setting}=" for setting in _settings(group, groups[group], config_dirs))
-    values = [name for name in catalog.root_config() if name != "defaults"]
-    return [f"{name}=" for name in [*groups, *values]] + [f"{group}." for group in groups]
-
-
-def _settings(group: str, options: Sequence[str], config_dirs: Sequence[str]) -> set[str]:
-    """The settings of all options of a group; where several are chosen at once, each below its option's name."""
-    keys = {option: catalog.option_keys(group, option, config_dirs) - {"_target_"} for option in options}
-    return {f"{option}.{key}" if group in catalog.LISTS else key for option, names in keys.items() for key in names}

@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drivetrain.cli import completion
-from drivetrain.cli.arguments import FILE, FLAG, NUMBER, Command
+from drivetrain.cli.arguments import FILE, FLAG, NUMBER, Command, overrides, runs
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import key_of
@@ -56,9 +55,9 @@ def _of_run(
             and not last.startswith("-")
             and "=" not in last
         ):
-            return completion.runs()
+            return runs()
         own = ["update=best", "update=last", "average=true", *(options or ()), *offered]
-        return [*own, *completion.overrides(words, last)]
+        return [*own, *overrides(words, last)]
 
     return Command(name, of_run, text, options or {}, takes_paths=True, offers=offers)
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from drivetrain.cli import completion
-from drivetrain.cli.arguments import FILE, FLAG, Command
+from drivetrain.cli.arguments import FILE, FLAG, Command, overrides, runs
 
 
 def measuring(
@@ -30,7 +29,7 @@ def measuring(
 
 def _certify_words(words: Sequence[str], last: str) -> list[str]:
     """The words that TAB offers: overrides, and once `against`."""
-    offered = completion.overrides([word for word in words if word != "against"], last)
+    offered = overrides([word for word in words if word != "against"], last)
     return offered if "against" in words or "=" in last else ["against", *offered]
 
 
@@ -39,8 +38,8 @@ def _bisect_words(words: Sequence[str], last: str) -> Sequence[str]:
     from drivetrain.recipe import places
 
     if len([word for word in words if not word.startswith("-")]) >= 2 or "=" in last:
-        return completion.overrides(words, last)
-    return [*places.names(), *completion.runs()]
+        return overrides(words, last)
+    return [*places.names(), *runs()]
 
 
 def _forecast_words(words: Sequence[str], last: str) -> list[str]:
@@ -49,7 +48,7 @@ def _forecast_words(words: Sequence[str], last: str) -> list[str]:
 
     if last.startswith("device="):
         return [f"device={name}" for name in NAMES]
-    return ["device=", "seconds=", "what_if=", "--json", *completion.overrides(words, last)]
+    return ["device=", "seconds=", "what_if=", "--json", *overrides(words, last)]
 
 
 compare = measuring("compare", "claims.export:compare", """\
@@ -199,4 +198,4 @@ drivetrain report [RUN | DIR …]      one run on a page; or runs and sweeps, fi
   target=VALUE          the metric that times are taken to, or 'target=accuracy>=0.98'; default: what all completed runs reached
   samples=12            on the page of one run: the worst samples, and as many others; 0 loads no model
   out=DIR               where report.html and report.csv go; else the folder of the one run, or a new one under outputs/report
-""", offers=lambda words, last: completion.runs())  # fmt: skip
+""", offers=lambda words, last: runs())  # fmt: skip

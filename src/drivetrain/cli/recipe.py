@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from drivetrain.cli import completion
-from drivetrain.cli.arguments import Command
+from drivetrain.cli.arguments import Command, overrides
 from drivetrain.cli.measuring import measuring
 from drivetrain.config import catalog, from_timm
 from drivetrain.config.catalog import options
@@ -107,7 +106,7 @@ def complete(words: Sequence[str], last: str) -> Sequence[str]:
     if not words or words[0] == "schema":
         return [] if words else [*VERBS]
     names = {"verify": 1, "diff": 2}.get(words[0])
-    return places.names() if names is None or len(words) <= names else completion.overrides(words, last)
+    return places.names() if names is None or len(words) <= names else overrides(words, last)
 
 
 def _list(argv: Sequence[str]) -> int:
