@@ -262,7 +262,7 @@ def test_options_are_asked_what_they_can_do_not_what_they_are_called():
         "config.keys",
         "recipe.reader",
         "ui.recipe_tree",
-        "core.option",
+        "core.run_spec",
     }
     assert {name for name, path in MODULES.items() if "choices[" in path.read_text()} <= knows
 

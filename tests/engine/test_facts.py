@@ -73,9 +73,9 @@ def test_sequences_are_told_with_their_lengths(tokens, says):
 
 def test_many_classes_are_not_all_named():
     data = SimpleNamespace(names=[*"abcdefg"], classes=7)
-    run = SimpleNamespace(data=SimpleNamespace(targets="labels"), loss=SimpleNamespace(takes=()))
+    run = SimpleNamespace(target_kind="labels")
     assert facts._outputs(SimpleNamespace(data=data, run=run)) == "7 labels: a, b, c, d, e, …"
-    data.names, data.classes, run.data.targets = None, 1, "values"
+    data.names, data.classes, run.target_kind = None, 1, "values"
     assert facts._outputs(SimpleNamespace(data=data, run=run)) == "1 value"
 
 

@@ -5,36 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from drivetrain.core import limits
+from drivetrain.core import groups, limits
 from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import put_in_place
-from drivetrain.core.option import Count, Effect, Momentum, Option, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, Effect, Momentum, Option, Positive, RunSpec
 from drivetrain.core.paths import expanded
 
 if TYPE_CHECKING:
     from drivetrain.adapter.layers import LoraLinear
-    from drivetrain.core.context import BuildContext
 
 BITS = {"int8": 8, "nf4": 4}  # of a frozen weight
 
 
-class Adapter(Option):
+class Adapter(Option, groups.Adapter):
     """adapter=none: the model's own weights train."""
 
     why_fixed: ClassVar[str] = "its parameters go on into the next stage"
     effect: ClassVar[Effect] = "exact"
-    active = False
-    true_gradient = True  # whether its backward is the derivative of its forward
 
     def apply(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
         """Add the adapters to the model, in place. Its own parameters keep their names. Yields lines to log."""
         return iter(())
-
-    def frozen(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
-        """Return the names of the parameters that do not train because of the adapters."""
-        return []
 
 
 class Lora(Adapter):
@@ -144,10 +137,10 @@ class Lora(Adapter):
 
         return layers.LoraLinear.of(layer, self.rank, self.alpha, self.dropout)
 
-    def frozen(self, model: torch.nn.Module, context: BuildContext) -> list[str]:
+    def frozen(self, model: torch.nn.Module, option: groups.Model) -> list[str]:
         from drivetrain.adapter import layers
 
-        also = layers.unshared(model, context.run.model.output_layers(model)) if self.train_also is None else self.train_also
+        also = layers.unshared(model, option.output_layers(model)) if self.train_also is None else self.train_also
         return layers.frozen_names(model, also)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Effect, Option, RunSpec
@@ -13,13 +14,12 @@ from drivetrain.core.source import CropBox, SamplePipeline
 CHUNK = 2**18  # values that a CPU works on at a time: they and their float copies stay in its cache
 
 
-class Augment(Option):
+class Augment(Option, groups.Augment):
     """augment=none: samples as they are."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    mixes = False  # mixes each sample with the next one in the epoch's order
     draws_on_cpu = False  # `__call__` gets its indices on the CPU, where numbers drawn can be read without waiting for the device
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:

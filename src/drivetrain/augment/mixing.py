@@ -46,7 +46,7 @@ class Mixing(Augment):
                 yield f"augment.{self.name}.per=update, and augment.{name}.per={other.per}: one of them is drawn, set both alike"
         if run.data.targets not in ("class", "labels", None):
             yield f"augment=[{self.name}] mixes the classes of samples, and {run.named('data')} has none: leave {self.name} out"
-        elif not getattr(run.loss, "soft_targets", False):
+        elif not run.loss.soft_targets:
             yield (
                 f"augment=[{self.name}] gives each sample a share of two labels, and {run.named('loss')} takes one: "
                 f"set loss=cross_entropy or loss=bce, or leave {self.name} out"

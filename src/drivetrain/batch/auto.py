@@ -6,16 +6,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 from drivetrain.batch.base import Batch, Scaling
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Count, Effect, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, Effect, Positive, RunSpec
 from drivetrain.core.protocols import Trials
 from drivetrain.core.typed import JsonMapping, fits
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 

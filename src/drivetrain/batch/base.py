@@ -11,22 +11,20 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from annotated_types import Ge
 
+from drivetrain.core import groups
 from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Effect, Option, RunSpec
+from drivetrain.core.option import BuildContext, Count, Effect, Option, RunSpec
 from drivetrain.core.order import Order, index_of
 from drivetrain.core.source import Source
 from drivetrain.core.typed import JsonObject, StateDict
 from drivetrain.core.world import World
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ LARGEST = 1 << 40  # samples of an update: it grows no further, however long the
 
 
 @dataclass(eq=False)
-class Batch(Option):
+class Batch(Option, groups.Batch):
     """batch=fixed: every rank takes its share of the global batch in one forward.
 
     With `grow_every` the global batch is multiplied by `grow_by` every so many epochs, up to `grow_until`, in place of a
@@ -53,11 +51,7 @@ class Batch(Option):
     key_effects: ClassVar[Mapping[str, Effect]] = dict.fromkeys(
         ("global_batch", "tokens", "lr_scaling", "decay_scaling", "base_batch", "grow_every", "grow_by", "grow_until"), "changes"
     )
-    accumulation_steps = 1  # micro-batches of one update, before any growth
-    pad_to = 1  # lengths of training sequences are padded to multiples of this
-    buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
     takes_tokens: ClassVar[bool] = True  # an update may be given in tokens
-    fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
 
     global_batch: Count = 128
     tokens: Count | None = None
@@ -118,7 +112,7 @@ class Batch(Option):
     def setup(self, context: BuildContext) -> None:
         run = context.run
         self.pairs = any(step.mixes for step in run.augment) and run.debug.augments
-        kinds = getattr(run.loss, "takes", None) if run.data.targets is None else (run.data.targets,)
+        kinds = run.loss.takes if run.data.targets is None else (run.data.targets,)
         self.weighs_by_length = kinds == ("tokens",)
         self.together = run.loss.evaluated_together
         self.order = run.data.order_of(context.train_source)

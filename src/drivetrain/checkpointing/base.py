@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypedDict
 
 from annotated_types import Ge
 
+from drivetrain.core import groups
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.errors import UserError
@@ -34,18 +35,12 @@ class Recomputed(TypedDict):
     bytes: int
 
 
-class Checkpointing(Option):
+class Checkpointing(Option, groups.Checkpointing):
     """checkpointing=none: every activation is kept."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    active = False
-    chosen_by_compiler = False
-    keeps_on_host = False  # what the backward needs
-    asks_for_each_operation = False  # in Python, whether to keep its result
-    budget = 1.0  # share of the activations that the compiler keeps
-    memory_gb: float | None = None  # limit by which a forecast chooses what to recompute, before the run starts
     found: Recomputed | None = None  # what was forecast and chosen
 
     def apply(self, model: torch.nn.Module) -> None:
@@ -100,12 +95,16 @@ class Blocks(Checkpointing):
             return self.with_values(found=recorded)
         found = trials.fewest_blocks(self.block, self.memory_gb)
         if found["bytes"] > self.memory_gb * 2**30:
-            raise UserError(
-                f"{KEY}={self.memory_gb:g} is too little: a step of {trials.micro_batch()} samples is forecast to take at least "
-                f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "
-                "raise it, or split the update into more micro-batches (batch=accumulate)"
-            )
+            raise UserError(self.too_little(found, trials.micro_batch()))
         return self.with_values(found={"memory_gb": self.memory_gb, **found})
+
+    def too_little(self, found: Mapping[str, float], micro_batch: int) -> str:
+        """Return what to say where the step takes more than it may with any number of blocks recomputed."""
+        return (
+            f"{KEY}={self.memory_gb:g} is too little: a step of {micro_batch} samples is forecast to take at least "
+            f"{rounded_up(found['bytes'] / 2**30):g} GiB, with {found['recomputed']} of {found['blocks']} blocks recomputed: "
+            "raise it, or split the update into more micro-batches (batch=accumulate)"
+        )
 
     def policy_factory(self) -> Callable[[], Policy] | None:
         """Return a function that makes the policy of which results to keep; None keeps only a block's input."""

@@ -16,7 +16,7 @@ from drivetrain.cli.arguments import FLAG, NUMBER, Command
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.limits import usable_cores
-from drivetrain.data import packed, stored
+from drivetrain.data import Data, packed, stored
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory
 from drivetrain.ui import terminal
@@ -69,7 +69,8 @@ command = Command("pack", _command, HELP, {
 
 def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespace) -> None:
     job = _job(source, overrides, given)
-    if problems := list(job.run.data.validate_device(job.run)):
+    data = Data.of(job.run)
+    if problems := list(data.validate_device(job.run)):
         raise UserError(problems)
     if (out / "index.json").exists():
         raise UserError(f"{out} is packed already: remove it, or give another folder")
@@ -80,10 +81,10 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     import torch
 
     started = time.monotonic()
-    if several := [split for split in ("validation", "test") if job.run.data.several(split)]:
+    if several := [split for split in ("validation", "test") if data.several(split)]:
         raise UserError(f"drivetrain pack packs one set of each kind, and data.{several[0]} names several: give one of them")
     with directory.locked(out):
-        splits = job.run.data.load(torch.device("cpu"))
+        splits = data.load(torch.device("cpu"))
         shape = tuple(splits.shape)
         store: Any = packed.Raw()
         if given.jpeg:
@@ -95,7 +96,7 @@ def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespac
     samples = len(splits.train) + len(splits.test)
     size = sum(p.stat().st_size for p in out.iterdir())
     echo(f"{out}: {samples:,} samples, {size / 2**20:,.1f} MiB, in {time.monotonic() - started:.1f} s")
-    for name in {name for s in (splits.train, splits.test) for name in s.skipped() or ()}:
+    for name in {name for s in (splits.train, *splits.sets("test").values()) for name in s.skipped() or ()}:
         terminal.say(f"could not be read, and another sample was packed in its place: {name}")
     echo(f"train with: data=packed data.root={out}")
 

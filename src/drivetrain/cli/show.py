@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
+from drivetrain.batch import Batch
 from drivetrain.cli.arguments import FILE, Command
 from drivetrain.core import horizon as horizons
 from drivetrain.core import stages
@@ -18,7 +19,9 @@ from drivetrain.core.horizon import Horizon
 from drivetrain.core.option import Effect, RunSpec
 from drivetrain.core.overrides import key_of
 from drivetrain.core.world import World
+from drivetrain.data import Data
 from drivetrain.launch.job import prepare
+from drivetrain.scheduler import Scheduler
 from drivetrain.ui import plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.recipe_tree import effect
@@ -81,8 +84,8 @@ def show(overrides: Sequence[str], config_dirs: Sequence[str], file: Path | None
         echo(line)
     if file is None:
         echo(_effects(job.run))
-    if job.run.scheduler.plot_note:
-        echo(f"{job.run.named('scheduler')}: {job.run.scheduler.plot_note}")
+    if note := Scheduler.of(job.run).plot_note:
+        echo(f"{job.run.named('scheduler')}: {note}")
 
 
 def _horizon(run: RunSpec) -> Horizon:
@@ -90,8 +93,8 @@ def _horizon(run: RunSpec) -> Horizon:
     if over is None:  # known only after the data was read
         import torch
 
-        source = run.data.load_sets(torch.device("cpu")).train
-        batch = run.batch.over(run.data.order_of(source))
+        source = Data.of(run).load_sets(torch.device("cpu")).train
+        batch = Batch.of(run).over(run.data.order_of(source))
         batch.measure(source, run.runtime.seed, World())
         samples = batch.order.length
         over = horizons.run_horizon(run, samples, batch)
@@ -108,7 +111,7 @@ def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
     rates, momenta = [], []
     ends = [stages.in_updates(end, over) for end in stages.boundaries(run, over)]
     for number, of_stage in enumerate([stage.run for stage in run.stages] or [run]):
-        schedule = copy.deepcopy(of_stage.scheduler)
+        schedule = copy.deepcopy(Scheduler.of(of_stage))
         schedule.set_horizon(over)
         base = of_stage.optimizer.lr * of_stage.batch.lr_factor()
         mine = [u for u in updates if bisect_right(ends, u) == number]
@@ -122,7 +125,7 @@ def _curves(run: RunSpec, over: Horizon) -> list[plots.Curve]:
 
 
 def _title(run: RunSpec, over: Horizon) -> str:
-    updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if run.batch.grow_every else ''}"
+    updates = f"{over.updates:,} updates, {over.ends[0]:,} an epoch{' at first' if Batch.of(run).grow_every else ''}"
     return f"{run.named('scheduler')} {run.named('optimizer')} optimizer.lr={run.optimizer.lr:g}: {updates}"
 
 

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 import torch
 
+from drivetrain.augment import Augment
 from drivetrain.core import trees
 from drivetrain.core.errors import DataError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.data.base import IGNORE_INDEX, Splits, Tensors, twice
+from drivetrain.data.base import IGNORE_INDEX, Data, Splits, Tensors, twice
 from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline
 from drivetrain.logger.drawing import BLACK, Tile, grid, pixels, with_mask
@@ -31,12 +32,12 @@ GAP = 4  # pixels between a sample and what becomes of it
 
 def sheet_of(run: RunSpec) -> Sheet:
     """Return what the training of a run will see: its sets, what their columns or texts became, and samples."""
-    data = run.data.load_sets(torch.device("cpu"))
+    data = Data.of(run).load_sets(torch.device("cpu"))
     others = {f"{split} {name}".rstrip(): each for split in ("validation", "test") for name, each in data.sets(split).items()}
     sets = {"training": data.train, **others}
     said = [line for line in (data.inputs, *data.doubts, *_remarks(sets)) if line]
     sections: list[Section] = [*under("What was read", words(*said)), Table.of(_counts(run, data, sets), name="samples")]
-    if columns := run.data.describe_columns(data):
+    if columns := Data.of(run).describe_columns(data):
         table = Table.of(columns, name="columns", prose=("became", "values", "examples"), spare=("examples", "values"), most=40)
         sections += under("What each column became", table)
     if isinstance(data.train, ImageFileSource):
@@ -132,7 +133,7 @@ def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:
     columns: dict[str, list[str]] = {"sample": [], "text": [], "tokens": [], "target": []}
     for index in _chosen(data.train).tolist():
         x, y = data.train.fetch(torch.tensor([index]))
-        if not isinstance(x, torch.Tensor) or x.ndim != 2 or (text := run.data.decode(x[0].tolist(), data)) is None:
+        if not isinstance(x, torch.Tensor) or x.ndim != 2 or (text := Data.of(run).decode(x[0].tolist(), data)) is None:
             return {}
         target = ", ".join(_lines(run, data, y[0])) if isinstance(y, torch.Tensor) and y.ndim < 2 else _of_tokens(run, data, y[0])
         short = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
@@ -146,7 +147,7 @@ def _of_tokens(run: RunSpec, data: Splits, targets: torch.Tensor) -> str:
     counted = targets[targets != IGNORE_INDEX].tolist()
     if run.data.targets != "tokens":
         return ", ".join(str(data.names[number]) if data.names else str(number) for number in counted[:SHOWN])
-    learnt = run.data.decode(counted, data) if len(counted) < len(targets) else None
+    learnt = Data.of(run).decode(counted, data) if len(counted) < len(targets) else None
     return "the next token" if learnt is None else f"the next token of {' '.join(learnt.split())[:CHARACTERS]!r}"
 
 
@@ -175,7 +176,7 @@ def _chosen(source: Source, most: int = SHOWN) -> torch.Tensor:
 def _tiles(run: RunSpec, data: Splits) -> Iterator[Tile]:
     """Yield a tile for each of some samples: as it is read, and as training gets it, with its target."""
     chosen = _chosen(data.train)
-    count, steps = len(chosen), tuple(run.augment)
+    count, steps = len(chosen), tuple(Augment.all_of(run))
     pipeline = Pipeline(data.train, steps, None, run.runtime.seed, data.classes, masks=run.data.targets == "mask")
     mixed = chosen.roll(max(1, count // 3)) if any(step.mixes for step in steps) else None
     request = Request(0, chosen, 1.0, mix_with=mixed)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Effect, Option, Positive
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
+from drivetrain.core.option import BuildContext, Effect, Option, Positive
 
 Tensors = Sequence["torch.Tensor"]
 GlobalNorm = Callable[[Tensors, float], "torch.Tensor"]  # (parameters, type of the norm) → norm of their gradients, 0-d
@@ -25,13 +23,12 @@ def updated_parameters(context: BuildContext) -> list[torch.nn.Parameter]:
     return [p for group in context.optimizer.param_groups for p in group["params"]]
 
 
-class Clip(Option):
+class Clip(Option, groups.Clip):
     """clip=none: gradients are not clipped."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    active = False
 
     def build(self, context: BuildContext) -> Callable[[], None]:
         """A function that clips the gradients of the parameters that the run's optimizer updates."""

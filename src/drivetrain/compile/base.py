@@ -6,35 +6,23 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from drivetrain.core import groups
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Effect, Option, RunSpec
+from drivetrain.core.option import BuildContext, Effect, Option, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree, first
 
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
-
-class Compile(Option):
+class Compile(Option, groups.Compile):
     """compile=none: the model runs eagerly."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    active = False
-    captures_step = False  # the whole step is one graph
-    cuda_graphs = False
-    torchscript = False
-    partitions_activations = False  # chooses which activations to keep between forward and backward
-    specializes_on_shapes = False  # recompiles, or makes slower code, if shapes change
-    ranks_meet_in_forward = False  # the compiled forward may contain collectives
-    crosses_devices = True  # activations may move between devices within the forward
-    whole_forward = False  # the model's forward is compiled as a whole, not block by block
     warmup = 1  # steps until compilation is done
-    dynamic: bool | None = False  # compile for any shape; None: once shapes change
 
     def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
         """Return the callable that training calls.

@@ -12,21 +12,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from drivetrain.compile.base import Compiled, dynamo_seconds
 from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.lazy import start_autograd_engine, torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.paths import user_cache
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., object])

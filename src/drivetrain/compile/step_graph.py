@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from drivetrain.compile.inductor import Dynamo, keep_gradients, refuse_ranks_that_keep_gradients
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 def eager_only_settings(run: RunSpec) -> dict[str, tuple[str, str]]:

@@ -91,8 +91,15 @@ def of(cls: Any) -> Schema:
 @cache
 def _of(cls: Any) -> Schema:
     owner: Any = next(c for c in cls.__mro__ if "__init__" in vars(c))
-    found = get_type_hints(owner if "__dataclass_fields__" in vars(owner) else owner.__init__, include_extras=True)
-    return Schema(cls.__name__, {name: found.get(name, Any) for name in inspect.signature(cls).parameters})
+    names, found = inspect.signature(cls).parameters, {}
+    if "__dataclass_fields__" not in vars(owner):
+        found = get_type_hints(owner.__init__, include_extras=True)
+    for base in reversed(cls.__mro__) if not found else ():  # other annotations than those of fields may need torch
+        own = {name: hint for name, hint in vars(base).get("__annotations__", {}).items() if name in names}
+        if "__dataclass_fields__" in vars(base):
+            fields = type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__})
+            found |= get_type_hints(fields, include_extras=True)
+    return Schema(cls.__name__, {name: found.get(name, Any) for name in names})
 
 
 def _is_too_large(value: Any) -> bool:

@@ -27,8 +27,8 @@ from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
-from drivetrain.core.option import CheckedValues, Count, InvalidValue, Option, RunSpec
-from drivetrain.core.stages import Stage
+from drivetrain.core.option import Count, Option
+from drivetrain.core.run_spec import CheckedValues, InvalidValue, RunSpec, Stage
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no group

@@ -159,6 +159,8 @@ def _parts(value: object) -> Iterator[Any]:
 PLAIN_NAME = Text(r"[A-Za-z_]\w{0,99}", "a plain name")
 NAME_PATTERN = Text(r"[\w.*?\[\]!-]{1,200}", "a parameter's or module's name, with * and ? for any letters")
 EPOCHS = Text(r"\d{1,9}(\.\d{1,9})?ep", "a number of epochs such as 5ep")
+# Below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon).
+Length = float | Annotated[str, EPOCHS]
 FILE_NAME = Text(r"\w[\w.-]{0,99}", "a plain name of a file or folder beside the data, not a path")
 
 Name = Annotated[str, PLAIN_NAME]  # of a metric, a split, a class of modules

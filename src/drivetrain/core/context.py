@@ -7,19 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from drivetrain.core import protocols
 from drivetrain.core.horizon import Horizon, Progress
 from drivetrain.core.lazy import torch
 from drivetrain.core.model_call import ModelCall
-from drivetrain.core.option import RunSpec
-from drivetrain.core.phases import Running
+from drivetrain.core.run_spec import RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 
 NO_RUN_DIR = Path(os.devnull)  # of a run that keeps no files: a trial, or a rank that does not know the directory
+
+
+class RunningPhase(Protocol):
+    """A phase of the updates, in a run."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    made: bool  # whether the last update has updated them
 
 
 @dataclass
@@ -38,14 +44,14 @@ class BuildContext:
     progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
     log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it
     # Gives a context in which the model holds weights of a name, ready to be used; `engine.build` sets it.
-    eval_model: Callable[..., AbstractContextManager[Any]] = nullcontext
+    eval_model: Callable[..., AbstractContextManager[torch.nn.Module]] = nullcontext
     resumed: bool = False  # whether a checkpoint is restored once the run is built
     trains: bool = True  # whether the model is trained, or only used
-    phases: Sequence[Running] = ()  # of the updates
+    phases: Sequence[RunningPhase] = ()  # of the updates
     sums: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d: figures of updates, added up since the last record
     on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
     # In which a model is created whose weights have shapes and no values, as a forecast wants it; None: they have values.
-    without_values: AbstractContextManager[Any] | None = None
+    without_values: AbstractContextManager[object] | None = None
 
     device: torch.device = field(init=False)
     seed: int = field(init=False)

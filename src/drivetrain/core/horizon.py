@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from drivetrain.core.option import Length, RunSpec
+from drivetrain.core.allowed import Length
+from drivetrain.core.run_spec import RunSpec
 from drivetrain.core.typed import StateDict
 
 LONGEST = 10**15  # updates or epochs: beyond any run, and exact as a float

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from drivetrain.core.allowed import EPOCHS
+from drivetrain.core.allowed import Length
+from drivetrain.core.context import BuildContext
+from drivetrain.core.protocols import Trials
+from drivetrain.core.run_spec import RunSpec
 
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
-    from drivetrain.core.protocols import Trials
-    from drivetrain.core.stages import Stage
+__all__ = [
+    "Bins", "BuildContext", "Count", "CountOrZero", "Effect", "Few", "Length", "Momentum", "NonNegative", "Option", "Positive",
+    "RunSpec", "Share", "Trials", "needs_extra",
+]  # fmt: skip
 
 LARGEST_FLOAT = 1e38  # of a setting: float32, which it meets in the step, ends at 3e38
 LARGEST_COUNT = 10**12
@@ -33,60 +35,6 @@ Few = Annotated[int, Ge(1), Le(100)]  # iterations within one update, and what e
 Bins = Annotated[int, Ge(2), Le(10_000)]  # of a metric: each has its counts
 # On training: the same numbers; the same mathematics, rounded otherwise or summed in another order; or another run.
 Effect = Literal["exact", "close", "changes"]
-# Below 1: a share of the run; a whole number: updates; "5ep": epochs (read by horizon.Horizon).
-Length = float | Annotated[str, EPOCHS]
-
-
-class InvalidValue(KeyError, AttributeError):
-    """A rule has asked for an option or a value that the config did not give rightly."""
-
-
-class CheckedValues(dict[str, Any]):
-    """The options or the values of a run. `wrong` names those that are left out: to ask for one raises InvalidValue."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.wrong: set[str] = set()
-
-    def __missing__(self, name: str) -> Any:
-        raise InvalidValue(name) if name in self.wrong else KeyError(name)
-
-
-@dataclass
-class RunSpec:
-    """Holds all options of a run, before anything is built."""
-
-    choices: dict[str, Any]  # group → option's name (a list for surgery, augment, logger)
-    values: dict[str, Any]  # the keys of conf/config.yaml that are no group
-    parts: dict[str, Any] = field(default_factory=dict)  # group → Option, or a list of them
-    from_environment: Callable[[str], bool] = lambda _: False  # whether the value of a dotted key came from the environment
-    not_for_recipes: set[str] = field(default_factory=set)  # dotted keys whose values no recipe may have: the operator gave them
-    stages: list[Stage] = field(default_factory=list)  # of the whole run, in their order; [] where nothing changes on the way
-
-    def __getattr__(self, group: str) -> Any:
-        try:
-            return self.__dict__["parts"][group]
-        except InvalidValue:
-            raise
-        except KeyError:
-            raise AttributeError(group) from None
-
-    def with_parts(self, **parts: Any) -> RunSpec:
-        """Return the run with other options: group → option."""
-        return replace(self, parts=type(self.parts)({**self.parts, **parts}))
-
-    def named(self, group: str) -> str:
-        """Return the setting as the user would type it, for messages."""
-        choice = self.choices.get(group)
-        return f"{group}=[{','.join(choice)}]" if isinstance(choice, list) else f"{group}={choice}"
-
-    def tried(self) -> dict[str, Option]:
-        """Return the options of which trials choose before the ranks start, by their groups."""
-        return {group: part for group, part in self.parts.items() if isinstance(part, Option) and part.untried}
-
-    def names(self, group: str) -> list[str]:
-        """Return the names of the options of a group that takes several, in order, for messages."""
-        return [name for name in self.choices[group] if name != "none"]
 
 
 class Option:
@@ -119,18 +67,33 @@ class Option:
     machine_local_keys: ClassVar[tuple[str, ...]] = ()  # of this machine (paths, devices): not in recipes, nor the config hash
     identifying_keys: ClassVar[tuple[str, ...]] = ()  # those of them that make another run: in the config hash after all
 
-    def __init_subclass__(cls, **named: Any) -> None:
+    def __init_subclass__(cls, **named: object) -> None:
         super().__init_subclass__(**named)
         if "effect" not in cls.__dict__ and cls.effect != "changes":
             cls.effect, cls.changes = "changes", cls.__dict__.get("changes", "")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         own = vars(self)
         if name in own and "_in_run" not in own and name in inspect.signature(type(self)).parameters:
             raise AttributeError(f"{name} is a setting of {type(self).__name__}, and set already: take with_values({name}=…)")
         super().__setattr__(name, value)
 
-    def with_values(self, **values: Any) -> Self:
+    @classmethod
+    def all_of(cls, run: RunSpec) -> list[Self]:
+        """Return the run's options of this class, in their order, for code that may import their group."""
+        return [
+            option
+            for part in run.parts.values()
+            for option in (part if isinstance(part, list) else [part])
+            if isinstance(option, cls)
+        ]
+
+    @classmethod
+    def of(cls, run: RunSpec) -> Self:
+        """Return the run's option of this class, of a group that takes one."""
+        return cls.all_of(run)[0]
+
+    def with_values(self, **values: object) -> Self:
         """Return a copy with other values of settings, or of what follows from them."""
         made = copy.copy(self)
         vars(made).update(values)

@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.protocols import Strategy
 from drivetrain.core.typed import StateDict
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 MOST = 10_000  # objects that are looked at
 ITEMS = 64  # of each container

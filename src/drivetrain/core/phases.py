@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, Text, check_patterns, matches
 from drivetrain.core.errors import UserError
-from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, Positive, RunSpec
 
 Phases = Annotated[
@@ -25,13 +24,6 @@ class Phase:
     every: Count = 1  # it runs in each so many updates
     lr: Positive | None = None
     max_norm: Positive | None = None  # of its gradients, as clip=norm has it
-
-
-class Running(Protocol):
-    """A phase in a run."""
-
-    parameters: Sequence[torch.nn.Parameter]
-    made: bool  # whether the last update has updated them
 
 
 def of(run: RunSpec) -> dict[str, Phase]:

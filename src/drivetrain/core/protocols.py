@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from drivetrain.core.horizon import Progress
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import Order
+from drivetrain.core.run_spec import RunSpec
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.core.world import World
-
-if TYPE_CHECKING:
-    from drivetrain.core.option import RunSpec
 
 
 class Pipeline(Protocol):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from drivetrain.core.errors import did_you_mean
-from drivetrain.core.option import RunSpec
+from drivetrain.core.groups import Better
+from drivetrain.core.run_spec import RunSpec
 
 AVERAGED = "ema_"
 
@@ -37,9 +38,6 @@ class Figure(NamedTuple):
     def of_weights(self) -> str:
         """Its name on a set that is known."""
         return f"{AVERAGED}{self.metric}" if self.averaged else self.metric
-
-
-Better = Callable[[float, float], float]  # min or max: returns the better of two values
 
 
 class Selection(NamedTuple):

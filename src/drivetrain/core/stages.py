@@ -5,40 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from drivetrain.core.allowed import Length
 from drivetrain.core.horizon import Horizon, Progress, run_horizon
-from drivetrain.core.option import Length, RunSpec
-from drivetrain.core.overrides import format_value
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A part of a run: the run's config with changes, up to a boundary."""
-
-    until: Length | None  # None: the end of the run
-    changes: Mapping[str, Any]  # dotted key or group → value
-    run: RunSpec  # its options
-
-    @property
-    def end(self) -> str:
-        """The end of the stage, in words."""
-        return "to the end" if self.until is None else f"until {self.until}"
-
-    @property
-    def settings(self) -> str:
-        """The settings that it changes, as they would be typed."""
-        return " ".join(f"{key}={_shown(value)}" for key, value in self.changes.items()) or "the config of the run"
-
-    @property
-    def title(self) -> str:
-        """Its end and its settings in one line."""
-        return f"{self.end}: {self.settings}"
-
-    def typed(self) -> str:
-        """The stage as an override gives it."""
-        return format_value({**({} if self.until is None else {"until": self.until}), **self.changes})
+from drivetrain.core.run_spec import RunSpec
 
 
 class Boundary(NamedTuple):
@@ -182,9 +154,3 @@ def without(run: RunSpec) -> RunSpec:
 
 def _updates(end: float) -> str:
     return f"update {end:,.0f}"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return "[" + ",".join(map(_shown, value)) + "]"
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from drivetrain.core.option import RunSpec
+from typing import Literal
 
 TargetKind = Literal["class", "labels", "values", "mask", "tokens", "words", "pair"]
 DESCRIPTIONS: dict[TargetKind, str] = {
@@ -26,12 +23,3 @@ FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
 def describe(kinds: tuple[TargetKind, ...]) -> str:
     """Return the kinds in words, for messages."""
     return " or ".join(DESCRIPTIONS[kind] for kind in kinds)
-
-
-def kind_of(run: RunSpec) -> TargetKind | None:
-    """Return what the targets of a run are: as its data says, or else its loss, where that takes a single kind."""
-    given: TargetKind | None = run.data.targets
-    takes: tuple[TargetKind, ...] = tuple(getattr(run.loss, "takes", ()))  # a user's own may not say
-    if given is None and len(takes) == 1:
-        (given,) = takes
-    return given

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, T
 
 import annotated_types
 
+from drivetrain.core import groups, rng, trees
 from drivetrain.core import order as orders
-from drivetrain.core import rng, trees
 from drivetrain.core.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
@@ -170,7 +170,7 @@ def number_apart(count: int, share: float) -> int:
 
 
 @dataclass(kw_only=True, eq=False)
-class Data(Option):
+class Data(Option, groups.Data):
     """The base of every data option. Its settings are fields; those of each option follow from its class and its bases."""
 
     changes = "trains on other samples"
@@ -181,20 +181,10 @@ class Data(Option):
     stage_keys: ClassVar[tuple[str, ...]] = ("size",)
     why_fixed: ClassVar[str] = "the samples and their order are one for the whole run"
     test: Any = field(init=False, default=None)  # the test set, or several by name, where the user chooses it
-    max_value: ClassVar[float | None] = 255.0  # the largest value of an input; None where there is no bound
-    on_device = False  # samples are made on the model's device
-    mirrored_changes_label = False  # a mirrored image shows another class
     # Inputs are sequences of tokens, which may differ in length; None where only the user knows.
     tokens: bool | None = field(init=False, default=False)
-    each_token_counts = True  # each token of a sample is a target of the loss, where targets are tokens
-    packing = False  # samples share rows, with position ids that begin anew at each of them
-    has_prompts = False  # samples are prompts with answers, whose tokens alone are targets
-    byte_tokens = True  # a token is a byte: losses are also in bits per byte
-    may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
     targets: TargetKind | None = field(init=False, default="class")  # what a sample's target is; None where only the user knows
-    views = 1  # how many views the augmentation makes of each sample
     input_files: ClassVar[tuple[str, ...]] = ()  # endings of the files that `read_inputs` reads
-    reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
     reads: ClassVar[tuple[TargetKind, ...]] = ()  # what targets it can read, where there are several kinds; the usual one first
     kind: TargetKind | None = field(init=False, default=None)  # the one of them that the user chose
     own: OwnData | None = field(init=False, default=None)  # of a finished run that is evaluated on data of another place
@@ -345,10 +335,6 @@ class Data(Option):
             f"or give your own Dataset (data=own) {told_by}"
         )
 
-    def shape(self) -> tuple[int, ...] | None:
-        """Return the shape of one input; None where only loading tells."""
-        return None
-
     def encode(self, text: str, data: Splits) -> torch.Tensor:
         """Return the tokens of a text (length,), as the model takes them. Raises DataError."""
         raise DataError(f"{type(self).__name__.lower()} does not read text")
@@ -375,10 +361,6 @@ class Data(Option):
     def reads_file(self, path: Path) -> bool:
         """True if `read_inputs` reads such a file."""
         return self.reads_rows or path.suffix.lower() in self.input_files
-
-    def decodes_images(self) -> bool:
-        """True if samples are image files, decoded as they are read."""
-        return False
 
     def train_samples(self) -> int | None:
         """Return the number of training samples; None where only loading tells."""

@@ -6,30 +6,24 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
-from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, Effect, Option, Positive, RunSpec
 from drivetrain.core.order import index_of
 from drivetrain.core.protocols import Loss, Pipeline
 from drivetrain.core.source import Subset
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.core.world import World
 
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
-
-class Debug(Option):
+class Debug(Option, groups.Debug):
     """debug=none: no debugging."""
 
     why_fixed: ClassVar[str] = "it watches the whole run"
     effect: ClassVar[Effect] = "exact"
-    updates: int | None = None  # stop after this many updates
-    eval_batches: int | None = None  # evaluate at most this many batches
-    augments = True  # whether samples are augmented
-    names_backward_lines = False  # names the forward line of an operation in the backward
 
     def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""

@@ -9,19 +9,16 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
 from drivetrain.core.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 

@@ -10,17 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core.device import ON_PURPOSE
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import CountOrZero, RunSpec
+from drivetrain.core.option import BuildContext, CountOrZero, RunSpec
 from drivetrain.core.step import StreamWatcher
 from drivetrain.debug.base import Debug
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which are on the CPU anyway
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
-from drivetrain.core.option import Count, CountOrZero, RunSpec
+from drivetrain.core.option import BuildContext, Count, CountOrZero, RunSpec
 from drivetrain.core.step import StreamWatcher
 from drivetrain.debug.base import Debug
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 Mark = Callable[[str], AbstractContextManager[Any]]
 

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Effect, Option, Share
+from drivetrain.core.option import BuildContext, Effect, Option, Share
 from drivetrain.core.typed import StateDict
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 # Relative widths of power-function averages: of one update in a thousand, and nearly the plain mean of a run's (1 / √12 = 0.289).
 NARROWEST, BELOW = 0.001, 0.28
 STATISTICS = ("running_mean", "running_var")  # the buffers that are means over batches, as torch's norms name them
 
 
-class Ema(Option):
+class Ema(Option, groups.Ema):
     """ema=none: no average is kept."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    active = False
     started = True  # whether there is an average yet: until then it is the weights themselves
     stale = False  # whether all ranks have to complete the average before it is used
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from annotated_types import Ge, Lt
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.option import BuildContext, Count, RunSpec
 from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import BELOW, NARROWEST, Kept
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 Width = Annotated[float, Ge(NARROWEST), Lt(BELOW)]
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from drivetrain.core import horizon as horizons
 from drivetrain.core import streams
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import CountOrZero, Length, RunSpec
+from drivetrain.core.option import BuildContext, CountOrZero, Length, RunSpec
 from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Kept
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 class Swa(Kept):

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
+from drivetrain.adapter import Adapter
 from drivetrain.augment.base import Augment
 from drivetrain.batch.base import Batch
+from drivetrain.checkpointing import Checkpointing
+from drivetrain.clip import Clip
 from drivetrain.compile import Compile
 from drivetrain.core import files, owned, stages
 from drivetrain.core import horizon as horizons
@@ -25,8 +28,9 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree, described, named_leaves
-from drivetrain.data.base import Splits
+from drivetrain.data.base import Data, Splits
 from drivetrain.debug.base import Debug
+from drivetrain.ema.base import Ema
 from drivetrain.engine import facts, flops, input_checks, out_of_memory, phased_step
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
@@ -38,11 +42,20 @@ from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.engine.update_step import ClosureStep, Passes, TwoPasses, UpdateStep, Weighed
-from drivetrain.loader import Pipeline
+from drivetrain.loader import Loader, Pipeline
 from drivetrain.loss import Loss
 from drivetrain.loss.embedding import ComparingLoss
+from drivetrain.metrics import Metric
+from drivetrain.model import Model
+from drivetrain.optimizer import Optimizer
+from drivetrain.parallel import Parallel
+from drivetrain.precision import Precision
+from drivetrain.runtime import Runtime
+from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
-from drivetrain.surgery.base import apply_all
+from drivetrain.scheduler import Scheduler
+from drivetrain.stop import Stop
+from drivetrain.surgery.base import Edit, apply_all
 from drivetrain.surgery.sync_bn import partial_statistics
 
 FEW_TOKENS = 16
@@ -71,16 +84,16 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     """
     run = context.run
     # The device and the seed come before anything that allocates memory or draws random numbers.
-    context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
+    context.device, context.seed = Runtime.of(run).set_up_process(context.world), run.runtime.seed
     # The ranks join before anything is built, so that a difference between their configs ends the run here.
-    parallel = context.parallel = run.parallel.build(context) if before is None else before.parallel
-    debug: Debug = run.debug.build(context)
+    parallel = context.parallel = Parallel.of(run).build(context) if before is None else before.parallel
+    debug: Debug = Debug.of(run).build(context)
     context.findings = debug.report if before is None else chain_reports(context.findings, debug.report)
-    precision = context.precision = debug.wrap_precision(run.precision.build(context))
+    precision = context.precision = debug.wrap_precision(Precision.of(run).build(context))
     batch = _load_data(context, debug, before.data if before is not None else None)
     world = parallel.data_world
     # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
-    loss: Loss = run.loss.build(context)
+    loss: Loss = Loss.of(run).build(context)
     context.loss = loss
 
     model, model_flops = _build_model(context, debug)
@@ -95,7 +108,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         }
     # Compile before DDP, so that evaluation keeps the plain model. The first call is within DDP's forward: there torch splits
     # the compiled model at DDP's buckets (DDPOptimizer), so that all-reduces still overlap with the backward.
-    compiler = run.compile.build(context)
+    compiler: Compile = Compile.of(run).build(context)
     takes_batches = context.model_call.taking_batches  # outermost, so that it is the same for training and evaluation
     compiled = compiler.apply(model, context.example, run.checkpointing.budget)
     forward = takes_batches(parallel.wrap_model(compiled, context))
@@ -103,23 +116,23 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     with parallel.plain_parameters(model):
         phases = context.phases = phased_step.build(context)
         optimizer = context.optimizer = (
-            phased_step.chained(phases) if phases else precision.build_optimizer(run.optimizer, context)
+            phased_step.chained(phases) if phases else precision.build_optimizer(Optimizer.of(run), context)
         )
-        ema = run.ema.build(context)
-    scheduler = run.scheduler.build(context)
+        ema = Ema.of(run).build(context)
+    scheduler = Scheduler.of(run).build(context)
     # All ranks have initialised the same model; from here on each draws its own dropout, except where ranks share activations.
-    run.runtime.seed_rank(world)
-    loader = context.loader = run.loader.build(context)
+    Runtime.of(run).seed_rank(world)
+    loader = context.loader = Loader.of(run).build(context)
     batches = context.horizon.updates * batch.accumulation_steps
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
     loader.check((context.train_data, *(each for sets in context.evaluated.values() for each in sets.values())))
 
     noise, step = _step(context, batch, compiler, forward, phases)
     # Unfreezing comes before an update, and debugging hooks see all of it.
-    step = debug.wrap_step(run.model.wrap_step(step, context))
-    eval_weights = precision.eval_weights(run.optimizer, optimizer)
-    meters, selection = [metric.build(context) for metric in run.metrics], selected(run)
-    timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), run.saving.build(context)
+    step = debug.wrap_step(Model.of(run).wrap_step(step, context))
+    eval_weights = precision.eval_weights(Optimizer.of(run), optimizer)
+    meters, selection = [metric.build(context) for metric in Metric.all_of(run)], selected(run)
+    timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), Saving.of(run).build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, context.parts, noise, phases)
     context.log_image = log.image
@@ -138,7 +151,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         own.check()
     trainer = Trainer(
         model=model, step=callbacks.wrap_step(step), selection=selection, optimizer=optimizer, scheduler=scheduler,
-        precision=precision, stopping=run.stop.build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
+        precision=precision, stopping=Stop.of(run).build(context), parallel=parallel, ema=ema, batch=batch, loader=loader,
         train_data=context.train_data, taken=context.train_data.taken(world, context.on_exit), evaluator=evaluator,
         device=context.device,
         memory_format=context.memory_format,
@@ -164,16 +177,17 @@ def _step(
     its micro-batches passes through all of those. An update with phases has such a step for each of them.
     """
     run, parallel, model, loss = context.run, context.parallel, context.model, context.loss
+    runtime = Runtime.of(run)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def graph(loss: Any, clip: Callable[[], None]) -> Step:
         of_ranks = parallel.wrap_loss(loss, model, context)
         given = forward, of_ranks, context.precision, context.optimizer, clip
-        wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: run.runtime.zero(parameters)), context)
+        wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: runtime.zero(parameters)), context)
         return compiler.wrap_step(wrapped, context)
 
     if not phases:
-        clip = run.clip.build(context)
+        clip = Clip.of(run).build(context)
         noise, step = _with_noise_scale(graph(loss, clip), batch, parameters, context)
         return noise, _of_update(step, loss, clip, forward, context)
     context.sums.clear()  # they are of each phase's own gradients
@@ -228,26 +242,27 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
 
     `loaded` is the same data, where it is read already.
     """
-    run, data = context.run, loaded or context.run.data.load_sets(context.device)
+    run, loss = context.run, Loss.of(context.run)
+    data = loaded or Data.of(context.run).load_sets(context.device)
     context.loaded = data
     shape_as_loaded = data.shape
     # The loss may give the model one view of a sample at a time, or want several outputs for each number.
     shape = (run.data.views, *data.shape) if run.data.views > 1 else data.shape
-    data = replace(data, classes=run.loss.outputs(data.classes), shape=run.loss.input_shape(shape))
+    data = replace(data, classes=loss.outputs(data.classes), shape=loss.input_shape(shape))
     if data.shape != shape_as_loaded and isinstance(data.example, torch.Tensor):  # views that own data makes: one is an input
         data = replace(data, example=data.example.flatten(0, 1)[: len(data.example)])
     context.data, context.train_source = data, data.train
     known_before = horizons.run_horizon(run) is not None
-    batch: Batch = run.batch.build(context)
+    batch: Batch = Batch.of(run).build(context)
     bytes_each = 4 if context.device.type == "cpu" else 1  # of a number: images are sent to a device as bytes
     check_batch(
         run.named("batch"), batch.micro_batch(context.parallel.data_world), data.shape, bytes_each, context.world.local_size
     )
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
-    steps = tuple(run.augment) if run.debug.augments else ()
+    steps = tuple(Augment.all_of(run)) if run.debug.augments else ()
     if refusals := _cannot_augment(context, steps, shape_as_loaded):
         raise UserError(refusals)
-    drawn = run.loss.steps(data)
+    drawn = loss.steps(data)
     about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, (*drawn, *steps), data.normalize, context.seed, data.classes, batch.pad_to, **about)
     evaluated = evaluated_sets(data, (*drawn, *(steps if run.data.views > 1 else ())), context.seed, about)
@@ -281,10 +296,10 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     model = _edited_model(context)
     example = context.example
     # Adapters come after all edits, on the final layers.
-    _log(run.adapter.apply(model, context))
+    _log(Adapter.of(run).apply(model, context))
     # Parameters are frozen once they are final, and before all that asks which of them train: the count of operations,
     # master weights, sharding, DDP and the optimizer.
-    _log(run.model.freeze_parameters(model, context))
+    _log(Model.of(run).freeze_parameters(model, context))
     # Counted before activation checkpointing, which computes some twice, and before sharding, which leaves a part here.
     model_flops = _count_flops(context, model, example)
     if model_flops.output is not None:
@@ -294,7 +309,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
-    run.checkpointing.apply(model)
+    Checkpointing.of(run).apply(model)
     # Sharding is in place too; compile traces the sharded modules.
     context.parallel.shard(model, context.precision.gathered_dtype(), example)
     _log(partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
@@ -306,9 +321,9 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     """Build the model on its device and edit it; fill in the example and the memory format."""
     run, data = context.run, context.data
     inputs = data.two_samples(context.device)
-    if problem := run.model.input_problem(inputs):
+    if problem := Model.of(run).input_problem(inputs):
         raise UserError(f"{run.named('model')} {problem} of {run.named('data')}: choose a model that takes them")
-    model: torch.nn.Module = run.model.build(context)
+    model: torch.nn.Module = Model.of(run).build(context)
     # Edits of the module tree come first: every later step works on the final modules. The memory format is one of
     # them; it is set before compiling, which specialises on strides.
     formats = [e.memory_format for e in run.surgery if e.memory_format is not None]
@@ -319,7 +334,7 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     )
     context.model_call.check(model, inputs)
     example = context.example = context.model_call.arguments(inputs)
-    _log(apply_all(run.surgery, model, example))
+    _log(apply_all(Edit.all_of(run), model, example))
     return model
 
 
@@ -341,10 +356,10 @@ def _check_output(context: BuildContext, output: object) -> None:
 def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
     run = context.run
-    context.device, context.seed = run.runtime.set_up_process(context.world), run.runtime.seed
+    context.device, context.seed = Runtime.of(run).set_up_process(context.world), run.runtime.seed
     context.trains = False
-    context.parallel, context.data = run.parallel.build(context), data
-    context.precision = run.precision.build(context)
+    context.parallel, context.data = Parallel.of(run).build(context), data
+    context.precision = Precision.of(run).build(context)
     model = _edited_model(context)
     converted: torch.nn.Module = context.precision.convert(model, context.example)
     return converted.eval()
@@ -377,9 +392,9 @@ def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon
     if horizon is None:
         raise UserError(facts.too_few_samples(batch, run.values["epochs"], samples))
     if not known_before and run.debug.updates is None:
-        if problems := [*stages.boundary_problems(run, horizon), *run.scheduler.horizon_problems(horizon)]:
+        if problems := [*stages.boundary_problems(run, horizon), *Scheduler.of(run).horizon_problems(horizon)]:
             raise UserError(problems)
-        _log(run.scheduler.horizon_advice(horizon, run))
+        _log(Scheduler.of(run).horizon_advice(horizon, run))
     return horizon.at_most(run.debug.updates)
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 from drivetrain.batch.base import Batch
 from drivetrain.core import files
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.process import __version__
 from drivetrain.core.source import Source
-from drivetrain.core.targets import TargetKind, kind_of
+from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.data.base import Normalize, Splits, Units
 from drivetrain.data.decoding import Range
@@ -60,7 +59,7 @@ def _samples(context: BuildContext) -> Iterator[str]:
 
 
 def _outputs(context: BuildContext) -> str:
-    data, kind = context.data, kind_of(context.run)
+    data, kind = context.data, context.run.target_kind
     one, several = WORDS.get(kind, ("output", "outputs")) if kind is not None else ("output", "outputs")
     names = list(data.names or ())
     named = f": {', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}" if len(names) == data.classes else ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.source import Source, Subset
 from drivetrain.core.step import StreamWatcher
 from drivetrain.core.trees import named_leaves
@@ -18,7 +18,6 @@ from drivetrain.engine.step_timer import StepTimer
 from drivetrain.loss.base import Loss
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
     from drivetrain.engine.trainer import Trainer
 
 logger = logging.getLogger(__name__)

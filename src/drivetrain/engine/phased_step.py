@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from drivetrain.clip.base import Norm
+from drivetrain.clip.base import Clip, Norm
 from drivetrain.core import phases as settings
 from drivetrain.core.context import BuildContext
 from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
+from drivetrain.optimizer import Optimizer
 from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
 
 
@@ -58,8 +59,8 @@ def build(context: BuildContext) -> list[Phase]:
     built = []
     for name, names in settings.divided(found, trained).items() if found else ():
         given, own = found[name], [trained[n] for n in names]
-        option = run.optimizer if given.lr is None else replace(run.optimizer, lr=given.lr)
-        clip = run.clip if given.max_norm is None else Norm(given.max_norm)
+        option = Optimizer.of(run) if given.lr is None else replace(Optimizer.of(run), lr=given.lr)
+        clip = Clip.of(run) if given.max_norm is None else Norm(given.max_norm)
         with _alone(own, trained.values()):
             of_phase = precision.of_phase(name)
             optimizer = context.optimizer = of_phase.build_optimizer(option, context)

@@ -17,12 +17,15 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.protocols import LogWriter
+from drivetrain.core.run_spec import Stage
 from drivetrain.core.signals import StopFlag
-from drivetrain.core.stages import Boundary, Stage
+from drivetrain.core.stages import Boundary
 from drivetrain.core.typed import StateDict
 from drivetrain.engine import build
 from drivetrain.engine.out_of_memory import free_memory
 from drivetrain.engine.trainer import Trainer
+from drivetrain.model import Model
+from drivetrain.optimizer import Optimizer
 from drivetrain.saving import checkpoint_io
 from drivetrain.saving.writer import HostCopy, Writer
 
@@ -200,7 +203,7 @@ class StagedRun:
             context.run = stage.run
             try:
                 with _named(number):
-                    stage.run.optimizer.check_names(stage.run.model.trained(model, context))
+                    Optimizer.of(stage.run).check_names(Model.of(stage.run).trained(model, context))
             except UserError as error:
                 problems += error.problems
         if problems:
@@ -230,7 +233,7 @@ def _shapes(context: BuildContext, stage: Stage) -> Mapping[str, tuple[int, ...]
     tried.device, tried.seed, tried.data = torch.device("meta"), context.seed, replace(context.data, shape=shape)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return {name: tuple(p.shape) for name, p in run.model.create_for(tried).named_parameters()}
+            return {name: tuple(p.shape) for name, p in Model.of(run).create_for(tried).named_parameters()}
     except UserError:
         raise
     except Exception:  # a network that cannot be made without memory; building its stage tells what is wrong

@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
+from drivetrain.data import Data
 from drivetrain.inference.inputs import Read
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.inference.predict import Place, Row
@@ -34,7 +35,7 @@ class Answers:
             raise UserError(
                 f"{type(self.loaded.model).__name__} has no method `generate`, which writes answers: train model=transformers"
             )
-        self._texts, ends = self.loaded.run.data.answer_texts(self.loaded.data)
+        self._texts, ends = Data.of(self.loaded.run).answer_texts(self.loaded.data)
         self._stops = [*ends, *self.stops]
         self._positions: int | None = getattr(self.loaded.model.config, "max_position_embeddings", None)
 

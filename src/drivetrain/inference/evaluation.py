@@ -13,7 +13,7 @@ from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.signals import StopFlag
-from drivetrain.core.targets import TargetKind, kind_of
+from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import length
 from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Data, OwnData
@@ -66,8 +66,8 @@ def evaluate(
     checkpoint = finished.checkpoint
     if (about := manifest.about(checkpoint)) and _on_other_data(finished.job, Path(run_dir)):
         own = _own_data(finished.job, overrides, Path(run_dir), about)
-        finished.job.run = finished.job.run.with_parts(data=finished.job.run.data.with_values(own=own))
-    kind = kind_of(finished.job.run)
+        finished.job.run = finished.job.run.with_parts(data=Data.of(finished.job.run).with_values(own=own))
+    kind = finished.job.run.target_kind
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice, kind)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
         ended = launcher.launch(finished.job, Path(folder), quiet=True)
@@ -93,7 +93,7 @@ def _place(data: Data) -> tuple[str, str] | None:
 
 def _on_other_data(job: Job, run_dir: Path) -> bool:
     """True if the command names another file or folder than the run's own."""
-    place = _place(job.run.data)
+    place = _place(Data.of(job.run))
     if place is None:
         return False
     own = (recorded_environment(run_dir).get("machine_local") or {}).get(f"data.{place[0]}")
@@ -110,7 +110,7 @@ def _own_data(job: Job, overrides: Sequence[str], run_dir: Path, about: dict[str
 
 def _source(job: Job, origin: str) -> str:
     """The place that the samples come from, in words."""
-    data = job.run.data
+    data = Data.of(job.run)
     place = _place(data)
     named = job.run.named("data") if place is None else place[1]
     if data.own is not None and data.own.test:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from drivetrain.adapter import peft_files
+from drivetrain.adapter.base import Lora
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.trees import Tree
@@ -278,7 +279,7 @@ def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
         if adapter:
             weights = chosen_weights(finished.checkpoint, *checkpoint_io.load(finished.checkpoint), finished.average)
             peft_files.write(
-                temporary, weights, run.adapter.trained_whole(loaded.model, option.output_layers(loaded.model)), base
+                temporary, weights, Lora.of(run).trained_whole(loaded.model, option.output_layers(loaded.model)), base
             )
             library, use = "peft", [
                 f"base = transformers.{cls}.from_pretrained(BASE)", "model = peft.PeftModel.from_pretrained(base, FOLDER)",

@@ -14,6 +14,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.typed import JsonObject, StateDict, fits
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
+from drivetrain.model import Model
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run.result import Result
@@ -83,7 +84,7 @@ def find(
         raise error if own else _refusal(error, verb, run_dir, wanted, recorded, config_dirs) from None
     job.composed.overrides = list(overrides)
     job.notices.clear()
-    job.run = job.run.with_parts(model=job.run.model.untrained())
+    job.run = job.run.with_parts(model=Model.of(job.run).untrained())
     return Finished(run_dir, job, used, checkpoint_of(run_dir, choice.update, job.run.saving.best), choice.average)
 
 

@@ -17,6 +17,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.targets import DESCRIPTIONS, TargetKind
 from drivetrain.core.trees import Tree, described, first
 from drivetrain.core.world import World
+from drivetrain.data import Data
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
 from drivetrain.engine.facts import describe, recall
@@ -38,7 +39,7 @@ class LoadedRun:
         self.run_dir, self.update = finished.run_dir, int(finished.checkpoint.name)
         self.model = model  # in evaluation mode, on `device`
         self.device = context.device
-        option = finished.job.run.data
+        option = Data.of(finished.job.run)
         self.about = manifest.about(finished.checkpoint) or describe(finished.job.run, data)
         decodes = self.about["decodes_images"] if "decodes_images" in self.about else option.decodes_images()
         self.transforms = Transforms(option, data, decodes, context.device, context.memory_format)
@@ -107,7 +108,7 @@ class LoadedRun:
 
         Raises UserError.
         """
-        data = self.run.data.load_sets(torch.device("cpu"))
+        data = Data.of(self.run).load_sets(torch.device("cpu"))
         sets = {"": data.train} if split == "train" else data.sets(split)
         if not sets:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
@@ -116,7 +117,7 @@ class LoadedRun:
 
     def text_of(self, x: Tree) -> str | None:
         """The text of an input's tokens; None where the run's data option cannot tell."""
-        return self.run.data.decode(first(x).flatten().tolist(), self.data)
+        return Data.of(self.run).decode(first(x).flatten().tolist(), self.data)
 
     def in_units(self, target: torch.Tensor) -> torch.Tensor:
         """A target of the run's data in the units of its column."""
@@ -158,7 +159,7 @@ def open_run(finished: Finished) -> LoadedRun:
     with ExitStack() as on_exit:  # also where it fails, the switches of torch that precision and runtime set are as before
         on_exit.enter_context(streams.apart())  # building initialises the weights
         context = BuildContext(run, World(), finished.run_dir, on_exit=on_exit)
-        data = recall(about, finished.run_dir) if about else run.data.load(torch.device("cpu"))
+        data = recall(about, finished.run_dir) if about else Data.of(run).load(torch.device("cpu"))
         try:
             model = build.build_for_inference(context, data)
         except MISFITS as error:

@@ -439,11 +439,13 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from drivetrain.parallel.process_group import ProcessGroupStrategy
+
     if job.run.parallel.local_ranks() > 1:
         import torch._dynamo  # noqa: F401 - DDP and FSDP import it: once here, before the fork, or 1.4 s in every rank
 
     end_openmp_threads()
-    parallel: ProcessGroupStrategy = job.run.parallel
+    parallel = ProcessGroupStrategy.of(job.run)
     sys.stdout.flush()
     failed: dict[int, int] = {}  # rank → exit code
     with rank_folder(run_dir, parallel.nnodes > 1) as folder:

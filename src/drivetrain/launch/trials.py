@@ -15,6 +15,7 @@ from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from drivetrain.batch import Batch
 from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process, synchronize
 from drivetrain.core.errors import UserError
 from drivetrain.core.forking import Died, NoAnswer
@@ -150,7 +151,7 @@ class Trials:
     def look(self, steps: int, updates: int | None, micro_batches: Sequence[int]) -> JsonObject:
         run = trial_run(self.job, LOOKS_ALONE)
         question = partial(_look, updates, micro_batches, run.batch.accumulation_steps)
-        run = run.with_parts(batch=run.batch.with_values(accumulation_steps=steps))
+        run = run.with_parts(batch=Batch.of(run).with_values(accumulation_steps=steps))
         return child.ask(run, question, "the look at the first updates for the batch failed")
 
     def micro_batch(self) -> int:

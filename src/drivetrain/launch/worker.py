@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from drivetrain.compile import Compile
 from drivetrain.core import accelerators, files, process, stages, user_code
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import (
     BAD_CONFIG,
     EXIT_OF_STATUS,
@@ -25,16 +25,18 @@ from drivetrain.core.errors import (
     is_peer_failure,
     wants_traceback,
 )
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
-from drivetrain.core.targets import kind_of
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
+from drivetrain.data import Data
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
+from drivetrain.loader import Loader
+from drivetrain.logger import Logger
 from drivetrain.run import environment, identity, reader, remarks
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest, space
@@ -326,7 +328,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
 
         _show_tables(result, trainer, trainer.run_dir)
         result.data = fingerprint(trainer.train_data.source)
-        result.shares = trainer.evaluator.on("test").shares(kind_of(staged.context.run))
+        result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
         for remark in result.remarks:
             logger.info("%s", remark)
@@ -366,7 +368,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         echo_traceback(error)
     if isinstance(error, RuntimeError):
         try:  # torch's signal handler raises a worker's death wherever this process is, also between two batches
-            job.run.loader.raise_if_worker_died(error)
+            Loader.of(job.run).raise_if_worker_died(error)
         except Interrupted as interrupted:
             error = interrupted
     if refusal := _refusal(error, job.run):
@@ -388,7 +390,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         result.error = explained
         return FAILED
     place = user_code.place_of(error)
-    result.error = f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}{job.run.compile.advice(error)}"
+    result.error = f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}{Compile.of(job.run).advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             echo_traceback(error, file)
@@ -404,7 +406,7 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
 
 def _refusal(error: BaseException, run: RunSpec) -> str:
     """The limit that the run met and what to set, where the error says no more than that; else ""."""
-    if cannot := run.compile.cannot(error):
+    if cannot := Compile.of(run).cannot(error):
         return f"{run.named('compile')} {cannot}"
     if "does not require grad and does not have a grad_fn" in str(error):
         return NO_GRADIENT
@@ -459,14 +461,14 @@ def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: boo
         job.attach(staged.trainer)
     if context.world.rank == 0:
         writers.append(guarded("files", Files(), context))  # always: resume and report read its files
-        for name, each in zip(job.run.names("logger"), job.run.logger, strict=True):
+        for name, each in zip(job.run.names("logger"), Logger.all_of(job.run), strict=True):
             if not isinstance(each, Files):
                 writers.append(guarded(name, each, context))
         trainer = staged.trainer
         if not quiet:
             writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, context.progress.updates))
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
-        doubts = list(context.data.doubts) if job.work is None or job.run.data.own is not None else []
+        doubts = list(context.data.doubts) if job.work is None or Data.of(job.run).own is not None else []
         if job.work is None:
             logger.info("%s", facts.line(context, trainer))
             doubts += facts.advice(trainer)

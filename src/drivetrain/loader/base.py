@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 from annotated_types import Ge, Le
 
-from drivetrain.core import owned, rng, trees
+from drivetrain.core import groups, owned, rng, trees
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many, usable_cores
@@ -190,7 +190,7 @@ class Pipeline(NamedTuple):
         return self.finish(*self.read(request), request)
 
 
-class Loader(Option):
+class Loader(Option, groups.Loader):
     """loader=sync: the training loop reads each batch itself, as torch's DataLoader does by default."""
 
     why_fixed: ClassVar[str] = "it reads for the whole run, and changes no result"

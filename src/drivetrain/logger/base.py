@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from drivetrain.core import files
+from drivetrain.core import files, groups
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Effect, Option, RunSpec, needs_extra
+from drivetrain.core.option import BuildContext, Effect, Option, RunSpec, needs_extra
 from drivetrain.core.paths import expanded
 from drivetrain.core.typed import JsonMapping, JsonObject, fits
 from drivetrain.saving import manifest
 
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
-
-class Logger(Option):
+class Logger(Option, groups.Logger):
     """Writes the metrics of a run. It runs on rank 0 only and gets each record once.
 
     After `setup` its methods are called in a thread of their own, so that a slow server holds up no step.

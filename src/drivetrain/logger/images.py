@@ -11,12 +11,11 @@ from drivetrain.core.callback import PLAIN
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import CountOrZero, RunSpec
+from drivetrain.core.option import BuildContext, CountOrZero, RunSpec
 from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
     from drivetrain.logger.drawing import Tile
 
 FOLDER = "images"  # in the run's directory

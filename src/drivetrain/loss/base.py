@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from drivetrain.core import trees
+from drivetrain.core import groups, trees
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.option import BuildContext, Option, RunSpec
 from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
 from drivetrain.core.trees import Forward, Tree, shape_of
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
     from drivetrain.core.source import Augmentation
 
 SHARES = (
@@ -26,7 +25,7 @@ SHARES = (
 SMALLEST = 1e-12  # a sum over no items is 0, and 0 / SMALLEST is 0
 
 
-class Loss(Option):
+class Loss(Option, groups.Loss):
     """A loss to train with, and the metrics of an evaluation.
 
     A loss gives `sum_and_count`, from which its mean follows. If the batch's targets alone tell how many items it averages
@@ -35,16 +34,8 @@ class Loss(Option):
 
     changes = "minimizes another loss"
     why_fixed: ClassVar[str] = "evaluations of two losses could not be compared"
-    metrics: tuple[str, ...] = ("loss",)  # names of the metrics that an evaluation reports
-    best: tuple[str, Callable[[float, float], float]] = ("loss", min)  # the metric that ranks models; picks the better value
     takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
-    soft_targets = False  # whether it takes probabilities of classes as targets, as mixup makes them
     counted = False  # it averages over items whose number only the targets tell, such as pixels that are not ignored
-    compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
-    evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
-    runs_model = False  # it calls the model itself, as often as it likes
-    takes_trees = False  # outputs and targets may be trees of tensors
-    masks_tokens = False  # some tokens are hidden from the model, which gives what they were
     target_key = "loss"  # the key of its settings, for messages
 
     @property
@@ -64,14 +55,6 @@ class Loss(Option):
     def setup(self, context: BuildContext) -> None:
         """Prepare this copy for its run: on the run's device, with weights counted from the training data."""
 
-    def keeps(self) -> dict[str, Any]:
-        """Return by name what a user brought, once it is set up: its state is saved."""
-        return {}
-
-    def outputs(self, classes: int) -> int:
-        """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
-        return classes
-
     def input_shape(self, shape: object) -> Any:
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape
@@ -83,10 +66,6 @@ class Loss(Option):
     def of_phase(self, name: str) -> Loss:
         """Return the loss of a phase of the updates."""
         return self
-
-    def joined(self, x: Tree) -> Any:
-        """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
-        return x
 
     def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         """Run the forward on a micro-batch's inputs, and return the mean loss, 0-d, to be differentiated."""
@@ -122,10 +101,6 @@ class Loss(Option):
         """
         return None
 
-    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
-        """The fault of the output's shape for two samples, such as "5 outputs for the 10 classes"; None: no fault."""
-        return None
-
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         """Sums over a batch, of `sum_dtype`, (metrics + 1,): one for each of `metrics`, then what they are divided by in the end.
 
@@ -143,10 +118,6 @@ class Loss(Option):
     def evaluation_sums(self) -> int:
         """The length of `sums`."""
         return len(self.metrics) + 1
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Running sums of the loss's named parts since the last log record, 0-d each, which whoever logs them sets to 0."""
-        return {}
 
 
 def wide(output: torch.Tensor) -> torch.Tensor:

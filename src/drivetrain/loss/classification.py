@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative, RunSpec, Share
+from drivetrain.core.option import BuildContext, NonNegative, RunSpec, Share
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import SMALLEST, Loss, same_shape, too_few, wide
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from drivetrain.core import streams
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Positive, RunSpec, Share
+from drivetrain.core.option import BuildContext, Positive, RunSpec, Share
 from drivetrain.core.paths import expanded
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.loss.base import PartedLoss, too_few, wide
 from drivetrain.loss.classification import CrossEntropy
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 class Distill(PartedLoss):

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Count, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.loss.base import SMALLEST, Loss, wide
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 class Gathered(NamedTuple):
@@ -56,7 +53,7 @@ class ComparingLoss(Loss):
                 f"{run.named('loss')} and {run.named('parallel')} exclude each other (it compares all samples of the batch, and "
                 "a stage of a pipeline sees one micro-batch at a time): set parallel=ddp or fsdp"
             )
-        if self.views > 1 and run.augment and getattr(run.data, "views", 1) == 1:
+        if self.views > 1 and run.augment and run.data.views == 1:
             yield (
                 f"{run.named('loss')} and {run.named('augment')} exclude each other (a sample is two views, and augmentations "
                 "take one image): set augment=[], and let the data make its views"

@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from drivetrain.core import rng
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, NonNegative, RunSpec, Share
+from drivetrain.core.option import BuildContext, Count, NonNegative, RunSpec, Share
 from drivetrain.core.source import SamplePipeline
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, too_few
 from drivetrain.loss.classification import lowest_and_highest
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 PADDING = -100  # a target that does not count
 STREAM = 15  # of the random numbers of samples

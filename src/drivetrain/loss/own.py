@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from drivetrain.core import user_code
 from drivetrain.core.allowed import Arguments
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
 from drivetrain.core.trees import Forward
 from drivetrain.core.user_call import Progress, RunModel, UserCall
 from drivetrain.loss.base import Loss, PartedLoss
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Positive, RunSpec
+from drivetrain.core.option import BuildContext, Positive, RunSpec
 from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, same_shape, wide
 from drivetrain.loss.classification import IGNORE, OverClasses, check_pixels
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 class Regression(Loss):

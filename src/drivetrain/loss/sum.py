@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import NonNegative, RunSpec
+from drivetrain.core.option import BuildContext, NonNegative, RunSpec
 from drivetrain.core.trees import Forward
 from drivetrain.loss.base import Loss, PartedLoss
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 class Sum(PartedLoss):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypedDict
+from typing import Any, ClassVar, Literal, Self, TypedDict
 
+from drivetrain.core import groups
+from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Effect, Option, RunSpec, needs_extra
-from drivetrain.core.selection import Better
-from drivetrain.core.targets import TargetKind, describe, kind_of
+from drivetrain.core.option import BuildContext, Effect, Option, RunSpec, needs_extra
+from drivetrain.core.targets import TargetKind, describe
 from drivetrain.core.trees import Tree
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
 EXTRA = "metrics"  # of drivetrain's package, which brings torchmetrics
@@ -27,7 +25,7 @@ class Table(TypedDict):
     values: list[list[float]]  # row by row
 
 
-class Metric(Option):
+class Metric(Option, groups.Metric):
     """A metric of an evaluation. `update` takes each batch; `figures` and `table` give the result over all ranks.
 
     Every sample counts once on any number of ranks: sums and counts are added up in the end, never means.
@@ -53,7 +51,7 @@ class Metric(Option):
 
     def resolve(self, run: RunSpec) -> Self:
         both = [kind for kind in self.takes if kind in run.loss.takes]
-        return self.with_values(kind=kind_of(run) or (both[0] if len(both) == 1 else None))
+        return self.with_values(kind=run.target_kind or (both[0] if len(both) == 1 else None))
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.by_torchmetrics:

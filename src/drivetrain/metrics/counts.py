@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count
-from drivetrain.core.selection import Better
+from drivetrain.core.option import BuildContext, Count
 from drivetrain.core.targets import TargetKind
 from drivetrain.metrics.base import Metric, Table, count, rows
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
     from drivetrain.metrics.states import State
 
 Average = Literal["macro", "micro", "weighted"]

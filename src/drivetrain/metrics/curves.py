@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Bins
+from drivetrain.core.option import Bins, BuildContext
 from drivetrain.core.trees import Tree
 from drivetrain.metrics.base import Metric, Table, count, probabilities, rows
 
 if TYPE_CHECKING:
     import torchmetrics
-
-    from drivetrain.core.context import BuildContext
 
 
 class _Curve(Metric):

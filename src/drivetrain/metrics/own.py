@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from drivetrain.core import trees, user_code
 from drivetrain.core.allowed import PLAIN_NAME, Arguments, Entries, Name, Text
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import OperatorGives, UserError
+from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import RunSpec
-from drivetrain.core.selection import Better
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
 from drivetrain.core.trees import Tree
 from drivetrain.core.user_call import Progress, UserCall
 from drivetrain.metrics.base import DIRECTIONS, Metric
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
-
 
 Direction = Literal["min", "max"]
 OF_EACH_BATCH = ("input", "batch", "model", "progress")

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.metrics.base import Metric
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
     from drivetrain.metrics.states import State
 
 

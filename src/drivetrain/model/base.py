@@ -6,21 +6,19 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core import horizon as horizons
 from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern, flatten
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import device_bytes, memory_bytes, model_within
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.option import BuildContext, Option, RunSpec
 from drivetrain.core.paths import expanded
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import named_leaves
 from drivetrain.core.user_call import Progress, UserCall
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
 
@@ -28,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True, eq=False)
-class Model(Option):
+class Model(Option, groups.Model):
     """An option that builds a network for the data's shape and classes.
 
     `weights` is a file or a run to start from, without the names that match `weights_skip`. Parameters that match `freeze` do
@@ -43,13 +41,7 @@ class Model(Option):
 
     stage_keys: ClassVar[tuple[str, ...]] = ("freeze", "unfreeze", "unfreeze.*", "*drop*")
     why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
-    tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
-    generates: ClassVar[bool | None] = False  # whether it has a method `generate`, which writes answers; None: not known
     pixels: ClassVar[bool | None] = False  # whether it gives an output for each pixel of an image; None: not known
-    may_be_transformer: ClassVar[bool] = False
-    may_convolve: ClassVar[bool] = True  # whether it may have convolutions, whose memory layout matters
-    packs: ClassVar[bool] = False  # whether it keeps texts apart that share a row, by position ids that begin anew
-    packs_in_one_row = False  # whether it does so in a batch of one row alone
     takes_trees: ClassVar[bool] = False  # whether a forward may take several inputs
     machine_local_keys: ClassVar[tuple[str, ...]] = ("weights",)
     identifying_keys: ClassVar[tuple[str, ...]] = ("weights",)
@@ -149,11 +141,6 @@ class Model(Option):
         if on_device is not None:
             yield on_device // copies, str(context.device), copies
 
-    @property
-    def has_tokenizer(self) -> bool:
-        """True if the model has a tokenizer of its own, which is then the data's."""
-        return False
-
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
         """Return the file tokenizer.json of the model's own tokenizer, and its settings. Raises UserError."""
         raise NotImplementedError
@@ -183,7 +170,7 @@ class Model(Option):
 
     def freeze_parameters(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
         """Set requires_grad=False where a parameter never trains. Returns lines to log; raises UserError if nothing trains."""
-        freeze = context.run.adapter.frozen(model, context) or self.freeze
+        freeze = context.run.adapter.frozen(model, self) or self.freeze
         if not freeze:
             return iter(())
         from drivetrain.model import freezing
@@ -194,7 +181,7 @@ class Model(Option):
         """Return the names of the parameters that train at some time. Raises UserError for patterns that match nothing."""
         from drivetrain.model import freezing
 
-        freeze, names = context.run.adapter.frozen(model, context) or self.freeze, list(dict(model.named_parameters()))
+        freeze, names = context.run.adapter.frozen(model, self) or self.freeze, list(dict(model.named_parameters()))
         return freezing.trained(names, self._schedule(model, context, freeze)) if freeze else names
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Momentum, RunSpec
+from drivetrain.core.option import BuildContext, Count, Momentum, RunSpec
 from drivetrain.model.base import Model
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 
 @dataclass(eq=False)

@@ -8,20 +8,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from drivetrain.core import files
 from drivetrain.core.allowed import Entries, Text
 from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec, needs_extra
-from drivetrain.core.targets import kind_of
+from drivetrain.core.option import BuildContext, RunSpec, needs_extra
 from drivetrain.core.trees import Tree, first
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 KEPT = "model_config.json"  # in the run's directory: the model is built again without the folder or the hub
 TOKENIZER = "tokenizer.json"
@@ -179,7 +175,7 @@ class Transformers(Model):
         """The head for the run's targets and inputs; None where only the data's samples tell. Raises UserError."""
         if self.head != "auto":
             return self.head
-        kind, tokens = kind_of(run), run.data.tokens
+        kind, tokens = run.target_kind, run.data.tokens
         if kind in ("tokens", "words"):
             return "token" if kind == "words" else "masked" if run.loss.masks_tokens else "causal"
         if kind == "mask":

@@ -6,17 +6,14 @@ import inspect
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from drivetrain.core import torch_patches
 from drivetrain.core.allowed import check_patterns, flatten
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Effect, RunSpec
+from drivetrain.core.option import BuildContext, Effect, RunSpec
 from drivetrain.optimizer.groups import GroupSettings, Hyperparameters, parameter_groups, trained_names
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 Implementation = Literal["fused", "foreach", "loop"]
 # Parameters' elements. On a CPU, a larger model's tensors leave the cache between two multi-tensor operations, which makes
@@ -38,13 +35,6 @@ class Optimizer(Hyperparameters):
     key_effects: ClassVar[Mapping[str, Effect]] = {"fused": "close", "foreach": "close"}
     fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
     has_foreach: ClassVar[bool] = True
-    states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
-    elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
-    decays_by_lr: ClassVar[bool] = False  # whether an update takes lr × weight_decay of each weight away, but for a constant
-    by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
-    by_parameter: ClassVar[bool] = False  # whether a parameter's update needs only that parameter's gradient, but all of it
-    for_whole_weights: ClassVar[bool] = False  # whether its updates are made for whole weights, not for thin factors of them
-    takes_closure: ClassVar[bool] = False  # whether it runs an update's micro-batches itself, several times
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
     def validate(self, run: RunSpec) -> Iterator[str]:

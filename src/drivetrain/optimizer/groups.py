@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt, Le
 
+from drivetrain.core import groups
 from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, flatten, matches
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
@@ -19,7 +20,7 @@ LayerDecay = Annotated[float, Gt(0), Le(1)]
 
 
 @dataclass(kw_only=True, eq=False)
-class Hyperparameters(Option):
+class Hyperparameters(Option, groups.Optimizer):
     """Learning rate, weight decay, the parameters that they apply to, and the implementation.
 
     Each option gives `lr` and `weight_decay` their defaults.

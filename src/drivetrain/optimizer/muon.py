@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from drivetrain.core import torch_patches
 from drivetrain.core.allowed import NamePattern, check_patterns, matches
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Few, Momentum, NonNegative, Positive
+from drivetrain.core.option import BuildContext, Few, Momentum, NonNegative, Positive
 from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings, trained_names
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 WHAT = {  # parameters with a learning rate of their own
     "embedding_lr": "embedding",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Effect, Option, RunSpec
+from drivetrain.core.option import BuildContext, Effect, Option, RunSpec
 from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
-from drivetrain.core.world import World
 from drivetrain.parallel.environment import launched
 from drivetrain.parallel.reducing_step import OwnGradients
 from drivetrain.saving.content import Divided, whole
@@ -20,51 +20,25 @@ from drivetrain.saving.content import Divided, whole
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from drivetrain.core.context import BuildContext
 
 _NULL = nullcontext()
 T = TypeVar("T")
 Sums = Callable[[Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
-class Parallel(Option):
+class Parallel(Option, groups.Parallel):
     """parallel=single: one process."""
 
     why_fixed: ClassVar[str] = "the ranks are started once"
     effect: ClassVar[Effect] = "exact"
-    world = World()
-    data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
-    data_group: Any = None  # the process group of the data-parallel ranks; None: that of all ranks
-    nnodes = 1  # machines
-    lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
-    distributed = False  # needs a process group, also with one rank
-    one_process = True  # on one device
-    reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
-    whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
-    thread_per_device = False
     own_gradients = True  # the gradient of a data-parallel rank's own samples can be measured
-    calls_parts = True  # parts of the model may be called outside of its forward
-    own_forward = True  # each rank runs the forward of the whole model
     whole_updates = False  # ranks divide the weights, and each updates some of them whole
-    can_unfreeze = True  # parameters may begin to train after the first update
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         if (launched() or 1) > 1 and not self.distributed:
             yield (
                 f"started as one of {launched()} ranks (WORLD_SIZE), but {run.named('parallel')} is one process: set parallel=ddp"
             )
-
-    def ranks(self) -> int:
-        """Return the number of processes that train together."""
-        return 1
-
-    def local_ranks(self) -> int:
-        """Return the number of ranks on this machine."""
-        return 1
-
-    def data_ranks(self) -> int:
-        """Return the number of data-parallel ranks, which split the samples of an update."""
-        return self.ranks()
 
     def weight_shards(self) -> int:
         """Return over how many ranks weights, gradients and optimizer state are divided."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Count, Effect, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, Effect, Positive, RunSpec
 from drivetrain.core.protocols import Loss, LossStep
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import Forward
@@ -18,7 +18,6 @@ from drivetrain.parallel.reducing_step import ReducingStep, unused
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
-    from drivetrain.core.context import BuildContext
 
 SMALLEST_COMPILED_MB = 1  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 

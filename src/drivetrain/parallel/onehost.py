@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core import accelerators, trees
 from drivetrain.core.allowed import Name
@@ -16,12 +16,9 @@ from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import run_once
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.parallel.base import Parallel
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 

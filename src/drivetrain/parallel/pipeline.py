@@ -17,7 +17,7 @@ from drivetrain.core.allowed import Name
 from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.option import BuildContext, Count, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
@@ -28,8 +28,6 @@ from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from drivetrain.core.context import BuildContext
 
 
 @dataclass(kw_only=True, eq=False)

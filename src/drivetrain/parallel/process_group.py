@@ -15,7 +15,7 @@ from drivetrain.core.device import Clock, Mark, clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many
-from drivetrain.core.option import Count, CountOrZero, Positive, RunSpec
+from drivetrain.core.option import BuildContext, Count, CountOrZero, Positive, RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel, T
 from drivetrain.parallel.environment import launched
@@ -23,8 +23,6 @@ from drivetrain.parallel.environment import launched
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.distributed.device_mesh import DeviceMesh
-
-    from drivetrain.core.context import BuildContext
 
 
 class RankWork:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import replace_parameters
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree
 from drivetrain.core.typed import StateDict
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 

@@ -6,17 +6,15 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
+from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Effect, Option, Positive
+from drivetrain.core.option import BuildContext, Count, Effect, Option, Positive
 from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -86,19 +84,12 @@ class OptimizerOption(Protocol):
         """Return a context in which the model holds the weights to evaluate and to save."""
 
 
-class Precision(Option):
+class Precision(Option, groups.Precision):
     """precision=fp32: everything in float32. torch would round the inputs of convolutions to TensorFloat-32 on CUDA."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    dtype: str | None = None  # that autocast computes in
-    full_float32 = True  # every tensor is float32
-    scales_loss = False  # an overflow skips the update
-    owns_weights = False  # keeps its own copies of the weights
-    divides_weights = False  # can keep copies of a rank's parts of the weights
-    replaces_linears = False  # puts layers of its own in the place of Linear layers
-    frees_weights = False  # frees these copies between updates
 
     def setup(self, context: BuildContext) -> None:
         """Store the device that the step runs on. Where every tensor is float32, every product is computed in it too."""

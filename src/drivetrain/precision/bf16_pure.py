@@ -6,18 +6,15 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import replace_parameters
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import OptimizerOption, Precision
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 P = ParamSpec("P")
 T = TypeVar("T")

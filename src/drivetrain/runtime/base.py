@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal, TypeGuard
 
-from drivetrain.core import accelerators, rng, streams
+from drivetrain.core import accelerators, groups, rng, streams
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.device import keep_freed_memory
 from drivetrain.core.errors import UserError
@@ -32,7 +32,7 @@ AS_FAST = 1.05  # times the seconds of the fastest number of threads, within whi
 logger = logging.getLogger(__name__)
 
 
-class Runtime(Option):
+class Runtime(Option, groups.Runtime):
     """The device, the seed, the CPU threads and the backend flags of a run."""
 
     why_fixed: ClassVar[str] = "the device and the seed are those of the whole run"

@@ -6,18 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
 
 
-class Saving(Option):
+class Saving(Option, groups.Saving):
     """saving=none: nothing is saved."""
 
     why_fixed: ClassVar[str] = "the checkpoints are those of one run"
     effect: ClassVar[Effect] = "exact"
-    active = False
-    best = False  # keeps the checkpoints of the best evaluations
     average_kept = False
-    sharded = False
     asynchronous = False
 
     def restart(self, update: int) -> None:

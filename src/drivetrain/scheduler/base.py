@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Effect, Length, Option, RunSpec, Share
+from drivetrain.core.option import BuildContext, Effect, Length, Option, RunSpec, Share
 from drivetrain.core.typed import StateDict
 
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
-
-class Scheduler(Option):
+class Scheduler(Option, groups.Scheduler):
     """scheduler=constant: the base learning rate, after a linear warm-up if `warmup` is not 0.
 
     The warm-up rises from `warmup_start` × lr, as torch's LinearLR does, but never makes an update with learning rate 0.
@@ -26,7 +24,6 @@ class Scheduler(Option):
     effect: ClassVar[Effect] = "changes"
     changes = "the learning rate over the run"
     lengths: tuple[str, ...] = ("warmup",)  # the arguments that are lengths, or lists of them
-    follows_evaluations = False  # it needs no length of the run: the metrics of evaluations set its pace
     _final_decay: float | None = None  # the weight decay at the end of the run, as a part of that at its start
     plot_note = ""  # printed below a plot of the schedule: what the plot cannot show
 

@@ -6,18 +6,15 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from drivetrain.core import accelerators, process, selection
+from drivetrain.core import accelerators, groups, process, selection
 from drivetrain.core.allowed import FigureName
 from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import run_horizon
-from drivetrain.core.option import Count, Effect, NonNegative, Option, RunSpec
+from drivetrain.core.option import BuildContext, Count, Effect, NonNegative, Option, RunSpec
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import StateDict
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +80,7 @@ class TimeToTarget:
         return accelerators.total([first for first, _ in readings], [last for _, last in readings])
 
 
-class Stop(Option):
+class Stop(Option, groups.Stop):
     """stop=none: the run goes to its end. With `at_target` it ends where an evaluation reaches the run's `target`.
 
     It has diverged where `nan_patience` evaluations in a row give no finite value of the metric that ranks models.

@@ -6,18 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Option, RunSpec
 from drivetrain.core.trees import Tree
 
 
-class Edit(Option):
+class Edit(Option, groups.Surgery):
     """One model edit. There is no option `none`: surgery=[] turns the group off."""
 
     why_fixed: ClassVar[str] = "the weights go on into the next stage, so that the architecture stays"
-    memory_format: str | None = None  # name of the torch.memory_format that the edited model wants its inputs in
-    ranks_meet_in_forward = False  # the edited forward waits for the other ranks
 
     def apply(self, model: torch.nn.Module, example: Tree) -> str:
         """Edit the model in place and return one line that describes the change.

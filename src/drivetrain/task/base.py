@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+from drivetrain.core import groups
 from drivetrain.core.option import Option, RunSpec
-from drivetrain.core.targets import TargetKind, describe
+from drivetrain.core.targets import describe
 
 
-class Task(Option):
+class Task(Option, groups.Task):
     """task=classification, and the base of the others: data, loss and metrics say themselves what they take."""
 
     changes = "poses another problem, with options and values that suit it"
     why_fixed: ClassVar[str] = "a run has one task"
-    targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
     tokens: ClassVar[bool] = False  # whether the inputs must be sequences of tokens
     fitting_data: ClassVar[str] = ""  # data that has such targets, for messages
-    writes_answers: ClassVar[bool] = False  # whether a finished run writes answers to prompts
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         """Refuse data with other targets or inputs. Losses and metrics refuse data that they do not take themselves."""

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drivetrain.batch import Batch
 from drivetrain.checkpointing import Checkpointing
 from drivetrain.compile import Compile
 from drivetrain.core import streams, trees
-from drivetrain.core.context import BuildContext
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import RunSpec
+from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.selection import Figure
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.torch_patches import before_steps
@@ -216,7 +216,7 @@ def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, Recordin
     if look.get("float64"):
         run = run.with_parts(precision=Float64())
         if not look.get("techniques"):
-            batch = run.batch.with_values(accumulation_steps=run.batch.accumulation_steps * run.parallel.data_ranks())
+            batch = Batch.of(run).with_values(accumulation_steps=run.batch.accumulation_steps * run.parallel.data_ranks())
             run = run.with_parts(batch=batch, parallel=Parallel(), compile=Compile(), checkpointing=Checkpointing())
     return run, RecordingOptions(updates, gradients=not run.compile.captures_step, **look)
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+from drivetrain.checkpointing.base import Blocks
 from drivetrain.core import trees
 from drivetrain.core.blocks import blocks_for
 from drivetrain.core.context import NO_RUN_DIR, BuildContext
@@ -156,18 +157,18 @@ class Subject:
 
     def choose_recomputed(self, size: int, micro_batches: int) -> None:
         """Recompute as many blocks as the run would by checkpointing.memory_gb. Raises UserError where that is too little."""
-        option = self.plan.run.checkpointing
-        if option.memory_gb is None:
+        if (most := self.plan.run.checkpointing.memory_gb) is None:
             return
+        option, limit = Blocks.of(self.plan.run), most * 2**30
         self.blocks = blocks_for(self.plan.run.named("checkpointing"), "checkpointing.block", self.trainer.model, option.block)
 
         def peak(count: int) -> float:
             self.recomputed = count
             return peak_bytes(self.record(size, micro_batches))
 
-        self.recomputed, nbytes = fewest(peak, len(self.blocks), option.memory_gb * 2**30)
+        self.recomputed, nbytes = fewest(peak, len(self.blocks), limit)
         found = {"blocks": len(self.blocks), "recomputed": self.recomputed, "bytes": nbytes}
-        if nbytes > option.memory_gb * 2**30:
+        if nbytes > limit:
             raise UserError(option.too_little(found, size))
 
     def _recorded(self, size: int, micro_batches: int) -> fake_step.StepRecord:

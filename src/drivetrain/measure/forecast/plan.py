@@ -29,6 +29,8 @@ from drivetrain.measure.forecast.replay import (
     Device,
     Figure,
 )
+from drivetrain.parallel import Parallel
+from drivetrain.precision import Precision
 
 KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured
@@ -148,7 +150,7 @@ class Plan:
         if not self.run.batch.fixed_micro_batches and not self.run.batch.buckets_lengths:  # batch=auto finds its own
             changes.append("batch=fixed")
         run = variants.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
-        return run.with_parts(precision=run.precision.with_values(looks_for_slow_layers=self.times_layers))
+        return run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=self.times_layers))
 
     def stages(self) -> list[tuple[str, float, Plan]]:
         """Each stage: its title, its share of the run's updates, and a run that is like it from beginning to end."""
@@ -170,7 +172,7 @@ class Plan:
 
     def ranks(self, model: Any) -> Ranks:
         """The layout of the run over ranks. Raises UserError for a strategy whose memory is not forecast."""
-        parallel = self.run.parallel
+        parallel = Parallel.of(self.run)
         count = parallel.ranks()
         if parallel.one_process:
             return Ranks()

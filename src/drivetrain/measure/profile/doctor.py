@@ -25,6 +25,7 @@ from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.intervals import Interval
+from drivetrain.runtime import Runtime
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
@@ -463,7 +464,7 @@ def _profile_step(trainer: Trainer, profile_s: float, asked: float) -> StepProfi
 
 def _one_rank(job: Job, ranks: int) -> list[str]:
     """The overrides that turn a distributed run into one of its ranks by itself, with its samples and its threads."""
-    threads = job.run.runtime.thread_count(ranks)
+    threads = Runtime.of(job.run).thread_count(ranks)
     samples = job.run.batch.size(0) // job.run.parallel.data_ranks()
     return ["parallel=single", f"batch.global_batch={samples}", f"runtime.threads={threads}"]
 

@@ -1,0 +1,391 @@
+"""What an option of each config group tells the others, which know no more of it: groups do not import each other.
+
+The base class of a group derives from its class here, so that what follows is said once. Methods that are abstract here are
+those of the base class.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self
+
+from drivetrain.core.accelerators import Accelerator
+from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.order import Order, Sampling
+from drivetrain.core.source import Source
+from drivetrain.core.targets import TargetKind
+from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.typed import JsonMapping
+from drivetrain.core.world import World
+
+Better = Callable[[float, float], float]  # min or max: returns the better of two values
+
+
+class Adapter:
+    """Trains corrections of weights in their place."""
+
+    active = False
+    true_gradient = True  # whether its backward is the derivative of its forward
+
+    def frozen(self, model: torch.nn.Module, option: Model) -> list[str]:
+        """Return the names of the parameters of an option's model that do not train because of the adapters."""
+        return []
+
+
+class Augment:
+    """Changes samples at random."""
+
+    mixes = False  # mixes each sample with the next one in the epoch's order
+
+
+class Batch:
+    """Splits the samples into updates and micro-batches."""
+
+    accumulation_steps = 1  # micro-batches of one update, before any growth
+    pad_to = 1  # lengths of training sequences are padded to multiples of this
+    buckets_lengths: ClassVar[bool] = False  # sequences are grouped into micro-batches of a few lengths
+    fixed_micro_batches: ClassVar[bool] = True  # all updates have the same number and size of micro-batches
+    global_batch: int
+    tokens: int | None
+    preallocate: bool
+    untried: str
+    needs_trial: ClassVar[bool]
+    found: JsonMapping | None  # what the size was chosen by, where it was measured
+    order: Order  # of the training samples
+    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
+    weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
+
+    @property
+    @abstractmethod
+    def differs_by_stage(self) -> bool:
+        """True if the stages of the run have updates of other sizes, so that each of them is made of whole epochs."""
+
+    @abstractmethod
+    def of_stages(self, stages: Sequence[tuple[int, Self]]) -> Self:
+        """Return this option where each stage of the run has the sizes of its own batch, from the epoch of its start on."""
+
+    @abstractmethod
+    def sizes(self) -> tuple[object, ...]:
+        """Return the settings that say how many samples are in which update."""
+
+    @abstractmethod
+    def stretches(self, epochs: int) -> list[range]:
+        """Return the epochs of a run, those with updates of one size together."""
+
+    @abstractmethod
+    def total_updates(self, samples: int, epochs: int, drop_last: bool) -> int:
+        """Return the number of updates in a run of `epochs`; 0 if an epoch has none, or lengths are to be read first."""
+
+    @abstractmethod
+    def lr_factor(self) -> float:
+        """Return the factor by which the batch size scales the learning rate."""
+
+    @abstractmethod
+    def decay_factor(self) -> float:
+        """Return the factor by which the batch size scales the weight decay."""
+
+    @abstractmethod
+    def micro_batch(self, world: World) -> int:
+        """Return the maximum number of samples in one rank's forward."""
+
+    @abstractmethod
+    def size(self, epoch: int) -> int:
+        """Return the samples of one update in an epoch."""
+
+    @abstractmethod
+    def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
+        """Return the number of updates in an epoch over `samples`."""
+
+    @abstractmethod
+    def requests(self, seed: int, epoch: int, world: World, drop_last: bool, skip: int = 0) -> Iterator[Request]:
+        """Yield the micro-batches of one rank in an epoch, in order, from update number `skip` on."""
+
+
+class Checkpointing:
+    """Recomputes activations in the backward."""
+
+    active = False
+    chosen_by_compiler = False
+    keeps_on_host = False  # what the backward needs
+    asks_for_each_operation = False  # in Python, whether to keep its result
+    memory_gb: float | None = None  # limit by which a forecast chooses what to recompute, before the run starts
+    budget = 1.0  # share of the activations that the compiler keeps
+    found: JsonMapping | None  # what was forecast and chosen
+
+
+class Clip:
+    """Bounds gradients."""
+
+    active = False
+
+
+class Compile:
+    """Compiles the model, or the whole step."""
+
+    active = False
+    captures_step = False  # the whole step is one graph
+    cuda_graphs = False
+    torchscript = False
+    partitions_activations = False  # chooses which activations to keep between forward and backward
+    specializes_on_shapes = False  # recompiles, or makes slower code, if shapes change
+    ranks_meet_in_forward = False  # the compiled forward may contain collectives
+    crosses_devices = True  # activations may move between devices within the forward
+    whole_forward = False  # the model's forward is compiled as a whole, not block by block
+    dynamic: bool | None = False  # compile for any shape; None: once shapes change
+
+
+class Data:
+    """Gives the samples."""
+
+    drop_last: bool
+    order: Sampling
+    targets: TargetKind | None  # what a sample's target is; None where only the user knows
+    # Inputs are sequences of tokens, which may differ in length; None where only the user knows.
+    tokens: bool | None
+    max_value: ClassVar[float | None] = 255.0  # the largest value of an input; None where there is no bound
+    on_device = False  # samples are made on the model's device
+    mirrored_changes_label = False  # a mirrored image shows another class
+    each_token_counts = True  # each token of a sample is a target of the loss, where targets are tokens
+    packing = False  # samples share rows, with position ids that begin anew at each of them
+    has_prompts = False  # samples are prompts with answers, whose tokens alone are targets
+    byte_tokens = True  # a token is a byte: losses are also in bits per byte
+    may_differ_in_length = False  # samples may be sequences of several lengths, other than tokens
+    views = 1  # how many views the augmentation makes of each sample
+    reads_rows = False  # `read_inputs` reads any file, and lines: they are tables
+
+    @abstractmethod
+    def judging_sets(self) -> Sequence[str]:
+        """Return the names of the sets that models are selected by; one alone is \"\"."""
+
+    @abstractmethod
+    def order_of(self, source: Source) -> Order:
+        """Return the order in which the samples of the training set come. Raises UserError."""
+
+    @abstractmethod
+    def train_samples(self) -> int | None:
+        """Return the number of training samples; None where only loading tells."""
+
+    def shape(self) -> tuple[int, ...] | None:
+        """Return the shape of one input; None where only loading tells."""
+        return None
+
+    def decodes_images(self) -> bool:
+        """True if samples are image files, decoded as they are read."""
+        return False
+
+
+class Debug:
+    """Looks for what is wrong."""
+
+    updates: int | None = None  # stop after this many updates
+    eval_batches: int | None = None  # evaluate at most this many batches
+    augments = True  # whether samples are augmented
+    names_backward_lines = False  # names the forward line of an operation in the backward
+
+
+class Ema:
+    """Keeps an average of the weights."""
+
+    active = False
+
+
+class Loader:
+    """Loads requested samples to the device."""
+
+    @abstractmethod
+    def stream(
+        self, pipeline: Any, requests: Iterator[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of `requests`, in order, on the device."""
+
+
+class Logger:
+    """Writes records."""
+
+
+class Loss:
+    """The loss to train with."""
+
+    metrics: tuple[str, ...] = ("loss",)  # names of the metrics that an evaluation reports
+    best: tuple[str, Better] = ("loss", min)  # the metric that ranks models; picks the better value
+    takes: tuple[TargetKind, ...] = ()  # the kinds of targets that it can be computed from
+    soft_targets = False  # whether it takes probabilities of classes as targets, as mixup makes them
+    compares_samples = False  # it compares samples with each other: it is computed from the whole batch of all ranks
+    evaluated_together = 1  # samples that an evaluation keeps in one batch, in their order
+    runs_model = False  # it calls the model itself, as often as it likes
+    takes_trees = False  # outputs and targets may be trees of tensors
+    masks_tokens = False  # some tokens are hidden from the model, which gives what they were
+
+    def outputs(self, classes: int) -> int:
+        """Return the number of outputs that the model needs for data with `classes` classes, labels or values."""
+        return classes
+
+    def joined(self, x: Tree) -> Tree:
+        """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
+        return x
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Return running sums of its named parts since the last log record, 0-d each, which whoever logs them sets to 0."""
+        return {}
+
+    def keeps(self) -> dict[str, object]:
+        """Return by name what a user brought, once it is set up: its state is saved."""
+        return {}
+
+    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
+        """The fault of the output's shape for two samples, such as "5 outputs for the 10 classes"; None: no fault."""
+        return None
+
+    @abstractmethod
+    def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
+        """Run the forward on a micro-batch's inputs, and return the mean loss, 0-d, to be differentiated."""
+
+
+class Metric:
+    """Measures outputs in an evaluation."""
+
+    @property
+    @abstractmethod
+    def directions(self) -> dict[str, Better | None]:
+        """The figures that it gives by name, and which of two values is better."""
+
+
+class Model:
+    """The network."""
+
+    freeze: Sequence[str]
+    unfreeze: Mapping[str, object]
+    tokens: ClassVar[bool | None] = False  # whether it reads sequences of tokens; None: not known
+    generates: ClassVar[bool | None] = False  # whether it has a method `generate`, which writes answers; None: not known
+    may_be_transformer: ClassVar[bool] = False
+    may_convolve: ClassVar[bool] = True  # whether it may have convolutions, whose memory layout matters
+    packs: ClassVar[bool] = False  # whether it keeps texts apart that share a row, by position ids that begin anew
+    packs_in_one_row = False  # whether it does so in a batch of one row alone
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """True if the model has a tokenizer of its own, which is then the data's."""
+        return False
+
+    @property
+    @abstractmethod
+    def given_weights(self) -> bool:
+        """True if training starts from weights that are given, not from random ones."""
+
+    @abstractmethod
+    def output_layers(self, model: torch.nn.Module) -> list[str]:
+        """Return the names of the model's layers that give the outputs, as far as they are known."""
+
+
+class Optimizer:
+    """Makes an update of gradients."""
+
+    lr: float
+    weight_decay: float
+    final_weight_decay: float | None
+    states: ClassVar[int] = 0  # tensors that it keeps for each parameter, of its size, at the least
+    elementwise: ClassVar[bool] = False  # whether an element's update needs only that element's gradient, so that shards do
+    decays_by_lr: ClassVar[bool] = False  # whether an update takes lr × weight_decay of each weight away, but for a constant
+    by_norms: ClassVar[bool] = False  # whether all else that it needs are norms of whole parameters (LayerwiseOptimizer)
+    by_parameter: ClassVar[bool] = False  # whether a parameter's update needs only that parameter's gradient, but all of it
+    for_whole_weights: ClassVar[bool] = False  # whether its updates are made for whole weights, not for thin factors of them
+    takes_closure: ClassVar[bool] = False  # whether it runs an update's micro-batches itself, several times
+
+
+class Parallel:
+    """Trains on several ranks or devices; here, as one process."""
+
+    world = World()  # this process among all ranks
+    data_world = World()  # this process among the data-parallel ranks; ranks that split the model get the same samples
+    data_group: Any = None  # the process group of the data-parallel ranks; None: that of all ranks
+    nnodes = 1  # machines
+    lockstep_evaluation = False  # a forward needs all ranks, also in evaluation
+    distributed = False  # needs a process group, also with one rank
+    one_process = True  # on one device
+    reduces_in_graph = True  # a step that is recorded as one graph can hold all that its ranks exchange
+    whole_model = True  # a device keeps all parameters, with their gradients and what the optimizer keeps for each
+    thread_per_device = False
+    calls_parts = True  # parts of the model may be called outside of its forward
+    own_forward = True  # each rank runs the forward of the whole model
+    can_unfreeze = True  # parameters may begin to train after the first update
+
+    def ranks(self) -> int:
+        """Return the number of processes that train together."""
+        return 1
+
+    def local_ranks(self) -> int:
+        """Return the number of ranks on this machine."""
+        return 1
+
+    def data_ranks(self) -> int:
+        """Return the number of data-parallel ranks, which split the samples of an update."""
+        return self.ranks()
+
+
+class Precision:
+    """The number formats of a step."""
+
+    dtype: str | None = None  # that autocast computes in
+    full_float32 = True  # every tensor is float32
+    scales_loss = False  # an overflow skips the update
+    owns_weights = False  # keeps its own copies of the weights
+    divides_weights = False  # can keep copies of a rank's parts of the weights
+    replaces_linears = False  # puts layers of its own in the place of Linear layers
+    frees_weights = False  # frees these copies between updates
+
+
+class Runtime:
+    """The device, the seed, the CPU threads and the backend flags of a run."""
+
+    device: str
+    seed: int
+    cudnn_benchmark: bool
+    found: JsonMapping | None  # what the threads were chosen by, where trials chose them
+    zero_grad: Literal["none", "memset"]
+
+    @abstractmethod
+    def device_type(self) -> str:
+        """Return the device type as torch names it, with `auto` resolved. It starts no device, so that ranks can be forked."""
+
+    @abstractmethod
+    def accelerator(self) -> Accelerator:
+        """Return what is known of the devices of the run's type."""
+
+
+class Saving:
+    """Says when checkpoints are written."""
+
+    active = False
+    best = False  # keeps the checkpoints of the best evaluations
+    sharded = False
+
+
+class Scheduler:
+    """Sets the learning rate."""
+
+    follows_evaluations = False  # it needs no length of the run: the metrics of evaluations set its pace
+
+    @property
+    @abstractmethod
+    def constant(self) -> bool:
+        """True if the learning rate stays after its warm-up."""
+
+
+class Stop:
+    """Ends a run before its last epoch."""
+
+
+class Surgery:
+    """One edit of the model."""
+
+    memory_format: str | None = None  # name of the torch.memory_format that the edited model wants its inputs in
+    ranks_meet_in_forward = False  # the edited forward waits for the other ranks
+
+
+class Task:
+    """The problem that is posed."""
+
+    targets: ClassVar[tuple[TargetKind, ...]] = ()  # what the samples' targets must be; (): any
+    writes_answers: ClassVar[bool] = False  # whether a finished run writes answers to prompts
