@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from drivetrain.core.device import Clock
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.tensors import Tensors
 from drivetrain.engine import input_checks
@@ -108,15 +109,23 @@ def test_evaluation_is_not_counted(make):
 def watched(caplog, steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
     """What is said of steps of (wait, work) seconds."""
     caplog.clear()
-    clock = StepTimer()
-    stream = input_checks.check_waiting(iter([micro(0.0)] * (len(steps) + 1)), clock, help_by)
-    next(stream)
-    for wait, work in steps:
-        clock.steps.append(wait + work)
-        clock.wait += wait
-        if len(clock.steps) == clock.warmup:
-            clock.first_wait = clock.wait
-        next(stream)
+    now = 0.0
+
+    class Set(Clock):
+        mark = staticmethod(lambda: now)
+
+    def read():
+        nonlocal now
+        for wait, _ in steps:
+            now += wait
+            yield micro(0.0)
+
+    timer = StepTimer(clock=Set())
+    stream = timer.waits(input_checks.check_waiting(read(), timer, help_by))
+    for (_, work), _ in zip(steps, stream, strict=False):
+        now += work
+        timer.step()
+    next(stream, None)
     return list(caplog.messages)
 
 

@@ -18,7 +18,7 @@ from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch import elastic
-from drivetrain.launch.elastic import HeartbeatMonitor, _failure_in, ended_without_result, rank_folder, start_heartbeat
+from drivetrain.launch.elastic import HeartbeatMonitor, ended_without_result, rank_folder, start_heartbeat
 from drivetrain.run import directory
 from tests.support.waiting import LIMIT_S, until
 
@@ -178,13 +178,13 @@ def test_a_host_that_there_is_not(tmp_path, monkeypatch, capfd):
 
 
 def test_ports(listening):
-    assert not elastic.is_port_free("127.0.0.1", listening)
+    assert not elastic.can_listen("127.0.0.1", listening)
     assert not elastic.is_torch_store("127.0.0.1", listening, 1)
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert elastic.is_torch_store("127.0.0.1", store.port, 5)
-    assert elastic.is_port_free("127.0.0.1", 0)
+    assert elastic.can_listen("127.0.0.1", 0)
 
 
 # --- one directory for all ranks ---
@@ -261,12 +261,10 @@ def test_a_link_in_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_result_that_is_a_link_or_a_fifo_is_none(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('{"code": 1}')
-    (tmp_path / "b.json").symlink_to(tmp_path / "a.json")
-    os.mkfifo(tmp_path / "c.json")
-    assert _failure_in(tmp_path / "a.json") == {"code": 1}
-    assert _failure_in(tmp_path / "b.json") is None
-    assert _failure_in(tmp_path / "c.json") is None
+    (tmp_path / "0.json").write_text('{"code": 1}')
+    (tmp_path / "1.json").symlink_to(tmp_path / "0.json")
+    os.mkfifo(tmp_path / "2.json")
+    assert elastic._read_results(tmp_path) == {0: {"code": 1}}
 
 
 def test_a_heartbeat_is_not_written_through_a_link(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, note)
     for number in (1, 2):
         print("ended", drivetrain.train([*words, f"runtime.seed={number}"]).status, flush=True)
-        words = [word for word in words if not word.startswith("model")] + ["model=mlp", "updates=1"]
+        words = [word for word in words if not word.startswith(("model", "parallel"))] + ["model=mlp", "updates=1"]
 """
 
 

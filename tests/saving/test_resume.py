@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,28 +117,29 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     whole = train(*words)
     assert whole.status == "completed", whole.error
     weights, state = checkpoint_io.load(newest(whole.run_dir))
-    assert state.keys() >= {"progress", "optimizer", "precision", "ema", "random"}
     assert len(numbers(whole.run_dir)) == 12 + (name == "workers")  # digits have a validation set, and the test set at the end
     assert (state["progress"]["skipped"] > 0) == (name == "overflows")
+    go_on = partial(train, *words)
     for step in (3, 5, 7):  # within an epoch, at its end, within the second
         stop_at(step)
-        stopped = train(*words)
+        stopped = go_on()
+        go_on = partial(drivetrain.train, [f"resume={stopped.run_dir}"])
         assert stopped.status == "interrupted"
         assert "resume=" in stopped.error
         assert stopped.epochs == step / 5
-        stop_at(None)
-        resumed = drivetrain.train([f"resume={stopped.run_dir}"])
-        assert (resumed.status, resumed.updates) == ("completed", whole.updates), resumed.error
-        assert resumed.run_dir == stopped.run_dir
-        its_weights, its_state = checkpoint_io.load(newest(resumed.run_dir))
-        assert same(its_weights, weights)
-        assert its_state.keys() == state.keys()
-        assert [key for key in state if not same(its_state[key], state[key])] == []
-        averages = [{file.name: file.read_bytes() for file in r.run_dir.glob("averages/*")} for r in (whole, resumed)]
-        assert averages[0] == averages[1]
-        assert bool(averages[0]) == (name == "stored averages")
-        assert numbers(resumed.run_dir) == numbers(whole.run_dir)
-        assert resumed.metrics == whole.metrics
+    stop_at(None)
+    resumed = go_on()
+    assert (resumed.status, resumed.updates) == ("completed", whole.updates), resumed.error
+    assert resumed.run_dir == stopped.run_dir
+    its_weights, its_state = checkpoint_io.load(newest(resumed.run_dir))
+    assert same(its_weights, weights)
+    assert its_state.keys() == state.keys()
+    assert [key for key in state if not same(its_state[key], state[key])] == []
+    averages = [{file.name: file.read_bytes() for file in r.run_dir.glob("averages/*")} for r in (whole, resumed)]
+    assert averages[0] == averages[1]
+    assert bool(averages[0]) == (name == "stored averages")
+    assert numbers(resumed.run_dir) == numbers(whole.run_dir)
+    assert resumed.metrics == whole.metrics
 
 
 def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):

@@ -39,7 +39,7 @@ def test_one_rank_may_read_by_itself(saved, monkeypatch, alone):
     """Where the others do not see the file they take no part, and nobody may wait for them."""
     asked = {}
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.checkpoint.load", lambda *_, **how: asked.update(how))
+    monkeypatch.setattr("torch.distributed.checkpoint.state_dict_loader.load", lambda *_, **how: asked.update(how))
     sharded_checkpoint.read(saved, ABOUT, PLAIN, alone)
     assert asked["no_dist"] == alone
 

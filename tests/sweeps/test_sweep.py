@@ -53,7 +53,7 @@ def ended(entry: Entry, status: str = "completed", accuracy: float | None = None
     """Let a job have ended like this."""
     entry.run_dir.mkdir(exist_ok=True)
     figures = {} if accuracy is None else {"accuracy": accuracy}
-    Result(status=status, metrics={"final": figures, "best": figures}, wall_s=1.0).write(entry.run_dir)
+    Result(status=status, metrics={"test": {"final": figures, "best": figures}}, wall_s=1.0).write(entry.run_dir)
     entry.result = Result.read(entry.run_dir)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import UnionType
-from typing import Any, TypeAlias, Union, get_args, get_origin
+from typing import Any, TypeAlias, TypeGuard, Union, get_args, get_origin
 
 StateDict: TypeAlias = dict[str, Any]  # what `state_dict()` of a part gives: tensors and plain values, in dicts and lists
 JsonObject: TypeAlias = dict[str, Any]  # an object of a JSON document
@@ -29,7 +29,7 @@ def fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """True if a value is a number that a float can hold."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST)
 

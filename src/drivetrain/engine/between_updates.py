@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from drivetrain.core.device import reads_device_on_purpose
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.signals import StopFlag
@@ -31,23 +30,16 @@ def stream(trainer: Trainer) -> Iterator[MicroBatch]:
         except StopIteration:
             return
         except Interrupted as error:
-            if between and trainer.progress.updates:
-                _save_and_stop(trainer, str(error))
-            raise
+            if not (between and trainer.progress.updates):
+                raise
+            trainer.record()
+            trainer.save()
+            _stop(trainer, str(error))
         finally:
             if between:
                 StopFlag.can_save_now(False)
         between = alone and batch.last
         yield batch
-
-
-@reads_device_on_purpose
-def _save_and_stop(trainer: Trainer, reason: str) -> NoReturn:
-    progress = trainer.progress
-    progress.samples = trainer.batch.consumed(trainer.batch.order.length, progress.epoch, progress.window, trainer.drop_last)
-    trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
-    trainer.save()
-    _stop(trainer, reason)
 
 
 def evaluate_and_save(trainer: Trainer, agreed: int = 0) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import selected
 from drivetrain.core.step import Step
 from drivetrain.core.trees import Tree, described, named_leaves
+from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Data, Splits
 from drivetrain.debug.base import Debug
 from drivetrain.ema.base import Ema
@@ -70,10 +70,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PreviousStage:
-    """The objects that a stage of a run takes from the one before: the ranks that have met, the data, and the callbacks."""
+    """The objects that a stage of a run takes from the one before, such as the ranks that have met."""
 
-    parallel: Any
+    parallel: Parallel
     data: Splits | None  # None: the next stage reads its data anew
+    timer: StepTimer
     callbacks: Callbacks
 
 
@@ -88,7 +89,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     # The ranks join before anything is built, so that a difference between their configs ends the run here.
     parallel = context.parallel = Parallel.of(run).build(context) if before is None else before.parallel
     debug: Debug = Debug.of(run).build(context)
-    context.findings = debug.report if before is None else chain_reports(context.findings, debug.report)
+    earlier = None if before is None else context.findings  # of the stages before
+    context.findings = debug.report if earlier is None else lambda: [*earlier(), *debug.report()]
     precision = context.precision = debug.wrap_precision(Precision.of(run).build(context))
     batch = _load_data(context, debug, before.data if before is not None else None)
     world = parallel.data_world
@@ -127,18 +129,22 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
     loader.check((context.train_data, *(each for sets in context.evaluated.values() for each in sets.values())))
 
-    noise, step = _step(context, batch, compiler, forward, phases)
+    noise, step = _step(context, loss, batch, compiler, forward, phases)
     # Unfreezing comes before an update, and debugging hooks see all of it.
     step = debug.wrap_step(Model.of(run).wrap_step(step, context))
     eval_weights = precision.eval_weights(Optimizer.of(run), optimizer)
     meters, selection = [metric.build(context) for metric in Metric.all_of(run)], selected(run)
-    timer, saving = StepTimer(compiler.warmup, clock_for(context.device)), Saving.of(run).build(context)
+    timer = StepTimer(compiler.warmup, clock_for(context.device)) if before is None else before.timer
+    timer.warmup = compiler.warmup
+    saving = Saving.of(run).build(context)
     mfu = Mfu(model_flops, context.device, number_format(model, precision.autocast_dtype()), parallel.world.size)
     log = TrainingLog(log_writers, context.progress, parallel, timer, context.device, mfu, context.parts, noise, phases)
     context.log_image = log.image
+    # Metrics measure in the data's units.
+    units = (lambda values: values) if context.data.units is None else context.data.units.to(context.device)
     evaluator = Evaluator(
         model=model, forward=takes_batches(parallel.inference_model(model)), eval_weights=eval_weights,
-        ema=ema, loss=loss, meters=meters, units=_units(context), selected=selection.name, precision=precision,
+        ema=ema, loss=loss, meters=meters, units=units, selected=selection.name, precision=precision,
         parallel=parallel, batch=batch, loader=loader, sets=context.evaluated, set=next(iter(context.evaluated)),
         device=context.device, memory_format=context.memory_format, max_batches=run.debug.eval_batches,
         origins=context.data.origins,
@@ -169,18 +175,23 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
 
 
 def _step(
-    context: BuildContext, batch: Batch, compiler: Compile, forward: Callable[..., Any], phases: Sequence[phased_step.Phase]
+    context: BuildContext,
+    loss: Loss,
+    batch: Batch,
+    compiler: Compile,
+    forward: Callable[..., Tree],
+    phases: Sequence[phased_step.Phase],
 ) -> tuple[NoiseScale | None, Step]:
     """Compose the step, from the inside out, and what measures the noise scale.
 
     The step of one process, gradient synchronisation, one graph of both, and a whole update for losses that need it: each of
     its micro-batches passes through all of those. An update with phases has such a step for each of them.
     """
-    run, parallel, model, loss = context.run, context.parallel, context.model, context.loss
+    run, parallel, model = context.run, context.parallel, context.model
     runtime = Runtime.of(run)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def graph(loss: Any, clip: Callable[[], None]) -> Step:
+    def graph(loss: Loss, clip: Callable[[], None]) -> Step:
         of_ranks = parallel.wrap_loss(loss, model, context)
         given = forward, of_ranks, context.precision, context.optimizer, clip
         wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: runtime.zero(parameters)), context)
@@ -194,13 +205,13 @@ def _step(
     of_run = context.optimizer, context.precision
     for phase in phases:
         context.optimizer, context.precision, of_phase = phase.optimizer, phase.precision, loss.of_phase(phase.name)
-        with phase.alone(parameters):
+        with phased_step.alone(phase.parameters, parameters):
             phase.step = _of_update(graph(of_phase, phase.clip), of_phase, phase.clip, forward, context)
     context.optimizer, context.precision = of_run
     return None, phased_step.PhasedStep(phases, parameters, context.progress)
 
 
-def _of_update(step: Step, loss: Any, clip: Callable[[], None], forward: Callable[..., Any], context: BuildContext) -> Step:
+def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callable[..., Tree], context: BuildContext) -> Step:
     """Wrap the step for a loss that has to see all micro-batches of an update, or for an optimizer that runs them itself."""
     passes: Passes | None = Weighed(loss, context.parallel) if loss.counted else None
     if isinstance(loss, ComparingLoss):
@@ -224,17 +235,6 @@ def _with_noise_scale(
         return None, step
     noise = NoiseScale(context.device, batch.size)
     return noise, NoiseScaleStep(step, noise, parameters, parallel)
-
-
-def _units(context: BuildContext) -> Callable[[Any], Any]:
-    """Return what turns outputs and targets into the data's units, in which metrics measure."""
-    units = context.data.units
-    return (lambda values: values) if units is None else units.to(context.device)
-
-
-def chain_reports(*reports: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    """Return a report with the lines of several."""
-    return lambda: [line for report in reports for line in report()]
 
 
 def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Batch:
@@ -263,7 +263,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     if refusals := _cannot_augment(context, steps, shape_as_loaded):
         raise UserError(refusals)
     drawn = loss.steps(data)
-    about: dict[str, Any] = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
+    about: JsonObject = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, (*drawn, *steps), data.normalize, context.seed, data.classes, batch.pad_to, **about)
     evaluated = evaluated_sets(data, (*drawn, *(steps if run.data.views > 1 else ())), context.seed, about)
     context.train_data, context.evaluated = train, debug.choose_data(train, evaluated)
@@ -273,7 +273,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     return batch
 
 
-def _cannot_augment(context: BuildContext, steps: Sequence[Augment], shape: Any) -> list[str]:
+def _cannot_augment(context: BuildContext, steps: Sequence[Augment], shape: Tree) -> list[str]:
     """Return why the run's inputs, of this shape, cannot be augmented: only plain tensors, and the images of a dict can."""
     data, setting = context.data, context.run.named("augment")
     if not isinstance(data.two_samples(torch.device("meta")), torch.Tensor) and steps:
@@ -367,20 +367,18 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
-    differ = f"{context.run.named('batch')}: samples of different lengths take different operations"
-    lengths = context.train_source.lengths
-    if lengths is not None and len(lengths):
-        longest = example.shape[1] if isinstance(example, torch.Tensor) else 0
-        # Half of the samples are shorter than the example: their operations would be counted too high.
-        if context.data.example is not None or int(lengths.median()) + 1 < longest:
-            return flops.ModelFlops(None, differ, flops.output_of(model, example))
-    if context.train_data.pad_to > 1:  # a few tokens are enough to see the output's shape
-        output = flops.count(model, example[:, :FEW_TOKENS]).output if isinstance(example, torch.Tensor) else None
-        return flops.ModelFlops(None, differ, output)
+    lengths, padded, reason = context.train_source.lengths, context.train_data.pad_to > 1, ""
+    longest = example.shape[1] if isinstance(example, torch.Tensor) else 0
+    # Half of the samples are shorter than the example: their operations would be counted too high.
+    several = lengths is not None and len(lengths) and (context.data.example is not None or int(lengths.median()) + 1 < longest)
+    if padded and longest and not several:  # a few tokens are enough to see the output's shape
+        example = example[:, :FEW_TOKENS]
+    if several or padded:
+        reason = f"{context.run.named('batch')}: samples of different lengths take different operations"
+    elif context.loss.runs_model:
+        reason = "the loss runs the model itself"
     counted = flops.count(model, example)
-    if context.loss.runs_model:
-        counted = counted._replace(per_sample=None, reason="the loss runs the model itself")
-    return counted
+    return counted._replace(per_sample=None, reason=reason) if reason else counted
 
 
 def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon:

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drivetrain.config.callbacks import Told, load
 from drivetrain.core.callback import AVERAGE, PLAIN, Event
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import PEER_GONE, CallbackError
 from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.typed import JsonMapping
 from drivetrain.engine.training_log import TrainingLog
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Callbacks:
         self._tell("start")
         self.raise_error()
 
-    def log(self, record: Mapping[str, Any]) -> None:
+    def log(self, record: JsonMapping) -> None:
         """Tell of a training record or an evaluation."""
         figures = {k: v for k, v in record.items() if k not in ("event", "update", "epoch", "time", "set")}
         if record["event"] == "train":
@@ -97,7 +97,7 @@ class Callbacks:
             self.context.run_dir, self.context.config, progress.updates, progress.epoch, progress.samples,
             dict(progress.final if metrics is None else metrics), dict(progress.best), status,
             weights=(PLAIN, AVERAGE) if self.context.run.ema.active else (PLAIN,), eval_model=self.context.eval_model,
-            log=self.records.figures,
+            log=lambda figures: self.records.write("callback", **figures),
             log_image=self.records.image,
         )  # fmt: skip
         for given, callback in self.named.items():

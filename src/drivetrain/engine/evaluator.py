@@ -8,7 +8,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from drivetrain.core.source import Augmentation
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import send
 from drivetrain.core.trees import Tree, described
+from drivetrain.core.typed import JsonMapping
 from drivetrain.data.base import SPLITS, Splits
 from drivetrain.ema.base import Ema
 from drivetrain.loader.base import Pipeline
@@ -44,12 +44,12 @@ class Evaluator:
     """Evaluates a model and the average of its weights on the sets of a split, such as those that models are selected by."""
 
     model: torch.nn.Module  # set to evaluation mode during evaluation, then back to training mode
-    forward: Callable[[Tree], Any]  # the model as evaluation calls it, with a batch's inputs
+    forward: Callable[[Tree], Tree]  # the model as evaluation calls it, with a batch's inputs
     eval_weights: Callable[[], AbstractContextManager[None]]  # a context in which the model holds the weights to evaluate
     ema: Ema
     loss: Loss
     meters: Sequence[Metric]  # the metrics beside those of the loss
-    units: Callable[[Any], Any]  # turns outputs and targets into those that the metrics measure
+    units: Callable[[Tree], Tree]  # turns outputs and targets into those that the metrics measure
     selected: str  # the metric that ranks models
     precision: Precision
     parallel: Parallel
@@ -146,7 +146,7 @@ class Evaluator:
                     ) from error
         self.model.train(training)
 
-    def _checked_loss(self, batch: MicroBatch) -> Any:
+    def _checked_loss(self, batch: MicroBatch) -> Tree:
         """Return the output of an example. Raises UserError where the loss needs gradients."""
         try:
             return self.loss.evaluate(self.forward, batch, need_output=bool(self.meters))[0]
@@ -258,7 +258,7 @@ def _result(meter: Metric) -> tuple[dict[str, float], dict[str, Table]]:
 
 
 def evaluated_sets(
-    data: Splits, steps: tuple[Augmentation, ...], seed: int, about: Mapping[str, Any]
+    data: Splits, steps: tuple[Augmentation, ...], seed: int, about: JsonMapping
 ) -> dict[str, dict[str, Pipeline]]:
     """Return the sets that a run evaluates: split → pipelines by name. What is drawn for a set depends on its name alone.
 

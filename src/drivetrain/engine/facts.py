@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from drivetrain.batch.base import Batch
 from drivetrain.core import files
@@ -17,6 +16,7 @@ from drivetrain.core.process import __version__
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.data.base import Normalize, Splits, Units
 from drivetrain.data.decoding import Range
 from drivetrain.engine.trainer import Trainer
@@ -161,7 +161,7 @@ def smaller_batch(samples: int, unit: int = 1) -> int:
     return -(-size // unit) * unit
 
 
-def describe(run: RunSpec, data: Splits) -> dict[str, Any]:
+def describe(run: RunSpec, data: Splits) -> JsonObject:
     """Return the model's option, the shape, classes and normalisation of its inputs, and its outputs' units, as plain values.
 
     Values from the environment are left out: they may be secrets.
@@ -203,7 +203,7 @@ class NoSamples(Source):
         raise IndexError("there are no samples")
 
 
-def recall(about: Mapping[str, Any], run_dir: Path) -> Splits:
+def recall(about: JsonMapping, run_dir: Path) -> Splits:
     """Return the data that `describe` described, without its samples; its files are those of the run."""
     normalize, example = about["normalize"], about["inputs"] and _read_tree(about["inputs"])
     units = about.get("units")
@@ -251,7 +251,7 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write_tree(x: Tree) -> Any:
+def _write_tree(x: Tree) -> JsonObject:
     """Return the structure of inputs, with the shape of one sample and the type of each tensor, as plain values."""
     if isinstance(x, dict):
         return {"keys": {key: _write_tree(value) for key, value in x.items()}}
@@ -260,7 +260,7 @@ def _write_tree(x: Tree) -> Any:
     return {"shape": list(x.shape[1:]), "dtype": _name(x.dtype)}
 
 
-def _read_tree(written: Mapping[str, Any]) -> Tree:
+def _read_tree(written: JsonMapping) -> Tree:
     """Return two samples of zeros of the structure that `_write_tree` wrote."""
     if "keys" in written:
         return {key: _read_tree(value) for key, value in written["keys"].items()}

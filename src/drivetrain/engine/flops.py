@@ -149,17 +149,9 @@ def count(model: torch.nn.Module, example: Tree) -> ModelFlops:
     return ModelFlops(total / length(example), output=output, needs_two=needs_two)
 
 
-def output_of(model: torch.nn.Module, example: Tree) -> Tree | None:
-    """Return what the model returns for the example; None where it cannot be run. The model and the random numbers stay."""
-    try:
-        with streams.apart(), torch.no_grad():
-            return call(_twin(model), example)
-    except (Exception, SystemExit):
-        return None
-
-
-def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any, str]:
-    twin = _twin(model)
+def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Tree, str]:
+    # A copy with the same weights, its own buffers (BatchNorm's statistics), and its own counters of the user's.
+    twin = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     needs_two = _watch_norms(twin, length(example))
     cudnn = torch.backends.cudnn  # it stays on, which is not what `flags` does by itself
     no_search = cudnn.flags(enabled=cudnn.enabled, benchmark=False, allow_tf32=cudnn.allow_tf32)  # for this batch size
@@ -169,18 +161,13 @@ def _count(model: torch.nn.Module, example: Tree) -> tuple[int, Any, str]:
     return counter.total, output, next(iter(needs_two), "")
 
 
-def _twin(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy with the same weights, its own buffers (BatchNorm's statistics), and its own counters of the user's."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
-
-
 def _watch_norms(model: torch.nn.Module, samples: int) -> list[str]:
     """Return the list that gets the names of the BatchNorms that need two samples, each as the forward comes to it."""
     found: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not is_synchronised(module):
 
-            def watch(norm: Any, inputs: tuple[Any, ...], name: str = name) -> None:
+            def watch(norm: torch.nn.Module, inputs: tuple[torch.Tensor, ...], name: str = name) -> None:
                 takes_statistics = norm.training or norm.running_mean is None
                 if takes_statistics and inputs[0].numel() == samples * inputs[0].shape[1]:
                     found.append(name)

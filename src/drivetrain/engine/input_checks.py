@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 MAX_SAMPLES = 32  # samples checked: enough to tell a mean of 128 from 0
 MAX_STD = 3.0  # a standard deviation above 3 or below 1/3 is far from 1
 MAX_WAIT = 0.2  # share of the time; less is not worth a warning
-SET_NAMES = {"train": "training"}
 MIN_STEPS, MIN_SECONDS = 20, 2.0  # measured after the warm-up before the wait is judged
 
 
@@ -54,7 +53,7 @@ def normalisation_warning(x: torch.Tensor) -> str | None:
 def watchers(context: BuildContext, trainer: Trainer, no_mfu: str) -> list[StreamWatcher]:
     """Return the checks as stream watchers; `no_mfu` is why there is no MFU."""
     sets = {f"{split} {name}".rstrip(): each for split, of in context.evaluated.items() for name, each in of.items()}
-    sources = {name: pipeline.source for name, pipeline in {"train": context.train_data, **sets}.items()}
+    sources = {name: pipeline.source for name, pipeline in {"training": context.train_data, **sets}.items()}
     first = FirstBatch(
         context.run, trainer.evaluator.loss, context.data.classes, sources, lambda: next(trainer.requests()).indices,
         lambda: trainer.progress.steps == 0, no_mfu and f"no MFU: {no_mfu}",
@@ -79,8 +78,9 @@ class FirstBatch:
         """Let the stream pass. Raises UserError where targets do not fit."""
         for first in stream:
             self.check_targets(first)
-            if self.is_start():
-                warn_of_images(first)
+            for name, x in named_leaves(first.x) if self.is_start() else ():
+                if (line := normalisation_warning(x)) is not None:
+                    logger.warning(f"{name}: {line}" if name else line)
             yield first
             break
         if self.note:
@@ -90,28 +90,26 @@ class FirstBatch:
 
     def check_targets(self, first: MicroBatch) -> None:
         """Raise UserError if targets do not fit the loss and the model's outputs; it names the first sample that does not."""
-        y = first.y
+        y, run = first.y, self.run
         if not isinstance(y, torch.Tensor):
             if not self.loss.takes_trees:
-                self._refuse_parts([name for name, _ in named_leaves(y)])
+                raise UserError(
+                    f"{run.named('loss')} compares the output with one tensor, and the targets of {run.named('data')} are "
+                    f"several ({', '.join(name for name, _ in named_leaves(y))}): choose one of them (data.target_key), or set "
+                    "loss=own, with a function of all of them"
+                )
             return
-        if (problem := self.loss.problem(y, self.outputs)) is not None:
-            which = self._first_wrong(y)
-            self._refuse(problem, "" if which is None else self._named("train", int(self.indices()[which])))
+        self._check("training", y, lambda which: int(self.indices()[which]))
         for name, source in self.sources.items() if y.dim() == 1 and not y.is_floating_point() else ():
-            labels = source.labels()
-            if labels is not None and (problem := self.loss.problem(labels, self.outputs)) is not None:
-                which = self._first_wrong(labels)
-                self._refuse(problem, "" if which is None else self._named(name, which))
+            if (labels := source.labels()) is not None:
+                self._check(name, labels, lambda which: which)
 
-    def _refuse_parts(self, names: list[str]) -> None:
-        raise UserError(
-            f"{self.run.named('loss')} compares the output with one tensor, and the targets of {self.run.named('data')} are "
-            f"several ({', '.join(names)}): choose one of them (data.target_key), or set loss=own, with a function of all of them"
-        )
-
-    def _refuse(self, problem: str, sample: str) -> None:
-        run, so = self.run, f". The first of them is {sample}" if sample else ""
+    def _check(self, name: str, targets: torch.Tensor, index_of: Callable[[int], int]) -> None:
+        """Check targets of a set; `index_of` gives the number of a sample in it."""
+        if (problem := self.loss.problem(targets, self.outputs)) is None:
+            return
+        run, which = self.run, self._first_wrong(targets)
+        so = "" if which is None else f". The first of them is {self._named(name, index_of(which))}"
         raise UserError(f"{run.named('loss')} does not fit the data: the targets of {run.named('data')} {problem}{so}")
 
     def _named(self, name: str, index: int) -> str:
@@ -120,8 +118,7 @@ class FirstBatch:
         while isinstance(source, Subset):
             index, source = int(source.indices[index]), source.source
         called = source.name(index)
-        of_set = f"the {SET_NAMES.get(name, name)} set"
-        return f"sample {index} of {self.run.named('data')} ({f'{called}, ' if called else ''}in {of_set})"
+        return f"sample {index} of {self.run.named('data')} ({f'{called}, ' if called else ''}in the {name} set)"
 
     def _first_wrong(self, targets: torch.Tensor) -> int | None:
         """Return the first of the targets that does not fit; None where all of them or none by itself is wrong."""
@@ -134,16 +131,9 @@ class FirstBatch:
         return low if self.loss.problem(targets[low:high], self.outputs) is not None else None
 
 
-def warn_of_images(first: MicroBatch) -> None:
-    """Warn of images that are not normalised."""
-    for name, x in named_leaves(first.x):
-        if (line := normalisation_warning(x)) is not None:
-            logger.warning(f"{name}: {line}" if name else line)
-
-
 def check_waiting(stream: Iterator[MicroBatch], timer: StepTimer, advice: str | None) -> Iterator[MicroBatch]:
     """Warn once if the steps wait for data, as soon as enough of them are measured."""
-    judged = 0  # steps
+    judged = len(timer.steps)
     for batch in stream:
         yield batch
         if len(timer.steps) < judged + MIN_STEPS:

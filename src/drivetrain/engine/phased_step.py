@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
 from drivetrain.optimizer import Optimizer
 from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
+from drivetrain.precision.base import Precision
 
 
 @dataclass(eq=False)
@@ -27,20 +27,17 @@ class Phase:
     every: int
     parameters: Sequence[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
-    precision: Any
+    precision: Precision
     clip: Callable[[], None]
     loss_sum: torch.Tensor  # 0-d: of its runs since the last record
     runs: int = 0  # since the last record
     made: bool = False  # in the last update
     step: Step = field(init=False)  # set where the run's step is composed
 
-    def alone(self, others: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        """Return a context in which no other part of the model gets gradients: none is computed for it."""
-        return _alone(self.parameters, others)
-
 
 @contextmanager
-def _alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+def alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+    """Within the context the other parameters get no gradients: none is computed for them."""
     own = set(map(id, parameters))
     frozen = [p for p in others if p.requires_grad and id(p) not in own]
     for p in frozen:
@@ -61,7 +58,7 @@ def build(context: BuildContext) -> list[Phase]:
         given, own = found[name], [trained[n] for n in names]
         option = Optimizer.of(run) if given.lr is None else replace(Optimizer.of(run), lr=given.lr)
         clip = Clip.of(run) if given.max_norm is None else Norm(given.max_norm)
-        with _alone(own, trained.values()):
+        with alone(own, trained.values()):
             of_phase = precision.of_phase(name)
             optimizer = context.optimizer = of_phase.build_optimizer(option, context)
             total = torch.zeros((), device=context.device)
@@ -95,7 +92,7 @@ class PhasedStep:
     def update(self) -> bool:
         for phase in self.phases:
             if (self.progress.updates + 1) % phase.every == 0 and phase.name not in self._done:
-                with phase.alone(self.parameters):
+                with alone(phase.parameters, self.parameters):
                     self._done[phase.name] = self._run(phase)
             phase.made = self._done.get(phase.name, False)
         self._done = {}

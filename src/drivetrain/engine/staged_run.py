@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,9 +73,8 @@ class StagedRun:
             try:
                 return self.trainer.fit(stop)
             except BoundaryReached:
-                pass
-            self._cross()
-            self._tell()
+                self.restore(*self._full_state())
+                self._tell()
 
     def restore(self, weights: dict[str, torch.Tensor], state: StateDict, to_evaluate: bool = False) -> None:
         """Continue from a checkpoint, in the stage that its progress tells. Called on all ranks.
@@ -107,16 +106,11 @@ class StagedRun:
                     return
                 yield batch
 
-    def _cross(self) -> None:
-        """Go from the end of a stage into the next one."""
-        self.restore(*self._full_state())
-
     def _full_state(self) -> tuple[dict[str, torch.Tensor], StateDict]:
         """The weights and the state at the end of a stage, on all ranks."""
         trainer = self.trainer
-        progress, parallel = trainer.progress, trainer.parallel
-        progress.samples = trainer.batch.consumed(trainer.batch.order.length, progress.epoch, progress.window, trainer.drop_last)
-        trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
+        parallel = trainer.parallel
+        trainer.record()
         trainer.writer.wait()
         state = trainer.state()  # gathers from all ranks, as does full_state_dict
         with trainer.evaluator.eval_weights():
@@ -129,14 +123,16 @@ class StagedRun:
         if number == self.number:
             return
         before, context = self.stages[self.number].run, self.context
-        timer, compiled, callbacks = self.trainer.timer, self.trainer.compile_seconds(), self.trainer.callbacks
+        compiled = self.trainer.compile_seconds()
         self.number, context.run, context.resumed = number, self.stages[number].run, True
         data = context.loaded if vars(before.data) == vars(context.run.data) else None
         self._free()
+        kept = build.PreviousStage(self.trainer.parallel, data, self.trainer.timer, self.trainer.callbacks)
         with _named(number):
-            built = build.build(context, self.writers, build.PreviousStage(self.trainer.parallel, data, callbacks))
-        built.timer.go_on_from(timer, context.progress.samples)
-        built.compile_seconds = _sum(built.compile_seconds, compiled)
+            built = build.build(context, self.writers, kept)
+        if compiled is not None:
+            of_stage = built.compile_seconds
+            built.compile_seconds = lambda: (of_stage() or 0.0) + compiled
         self.trainer = built
         self._watch()
 
@@ -169,13 +165,9 @@ class StagedRun:
             if trainer.parallel.world.rank == 0:
                 at = f"update {trainer.progress.updates:,}: stage {self.number + 1} of {len(self.stages)}"
                 logger.info("%s, %s%s: %s", at, stage.end, end, stage.settings)
-            if self._begins():
+            # A run that is resumed within the stage does not record its beginning again.
+            if not (self.ends[self.number - 1].passed(trainer.progress) if self.number else trainer.progress.updates):
                 trainer.log.write("stage", stage=self.number + 1, stages=len(self.stages), changes=stage.title)
-
-    def _begins(self) -> bool:
-        """True if no update of this stage is made: a resumed run does not record the beginning of its stage again."""
-        progress = self.trainer.progress
-        return not (self.ends[self.number - 1].passed(progress) if self.number else progress.updates)
 
     def _check_models(self) -> None:
         """Refuse a stage in which the model would have parameters of another shape: the weights could not go on."""
@@ -217,11 +209,6 @@ def _named(number: int) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError([f"stages[{number}]: {problem}" for problem in error.problems]) from None
-
-
-def _sum(seconds: Callable[[], float | None], before: float | None) -> Callable[[], float | None]:
-    """Return a function that adds seconds which were spent before."""
-    return seconds if before is None else lambda: (seconds() or 0.0) + before
 
 
 def _shapes(context: BuildContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:

@@ -25,12 +25,11 @@ class StepTimer:
         self.warmup = warmup  # first steps, which start workers, compile and allocate
         self.steps = array("d")  # seconds
         self.wait = 0.0  # seconds spent waiting for data, within the steps
-        self.first_wait = 0.0  # seconds of it during the warm-up
-        self.first_samples = 0  # samples trained on when the warm-up has ended
         self.to_first_step: float | None = None  # seconds from the start of the process
         self.reading = Reading()
-        self._before = array("d")  # seconds of the steps of the run's earlier stages, each after its warm-up
-        self._wait_before, self._samples_before = 0.0, 0  # of these steps
+        self._cold = warmup  # steps of the warm-up that are still to come
+        self._warm, self._warm_wait = array("d"), 0.0  # seconds of the steps after it, and of the waits within these
+        self._samples, self._warm_from = 0, 0  # of these steps in earlier stages; trained on when the warm-up has ended
         self._clock = clock or Clock()
         self._start: Mark  # of the step that is running
         self._waits: list[tuple[Mark, Mark]]  # of the step that is running
@@ -38,20 +37,15 @@ class StepTimer:
         self._logged = (0, 0.0)  # steps and wait at the last log
         self.resume()
 
-    def go_on_from(self, before: StepTimer, samples: int) -> None:
-        """Count what the run's stage before this one has measured; at its end the run had trained on so many samples."""
-        before._read(len(before._unread))
-        self.to_first_step = before.to_first_step
-        if before.steps[before.warmup :]:
-            self._before = before._before + before.steps[before.warmup :]
-            self._wait_before = before._wait_before + before.wait - before.first_wait
-        else:
-            self._before, self._wait_before = before._before, before._wait_before
-        self._samples_before = before.samples(samples)
+    def begin(self, trained: int, size: int) -> None:
+        """Begin a run or its next stage by a warm-up, after so many samples, and with so many for each update."""
+        self._read(len(self._unread))
+        self._samples = self.samples(trained)
+        self._cold, self._warm_from = self.warmup, trained + self.warmup * size
 
     def samples(self, trained: int) -> int:
         """Return how many samples were in the steps after the warm-up, of a run that has trained on so many in all."""
-        return self._samples_before + (trained - self.first_samples if len(self.steps) > self.warmup else 0)
+        return self._samples + (0 if self._cold or not self._warm else trained - self._warm_from)
 
     def waits(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the stream's micro-batches and mark the waits for them."""
@@ -83,13 +77,17 @@ class StepTimer:
         """Read the durations of the oldest unread steps."""
         for _ in range(count):
             start, end, waits = self._unread.popleft()
-            self.steps.append(self._clock.seconds(start, end))
-            self.wait += self._clock.total(waits)
+            seconds, wait = self._clock.seconds(start, end), self._clock.total(waits)
+            self.steps.append(seconds)
+            self.wait += wait
             self._clock.reuse(start)
             if self.to_first_step is None:
-                self.to_first_step = self._resumed + self.steps[0]
-            if len(self.steps) == self.warmup:
-                self.first_wait = self.wait
+                self.to_first_step = self._resumed + seconds
+            if self._cold:
+                self._cold -= 1
+            else:
+                self._warm.append(seconds)
+                self._warm_wait += wait
 
     def since_last(self) -> tuple[float, dict[str, float]]:
         """Wait for the device. Return the seconds of the steps since the last call, and figures: the share spent waiting, …"""
@@ -101,18 +99,12 @@ class StepTimer:
 
     def steady(self) -> tuple[float, float] | None:
         """Return the seconds of all read steps after the warm-up and the share spent waiting; None before the first of them."""
-        rest = self.steps[self.warmup :]
-        if not rest and not self._before:
-            return None
-        seconds = sum(self._before) + sum(rest)
-        return seconds, (self._wait_before + (self.wait - self.first_wait if rest else 0.0)) / seconds
+        return (seconds, self._warm_wait / seconds) if (seconds := sum(self._warm)) else None
 
     def percentiles(self) -> tuple[float, float] | None:
         """Return the 50th and 95th percentile of the steps after the warm-up, in milliseconds."""
-        rest = sorted(self._before + self.steps[self.warmup :])
-        if not rest:
-            return None
-        return 1e3 * statistics.median(rest), 1e3 * rest[min(len(rest) - 1, int(0.95 * len(rest)))]
+        warm = sorted(self._warm)
+        return (1e3 * statistics.median(warm), 1e3 * warm[min(len(warm) - 1, int(0.95 * len(warm)))]) if warm else None
 
 
 class Reading:

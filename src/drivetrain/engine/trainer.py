@@ -11,17 +11,18 @@ from pathlib import Path
 import torch
 
 from drivetrain.batch.base import Batch
+from drivetrain.core import streams
 from drivetrain.core.device import reads_device_on_purpose
 from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.owned import OwnState
+from drivetrain.core.owned import OwnState, Stateful
 from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Ema
-from drivetrain.engine import between_updates, saved_state
+from drivetrain.engine import between_updates
 from drivetrain.engine.between_updates import FAIL, SAVE, STOP
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
@@ -31,6 +32,7 @@ from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader.base import Loader, Pipeline
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
+from drivetrain.saving import checkpoint_io
 from drivetrain.saving.options import Saving
 from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
@@ -87,7 +89,7 @@ class Trainer:
             self.evaluator.check()
         self.saving.restart(self.progress.updates)
         self.log.restart()
-        self.timer.first_samples = self.progress.samples + self.timer.warmup * self.batch.size(self.progress.epoch)
+        self.timer.begin(self.progress.samples, self.batch.size(self.progress.epoch))
         if self.progress.evaluation_due:
             between_updates.evaluate_and_save(self)
         while self.progress.updates < self.max_updates and not self.stopping.reason:
@@ -155,8 +157,7 @@ class Trainer:
         done = progress.updates >= self.max_updates
         if not (epoch_end or agreed or done or progress.steps % self.log_every == 0):
             return False
-        progress.samples = self.batch.consumed(self.batch.order.length, progress.epoch, progress.window, self.drop_last)
-        self.log.train(self.optimizer.param_groups[0]["lr"])
+        self.record()
         if epoch_end:
             progress.epoch, progress.window = progress.epoch + 1, 0
             progress.evaluation_due = progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs
@@ -165,21 +166,48 @@ class Trainer:
         self.timer.resume()
         return done or self.stopping.reason is not None
 
+    @reads_device_on_purpose
+    def record(self) -> None:
+        """Log the updates since the last record."""
+        progress = self.progress
+        progress.samples = self.batch.consumed(self.batch.order.length, progress.epoch, progress.window, self.drop_last)
+        self.log.train(self.optimizer.param_groups[0]["lr"])
+
     def agree(self) -> int:
         """Return what all ranks together want: FAIL, STOP, SAVE or 0."""
         wanted = STOP if self._stop.raised else SAVE if self.saving.due(self.progress.updates) else 0
         return self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
 
+    @reads_device_on_purpose
     def save(self) -> None:
         """Save the state after the last update, and that of the callbacks."""
         self.writer.save(self)
         self.saving.restart(self.progress.updates)
         self.callbacks.save()
 
+    def _stateful(self) -> dict[str, Stateful]:
+        """The parts with a state, beside progress and optimizer, in the order in which they are restored after these."""
+        return {
+            "scheduler": self.scheduler, "precision": self.precision, "ema": self.ema, "batch": self.batch,
+            "stopping": self.stopping, "loader": self.loader, "log": self.log, "owned": self.owned,
+        }  # fmt: skip
+
     def state(self) -> StateDict:
-        """Return everything except the weights that a resumed run needs."""
-        return saved_state.of(self)
+        """Return everything except the weights that a resumed run needs. Called on all ranks."""
+        return {
+            "progress": self.progress.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            **{name: part.state_dict() for name, part in self._stateful().items()},
+            "random": self.parallel.gather_object(streams.state()),
+        }
 
     def restore(self, weights: dict[str, torch.Tensor], state: StateDict) -> None:
         """Continue from a checkpoint. Weights and state are those of the full, unsharded model."""
-        saved_state.restore(self, weights, state)
+        weights, state = self.parallel.shard_state_dict(weights, state)
+        self.model.load_state_dict(weights)
+        self.progress.load_state_dict(state["progress"])
+        checkpoint_io.load_optimizer(self.optimizer, state["optimizer"])
+        for name, part in self._stateful().items():
+            part.load_state_dict(state.get(name, {}))
+        if (rank := self.parallel.rng_rank()) < len(state["random"]):  # a rank beyond those that were saved keeps its own
+            streams.restore(state["random"][rank])

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
-from drivetrain.core.typed import StateDict
+from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.engine.flops import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
 from drivetrain.engine.phased_step import Phase
@@ -71,7 +70,7 @@ class TrainingLog:
         first = None if self.first is None else float(self.first)
         return {"first": first, "noise": self.noise.state_dict() if self.noise is not None else {}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: JsonMapping) -> None:
         """Load a `state_dict()`."""
         self.first = state.get("first")
         if self.noise is not None:
@@ -87,7 +86,7 @@ class TrainingLog:
             self.first = self.loss_sum.clone()
         yield from stream
 
-    def exploded(self, metrics: Mapping[str, Any]) -> Iterator[str]:
+    def exploded(self, metrics: Mapping[str, float]) -> Iterator[str]:
         """Yield what to know of the last evaluation where a loss in it is far beyond that of the run's first update."""
         losses = [(value, name) for name, value in metrics.items() if Figure.parse(name).metric == "loss"]
         if self.first is None or not losses:
@@ -180,10 +179,6 @@ class TrainingLog:
         record["time"] = round(process.now(), 3)
         for writer in self.writers:
             writer.log(record)
-
-    def figures(self, figures: Mapping[str, float]) -> None:
-        """Write a record of a callback's own figures."""
-        self.write("callback", **figures)
 
     def image(self, name: str, path: Path) -> None:
         """Show a picture, a PNG file, in all writers that can."""

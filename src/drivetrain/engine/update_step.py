@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from drivetrain.core import streams, trees
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.trees import Tree
 from drivetrain.loss.base import SMALLEST, Loss
 from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
 from drivetrain.parallel.base import Parallel
@@ -67,12 +67,12 @@ class TwoPasses(Passes):
     """
 
     loss: ComparingLoss
-    forward: Callable[..., Any]
+    forward: Callable[..., Tree]
     model: torch.nn.Module
     precision: Precision
 
     def __call__(self, step: Step, batches: list[MicroBatch], loss_sum: torch.Tensor) -> None:
-        targets: list[Any] = [self._target(batch) for batch in batches]
+        targets: list[Gathered] = [self._target(batch) for batch in batches]
         if len(batches) == 1:
             weight = torch.ones_like(batches[0].weight)
             step.micro_batch(replace(batches[0], y=targets[0], weight=weight), loss_sum)
@@ -98,10 +98,10 @@ class TwoPasses(Passes):
         loss_sum += loss.detach()
         ranks = self.loss.ranks
         unused = torch.zeros_like(loss_sum)
-        parts: Any = gradient.split([len(f) for f in found])  # type: ignore[no-untyped-call]
+        parts: tuple[torch.Tensor, ...] = gradient.split([len(f) for f in found])  # type: ignore[no-untyped-call]
         for batch, state, part in zip(batches, random_states, parts, strict=True):
             streams.restore(state)
-            target: Any = Gradient(part * ranks)
+            target: Tree = Gradient(part * ranks)
             step.micro_batch(replace(batch, y=target, weight=torch.ones_like(batch.weight)), unused)
 
     @contextmanager

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import files, process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
@@ -53,6 +53,8 @@ STACK_WAIT_S = 2.0  # for a rank's stack
 TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
+
+RankResults = dict[int, JsonObject]  # rank → the content of its result file
 
 
 def start_heartbeat(folder: Path, rank: int) -> None:
@@ -127,8 +129,9 @@ class HeartbeatMonitor:
             self._end(rank, process, state, silent_s, file)
 
     def _all_ended_with_a_failure(self) -> bool:
-        results = [file.with_suffix(".json") for file in self._folder.glob("*.heartbeat")]
-        return bool(results) and all(file.exists() for file in results) and any(map(_failure_in, results))
+        results = _read_results(self._folder)
+        begun = [results.get(rank) for rank in _begun(self._folder)]
+        return None not in begun and any(result["code"] for result in begun if result is not None)
 
     def _end(self, rank: int, process: int, state: str, silent_s: float, file: Path) -> None:
         file.unlink()  # a rank is ended once
@@ -178,16 +181,15 @@ class FailureRecorder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Read why ranks failed; what a rank says of a peer that is gone counts only where nothing else is known."""
-        own, of_peers = [], ""
-        for file in sorted(self.folder.glob("*.heartbeat")):
+        results = _read_results(self.folder)
+        failed = {rank: result["error"] for rank, result in sorted(results.items()) if result["code"]}
+        own = [f"rank {rank}: {error}" for rank, error in failed.items() if not is_peer_failure(error)]
+        for rank in [rank for rank in _begun(self.folder) if rank not in results]:
             with contextlib.suppress(OSError, ValueError):
-                if failure := _failure_in(file.with_suffix(".json")):
-                    line = f"rank {file.stem}: {failure['error']}"
-                    own += [] if is_peer_failure(failure["error"]) else [line]
-                    of_peers = of_peers or line
-                elif _process_state(int(files.read_text(file))) is None:
-                    own.append(ended_without_result({int(file.stem): 0}))
-        self.reason = "; ".join([*self._monitor.ended.values(), *own]) or of_peers
+                if _process_state(int(files.read_text(self.folder / f"{rank}.heartbeat"))) is None:
+                    own.append(ended_without_result({rank: 0}))
+        of_peers = [f"rank {rank}: {error}" for rank, error in failed.items()][:1]
+        self.reason = "; ".join([*self._monitor.ended.values(), *own] or of_peers)
 
 
 def ended_without_result(ranks: Mapping[int, int]) -> str:
@@ -219,13 +221,17 @@ def _ask_for_stack(process: int) -> None:
         os.kill(process, STACK_SIGNAL)
 
 
-def _failure_in(file: Path) -> JsonObject | None:
-    """The content of a rank's result file if the rank failed."""
-    try:
-        content: JsonObject = files.read_json(file)
-    except (OSError, ValueError):  # not there, or being written
-        return None
-    return content if content["code"] else None
+def _begun(folder: Path) -> list[int]:
+    """The ranks that have begun here, in order."""
+    return sorted(int(file.stem) for file in folder.glob("*.heartbeat"))
+
+
+def _read_results(folder: Path) -> RankResults:
+    results: RankResults = {}
+    for file in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):  # it is being written
+            results[int(file.stem)] = read_json(file)
+    return results
 
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -266,16 +272,6 @@ def own_address() -> str:
     )
 
 
-def is_local(host: str) -> bool:
-    """True if a host's address is one of this machine's."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((socket.gethostbyname(host), 0))
-        except OSError:
-            return False
-    return True
-
-
 def wait_for_listener(host: str, port: int, seconds: float) -> None:
     """Wait until something listens on host:port. Raises TimeoutError after `seconds`."""
     until = time.monotonic() + seconds
@@ -289,8 +285,8 @@ def wait_for_listener(host: str, port: int, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def is_port_free(host: str, port: int) -> bool:
-    """True if this machine's port can be listened on."""
+def can_listen(host: str, port: int = 0) -> bool:
+    """True if a host's address is one of this machine's, and its port, of which 0 is any, can be listened on."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -330,12 +326,6 @@ def use_interface_of(address: str) -> None:
 
     By themselves they look up the machine's name, whose address other machines may not reach.
     """
-    name = _interface_of(address)
-    for variable in INTERFACE_VARIABLES if name else ():
-        os.environ.setdefault(variable, str(name))
-
-
-def _interface_of(address: str) -> str | None:
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -343,8 +333,7 @@ def _interface_of(address: str) -> str | None:
             with contextlib.suppress(OSError):  # an interface without an address
                 packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(packed[20:24]) == address:
-                    return name
-    return None
+                    os.environ |= {each: name for each in INTERFACE_VARIABLES if each not in os.environ}
 
 
 PRINTED = re.compile(r"\d+\.log", re.ASCII)  # what a rank printed in this run and those before, which is kept
@@ -353,23 +342,20 @@ PRINTED = re.compile(r"\d+\.log", re.ASCII)  # what a rank printed in this run a
 @contextlib.contextmanager
 def rank_folder(run_dir: Path, several_machines: bool) -> Iterator[Path]:
     """Yield <run>/ranks, emptied. With several machines they are copied there at the end, if the run's directory is here."""
-    folder = run_dir / "ranks"
-    if not several_machines:
+    folder = own = run_dir / "ranks"
+    if several_machines:
+        own = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
+    else:
         _empty(folder)
-        try:
-            yield folder
-        finally:
-            _gather_output(folder)
-        return
-    temporary = Path(tempfile.mkdtemp(prefix="drivetrain-ranks-"))
     try:
-        yield temporary
+        yield own
     finally:
-        _gather_output(temporary)
-        if run_dir.is_dir():
+        _gather_output(own)
+        if several_machines and run_dir.is_dir():
             _empty(folder)
-            shutil.copytree(temporary, folder, dirs_exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(own, folder, dirs_exist_ok=True)
+        if several_machines:
+            shutil.rmtree(own, ignore_errors=True)
 
 
 def _empty(folder: Path) -> None:
@@ -426,7 +412,6 @@ SHUTDOWN_S = 5  # for ranks that wait for one that died
 
 logger = logging.getLogger(__name__)
 OnAbandoned = Callable[[Result, int], int]  # writes the result, and returns the process's exit code
-RankResults = dict[int, dict[str, Any]]  # rank → the content of its result file
 
 
 def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None = None) -> tuple[Result, int]:
@@ -518,8 +503,8 @@ def _rendezvous(parallel: ProcessGroupStrategy) -> tuple[str, JsonObject]:
     host, _, given = str(parallel.rendezvous).rpartition(":")
     port = int(given)
     address = local_address_towards(host, port)
-    here = is_local(host)
-    is_host = here and is_port_free(host, port)  # where one machine plays two, the first of them is
+    here = can_listen(host)
+    is_host = here and can_listen(host, port)  # where one machine plays two, the first of them is
     if not here:  # the machine that has the address opens the store
         wait_for_listener(host, port, parallel.rendezvous_s)
     if not is_host and not is_torch_store(host, port, ANSWER_S):
@@ -601,12 +586,8 @@ def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) ->
 
 def _final_code(folder: Path) -> int:
     """The exit code of a rank of this machine that starting again would not change; 0 where there is none."""
-    for file in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            content = read_json(file)
-            if content["code"] in FINAL_CODES and not _only_peer_failures({0: content}):
-                return int(content["code"])
-    return 0
+    results = _read_results(folder).values()
+    return next((int(r["code"]) for r in results if r["code"] in FINAL_CODES and not is_peer_failure(r["error"])), 0)
 
 
 def _result_of_ranks(
@@ -617,7 +598,7 @@ def _result_of_ranks(
     These have their processes' exit codes.
     """
     results = _read_results(folder)
-    begun = sorted({int(file.stem) for file in folder.glob("*.heartbeat")} | set(ended_by_monitor))
+    begun = sorted({*_begun(folder), *ended_by_monitor})
     lost = sorted(set(begun) - set(results))
     main = results.get(0) or (None if parallel.nnodes == 1 else next(iter(results.values()), None))
     failed = {rank: result for rank, result in results.items() if result["code"]}
@@ -640,17 +621,9 @@ def _result_of_ranks(
     return result, code
 
 
-def _read_results(folder: Path) -> RankResults:
-    results: RankResults = {}
-    for file in folder.glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            results[int(file.stem)] = read_json(file)
-    return results
-
-
 def _first_failure(failed: RankResults) -> JsonObject:
     """The result to take over from the rank that failed first of its own accord; the error names it where that tells anything."""
-    own = {rank: result for rank, result in failed.items() if not _only_peer_failures({rank: result})} or failed
+    own = {rank: result for rank, result in failed.items() if not is_peer_failure(result["error"])} or failed
     rank = min(own, key=lambda rank: own[rank]["time"])
     content = {key: own[rank][key] for key in ("status", "error", "code", "world_size", "overrides", "config_hash")}
     if len({result["error"] for result in own.values()}) > 1 or (len(own) == 1 and rank):

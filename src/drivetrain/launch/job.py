@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
@@ -19,7 +19,7 @@ from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
 from drivetrain.core import files, user_state
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import MB, read_json, write_json, write_text
+from drivetrain.core.files import MB, read_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of, redact
 from drivetrain.core.paths import add_import_paths
@@ -49,26 +49,24 @@ def _leave_hydras_folder(run_dir: Path, config: str, composed: Composed, setting
     folder = run_dir / settings.folder
     if folder.is_symlink():  # it would be followed to a folder elsewhere
         return
-    if (folder / "hydra.yaml").exists() and not _is_ours(folder / "hydra.yaml"):
-        return
+    if (hydras := folder / "hydra.yaml").exists():
+        try:
+            ours = files.read_text(hydras).startswith(OURS)
+        except (OSError, ValueError):
+            ours = False
+        if not ours:
+            return
     folder.mkdir(parents=True, exist_ok=True)
     files.write_text(folder / "config.yaml", config)
     if not resumed:
         files.write_text(folder / "overrides.yaml", OmegaConf.to_yaml([redact(word) for word in composed.overrides]))
-        files.write_text(folder / "hydra.yaml", OURS + write.block({"hydra": settings.node(composed, run_dir)}))
-
-
-def _is_ours(file: Path) -> bool:
-    try:
-        return files.read_text(file).startswith(OURS)
-    except (OSError, ValueError):
-        return False
+        files.write_text(hydras, OURS + write.block({"hydra": settings.node(composed, run_dir)}))
 
 
 logger = logging.getLogger(__name__)
 
 # The keys that are read of environment.json, with the type that each must have.
-_READ: JsonObject = {"machine_local": dict[str, Any] | None, "config_dirs": list[str] | None}
+_READ: JsonObject = {"machine_local": dict[str, object] | None, "config_dirs": list[str] | None}
 
 
 @dataclass
@@ -124,13 +122,13 @@ class Job:
         about["runtime"] = self.run.runtime.found
         about["signature"] = user_state.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
-        write_text(run_dir / "recipe.yaml", recipe)
+        files.write_text(run_dir / "recipe.yaml", recipe)
         config = OmegaConf.to_yaml(self.composed.config)
-        write_text(run_dir / "config.yaml", config)
-        write_json(run_dir / "environment.json", about)
+        files.write_text(run_dir / "config.yaml", config)
+        files.write_json(run_dir / "environment.json", about)
         _leave_hydras_folder(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)
 
-    def _origin(self, run_dir: Path) -> Any:
+    def _origin(self, run_dir: Path) -> object:
         """The source of the recipe, for the record; of a run that is resumed it is in the record already."""
         recipe = self.composed.recipe
         if recipe is not None and recipe.source is not None:
@@ -196,7 +194,8 @@ def checked(composed: Composed, own: bool = False, used: Collection[str] | None 
     """
     run = check.validate(composed, own, used)
     local = check.machine_local_keys(run)
-    notices = list(dict.fromkeys(composed.notices + [line for of in _all_runs(run) for line in advice_of(of)]))
+    advice = [line for each in _all_runs(run) for part in check.options_of(each) for line in part.advise(each)]
+    notices = list(dict.fromkeys(composed.notices + advice))
     config_hash = identity.config_hash(composed, local - check.identifying_keys(run))
     return Job(composed, run, config_hash, local, notices=notices, shared=None if own else composed.recipe)
 
@@ -217,11 +216,6 @@ def device_problems(jobs: Iterable[Job | None]) -> list[str]:
     return problems
 
 
-def advice_of(run: RunSpec) -> list[str]:
-    """The advice of a run's options."""
-    return [line for part in check.options_of(run) for line in part.advise(run)]
-
-
 def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job:
     """The job of `resume=<run dir>`: the run's own recipe and machine-local settings, then the other overrides."""
     recorded = recorded_environment(run_dir, "resume=")
@@ -231,9 +225,12 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         _refuse_settings_of_strangers(run_dir, settings, recorded, composing.compose(words, config_dirs, base=base))
         settings, dirs = {}, config_dirs
     job = of_run(run_dir, words, dirs, settings)
-    unresolved = job.composed.unresolved
-    recorded_config = _recorded_config(run_dir)
-    different = identity.differences(recorded_config, unresolved, job.not_compared)
+    try:
+        recorded_config = check.read_config(run_dir / "config.yaml")
+    except (OSError, ValueError, RecursionError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
+    different = identity.differences(recorded_config, job.composed.unresolved, job.not_compared)
     if different and not job.run.values["resume_changed"]:
         shorter = [line for line in different if line.partition(":")[0] in identity.MAY_LENGTHEN]
         other = [line for line in different if line not in shorter]
@@ -244,15 +241,6 @@ def _resumed(run_dir: Path, words: list[str], config_dirs: Sequence[str]) -> Job
         raise UserError(f"resume={run_dir}: {problem}. Say resume_changed=true to go on all the same" for problem in problems)
     job.notices += [f"resumed with a changed config: {line}" for line in different]
     return _from_newest_checkpoint(job, run_dir)
-
-
-def _recorded_config(run_dir: Path) -> JsonObject:
-    """A run's config.yaml. Raises UserError where it is no file of settings."""
-    try:
-        return check.read_config(run_dir / "config.yaml")
-    except (OSError, ValueError, RecursionError) as error:
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"resume={run_dir}: its config.yaml is damaged ({why})") from None
 
 
 def of_run(
@@ -289,7 +277,7 @@ def is_of_this_user(recorded: dict[str, object]) -> bool:
     return user_state.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
-def _of_this_machine(recorded: dict[str, object]) -> list[Any]:
+def _of_this_machine(recorded: dict[str, object]) -> list[object]:
     """The part of a run's record that is about this machine: the part of environment.json that is signed."""
     return [recorded.get("machine_local"), recorded.get("config_dirs")]
 
@@ -323,7 +311,7 @@ def recorded_environment(run_dir: Path, setting: str = "") -> JsonObject:
         content = read_json(run_dir / "environment.json", MB)
     except (OSError, ValueError):
         content = None
-    if not fits(content, dict[str, Any]) or not all(fits(content.get(key), kind) for key, kind in _READ.items()):
+    if not isinstance(content, dict) or not all(fits(content.get(key), kind) for key, kind in _READ.items()):
         raise UserError(f"{setting}{run_dir}: its environment.json is damaged")
     return content
 

@@ -182,7 +182,6 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
     directory.remember_missing_folders(run_dir)
 
     def write_result(result: Result) -> None:
-        result.wall_s = time.monotonic() - process.started
         if result.run_dir is not None:  # rank 0 was here
             _write_result(result, run_dir)
             run_page.write(run_dir)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Any
 
 SHARED_MEMORY = (
     "insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_",
@@ -47,7 +46,7 @@ def _limit(name: str) -> str:
         import resource
     except ImportError:  # on Windows
         return ""
-    limit: Any = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+    limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
     if limit == resource.RLIM_INFINITY:
         return ""
     return f" (its limit is {f'{limit / 2**30:,.3g} GiB' if name == 'AS' else limit})"

@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from copy import copy
+from ctypes import c_int
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.batch import Batch
 from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process, synchronize
@@ -141,7 +142,7 @@ class Trials:
             return None
 
     def count_fitting(self, sizes: Sequence[int], most: int, limit_gb: float | None) -> int:
-        fitting: Any = RawValue("i", 0)  # in memory that both processes share: the system may kill the other one
+        fitting: c_int = RawValue("i", 0)  # in memory that both processes share: the system may kill the other one
         try:
             child.ask(trial_run(self.job), partial(_try, sizes, most, limit_gb, fitting), "batch=auto: a trial step failed")
         except Died:
@@ -221,7 +222,7 @@ def _forecast_micro_batch(most: int, limit_gb: float | None, trainer: Trainer) -
     return largest_micro_batch(trainer, most, limit_gb * 2**30 - memory_now())
 
 
-def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: Any, trainer: Trainer) -> None:
+def _try(sizes: Sequence[int], most: int, limit_gb: float | None, fitting: c_int, trainer: Trainer) -> None:
     """Count the sizes, the smallest first, until the memory does not do."""
     limit = limit_gb * 2**30 if limit_gb and trainer.device.type == "cpu" else math.inf  # of this process
     if limit < math.inf:

@@ -30,7 +30,7 @@ from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Source
-from drivetrain.core.typed import JsonObject
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.core.world import World
 from drivetrain.data import Data
 from drivetrain.launch import machine_limits
@@ -50,12 +50,11 @@ if TYPE_CHECKING:
     from drivetrain.engine.staged_run import StagedRun
     from drivetrain.engine.trainer import Trainer
     from drivetrain.parallel import Parallel
-    from drivetrain.run.result import Result
 
 
 AVERAGED = "averaged.safetensors"
 JUMP = 2  # times the rate before
-Found = tuple[Mapping[str, Any], Mapping[str, Any]]  # the metrics of an evaluation, and its tables
+Found = tuple[JsonMapping, Mapping[str, object]]  # the metrics of an evaluation, and its tables
 
 NO_GRADIENT = (
     "the loss does not depend on the weights that train: compute it from what the model returns, without no_grad, detach, item, "
@@ -92,7 +91,7 @@ class _Attempt(NamedTuple):
     wrong: str | None  # what the error of the first rank that has one says, on every rank
 
 
-def _attempt(parallel: Parallel, work: Callable[[], Any]) -> _Attempt:
+def _attempt(parallel: Parallel, work: Callable[[], object]) -> _Attempt:
     """Do `work` on all ranks. Raises only what is the operator's to mend, such as a changed config."""
     value, error = None, None
     try:
@@ -135,11 +134,9 @@ def restore(staged: StagedRun, checkpoint: Path) -> float:
     ) from first
 
 
-def _restore(staged: StagedRun, weights: Any, state: Any) -> float:
+def _restore(staged: StagedRun, weights: JsonObject, state: JsonObject) -> float:
     """Restore what was loaded; the learning rate in it, which is read first, so that a malformed one changes nothing."""
-    from drivetrain.saving import checkpoint_io
-
-    lr = float(checkpoint_io.settings(state["optimizer"])["lr"])
+    lr = float(state["optimizer"]["param_groups"][0]["lr"])
     staged.restore(weights, state)
     return lr
 
@@ -171,12 +168,14 @@ def test_final(trainer: Trainer) -> Found | None:
     return metrics, tester.tables
 
 
-def record(result: Result, name: str, evaluation: str, found: Found) -> None:
-    """Note the figures and the tables of an evaluation of the set `name`: final, best or averaged."""
+def _record(result: Result, name: str, evaluation: str, found: Found, trainer: Trainer | None = None) -> None:
+    """Note the figures and the tables of an evaluation of the set `name`: final, best or averaged; log it by a trainer."""
     metrics, tables = found
     result.metrics.setdefault(name, {})[evaluation] = dict(metrics)
     if tables:
         result.tables.setdefault(name, {})[evaluation] = dict(tables)
+    if trainer is not None:
+        trainer.log.write("evaluate", set=name, weights=evaluation, **{k: v for k, v in metrics.items() if k != "update"})
 
 
 def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
@@ -191,7 +190,7 @@ def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
     best = progress.best.get("update")
     if best == progress.updates and "final" in result.metrics["test"]:  # the last weights are the best ones
         last = {**result.metrics["test"]["final"], "update": best}
-        record(result, "test", "best", (last, result.tables.get("test", {}).get("final", {})))
+        _record(result, "test", "best", (last, result.tables.get("test", {}).get("final", {})))
     if not saving.best and not saving.average_kept:
         return
     chosen = saving.chosen(checkpoint_io.updates(run_dir), list(progress.ranked)) if parallel.world.rank == 0 else []
@@ -206,13 +205,7 @@ def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
             progress.load_state_dict(held)
         tester = trainer.evaluator.on("test")
         metrics = tester.evaluate()
-        _note(trainer, result, "test", "best", ({**metrics, "update": best}, tester.tables))
-
-
-def _note(trainer: Trainer, result: Result, name: str, evaluation: str, found: Found) -> None:
-    """Record an evaluation of the run's end, and log it."""
-    record(result, name, evaluation, found)
-    trainer.log.write("evaluate", set=name, weights=evaluation, **{k: v for k, v in found[0].items() if k != "update"})
+        _record(result, "test", "best", ({**metrics, "update": best}, tester.tables), trainer)
 
 
 def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], run_dir: Path) -> None:
@@ -241,7 +234,7 @@ def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], ru
         trainer.model.load_state_dict(weights)
         for name in dict.fromkeys((evaluator.set, "test")):
             each = replace(evaluator.on(name), tables={})
-            _note(trainer, result, name, "averaged", (each.metrics(), each.tables))
+            _record(result, name, "averaged", (each.metrics(), each.tables), trainer)
         full, _ = parallel.full_state_dict(trainer.model, state)
     if parallel.world.rank == 0:
         checkpoint_io.write_weights(full, run_dir / AVERAGED)
@@ -250,8 +243,6 @@ def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], ru
 
 SHOWN, LONGEST = 5, 300  # lines of an error that announces them, and their characters
 LAST_WRITE_S = 30.0  # for a checkpoint that is being written when the run fails
-
-logger = logging.getLogger(__name__)
 
 
 class RunWriter(LogWriter, Protocol):
@@ -320,13 +311,16 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     trainer.callbacks.raise_error()
     _record_measurements(result, trainer)
     if tested is not None:
-        record(result, "test", "final", tested)
+        _record(result, "test", "final", tested)
     result.remarks += trainer.log.exploded(trainer.progress.final)
     evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:
         from drivetrain.data.base import fingerprint
 
-        _show_tables(result, trainer, trainer.run_dir)
+        # Confusion matrices are shown in the loggers that take pictures.
+        for name, table in plots.of_result(result.tables)[1].items():
+            if plots.is_confusion(table):
+                trainer.log.image(name, plots.draw(table, trainer.run_dir / "images" / f"{name}.png"))
         result.data = fingerprint(trainer.train_data.source)
         result.shares = trainer.evaluator.on("test").shares(staged.context.run.target_kind)
         result.remarks = result.remarks or list(_remarks(result, trainer))  # of one that has exploded there is no more to say
@@ -348,7 +342,7 @@ def _remarks(result: Result, trainer: Trainer) -> Iterator[str]:
 def commonest(source: Source) -> float | None:
     """The share of a set's commonest class, where its labels are known without reading the samples."""
     labels = source.labels() if source.own_code is None else None
-    return None if labels is None or labels.ndim != 1 else labels.unique(return_counts=True)[1].max().item() / len(labels)
+    return None if labels is None or labels.ndim != 1 else (labels == labels.mode().values).sum().item() / len(labels)
 
 
 def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:
@@ -503,14 +497,6 @@ def _record_measurements(result: Result, trainer: Trainer) -> None:
         result.step_ms_p50, result.step_ms_p95 = percentiles
     result.flops_per_sample = trainer.log.mfu.model.per_sample
     result.compile_s = trainer.compile_seconds()
-
-
-def _show_tables(result: Result, trainer: Trainer, run_dir: Path) -> None:
-    """Draw the confusion matrices, and show the pictures in the loggers that take pictures."""
-    for name, table in plots.of_result(result.tables)[1].items():
-        if plots.is_confusion(table):
-            path = plots.draw(table, run_dir / "images" / f"{name}.png")
-            trainer.log.image(name, path)
 
 
 def _count_skipped(result: Result, trainer: Trainer, world: World, run_dir: Path) -> None:

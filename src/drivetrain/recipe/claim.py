@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import yaml
 
 from drivetrain.core.overrides import format_value
 from drivetrain.core.selection import Reach
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import sections
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
 from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
@@ -24,15 +25,19 @@ QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
 SETS = ("validation", "test")
 
 
+_REACH = sections.check(
+    lambda value: isinstance(value, str) and Reach.parse(value) is not None,
+    "a metric and a value, as accuracy>=0.98 or loss<=0.1",
+)
 _RATIO = "samples a second, divided by the baseline's"
 
 
-class Against(dict[str, Any]):
+class Against(JsonObject):
     """The settings that the baseline has instead: group → option, dotted key → value; with the line of each, for messages."""
 
     lines: dict[str, int]
 
-    def __init__(self, values: dict[str, Any], lines: dict[str, int] | None = None) -> None:
+    def __init__(self, values: JsonMapping, lines: dict[str, int] | None = None) -> None:
         super().__init__(values)
         self.lines = lines or {}
 
@@ -53,10 +58,6 @@ class AgainstRule(Rule):
                 if names_code(name, found[name]):  # the command line could not give it to the baseline alone
                     problems.append(f"{at}: {code_refusal(name)}")
         return found
-
-
-def _reach(value: Any) -> str:
-    return "" if isinstance(value, str) and Reach.parse(value) else "must be a metric and a value, as accuracy>=0.98 or loss<=0.1"
 
 
 class Kind(Section):
@@ -130,7 +131,7 @@ class Target(Kind):
 
     of_all = True
 
-    reach: Annotated[str, Rule(_reach, "the value to reach, as accuracy>=0.98")]
+    reach: Annotated[str, Rule(_REACH, "the value to reach, as accuracy>=0.98")]
     reached: Annotated[int, Rule(sections.whole, "how many of the seeds reached it", "of n seeds")]
     n: Annotated[int, Rule(sections.count, "the number of seeds")]
     updates: Annotated[float | None, Rule(sections.above_0, comment="median over the seeds")] = None
@@ -234,11 +235,6 @@ class Claim(Section):
 KINDS = tuple(name for name, rule in rules_of(Claim).items() if isinstance(rule, SectionRule) and issubclass(rule.kind, Kind))
 
 
-def read(path: Path, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Claim | None:
-    """The claim below a recipe's `claim:`, or None with the reasons in `problems`."""
-    return Claim.read(path, "claim", key_node, node, problems)
-
-
 def times(middle: float, low: float, high: float) -> str:
     """A ratio and its interval as text."""
     return f"{middle:.2f} × ({low:.2f} to {high:.2f})"
@@ -249,6 +245,6 @@ def seeds(count: int) -> str:
     return f"{count} seed{'s' if count > 1 else ''}"
 
 
-def as_overrides(against: dict[str, Any]) -> str:
+def as_overrides(against: JsonMapping) -> str:
     """A claim's baseline as overrides, as a user would type them."""
     return printable(" ".join(f"{key}={format_value(value)}" for key, value in against.items()))

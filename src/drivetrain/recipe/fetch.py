@@ -12,13 +12,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import user_cache
 from drivetrain.core.process import __version__
 from drivetrain.recipe.safe_yaml import MAX_BYTES, printable
+
+if TYPE_CHECKING:
+    import urllib3
 
 MAX_REDIRECTS, TOTAL_S = 5, 30.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -176,7 +179,7 @@ def _fetch(address: str, place: Address) -> tuple[str, bytes]:
 
 def _within_time(work: Callable[[], tuple[Address, Fetched]]) -> tuple[Address, Fetched]:
     """Do it in a thread, and wait for that no longer than TOTAL_S, wherever it hangs. Raises Refused."""
-    done: list[Any] = []
+    done: list[tuple[Address, Fetched] | Exception] = []
 
     def run() -> None:
         try:
@@ -191,7 +194,7 @@ def _within_time(work: Callable[[], tuple[Address, Fetched]]) -> tuple[Address, 
         raise Refused(f"it was not delivered within {TOTAL_S:g} s")
     if isinstance(done[0], Exception):
         raise done[0]
-    return done[0]  # type: ignore[no-any-return]
+    return done[0]
 
 
 def _from_hub(place: Address) -> tuple[Address, Fetched]:
@@ -289,7 +292,7 @@ def _targets(url: str, kinds: set[str], first: bool) -> list[str]:
     return [parts._replace(netloc=f"{f'[{each}]' if ':' in each else each}{port}").geturl() for each in found]
 
 
-def _answer(response: Any, host: str) -> bytes | str:
+def _answer(response: urllib3.BaseHTTPResponse, host: str) -> bytes | str:
     """The bytes of a response, or where it redirects. Raises Refused."""
     with contextlib.closing(response):
         if (to := response.get_redirect_location()) is not False:

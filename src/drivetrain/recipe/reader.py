@@ -8,13 +8,13 @@ import re
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import redact
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import safe_yaml
 from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
@@ -45,8 +45,8 @@ class Recipe:
     path: Path
     description: str = ""
     choices: dict[str, str | list[str]] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
+    sweep: dict[str, list[object]] = field(default_factory=dict)
     claim: claims.Claim | None = None  # what was measured of it; not part of the config
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
     header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
@@ -62,7 +62,7 @@ class Recipe:
         """The file:line of a key."""
         return f"{self.path}:{self.lines.get(key, 1)}"
 
-    def cells(self, groups: Container[str], given: Container[str] = ()) -> Iterator[tuple[dict[str, Any], Recipe]]:
+    def cells(self, groups: Container[str], given: Container[str] = ()) -> Iterator[tuple[JsonObject, Recipe]]:
         """Each combination of the sweep's values, and the recipe with those values set; keys in `given` are not swept."""
         axes = {key: values for key, values in self.sweep.items() if key not in given}
         if (jobs := math.prod(map(len, axes.values()))) > MAX_JOBS:
@@ -71,7 +71,7 @@ class Recipe:
             cell = dict(zip(axes, values, strict=True))
             yield cell, self.cell(cell, groups)
 
-    def cell(self, cell: dict[str, Any], groups: Container[str]) -> Recipe:
+    def cell(self, cell: JsonMapping, groups: Container[str]) -> Recipe:
         """The recipe with one combination of the sweep's values set."""
         chosen, others = _split(cell, groups)
         kept = {k: v for k, v in self.values.items() if k not in self.unchanged or holds_for(k, self.choices, chosen)}
@@ -98,7 +98,7 @@ class Recipe:
         return replace(changed, claim=None, lines={**self.lines, **against.lines}, header=Header())
 
 
-def _split(given: dict[str, Any], groups: Container[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(given: JsonMapping, groups: Container[str]) -> tuple[JsonObject, JsonObject]:
     """The entries that choose an option, and those that set a value."""
     return {k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups}
 
@@ -140,14 +140,14 @@ def raw_of_run(run_dir: Path) -> bytes:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
 
 
-def _section(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
+def _section(recipe: Recipe, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if key == "description":
         recipe.description = str(plain_value(node, where, key, problems))
     elif key == "defaults":
         _defaults(recipe, node, where, problems)
     elif key == "claim":
-        recipe.claim = claims.read(recipe.path, key_node, node, problems)
+        recipe.claim = claims.Claim.read(recipe.path, key, key_node, node, problems)
     elif key == "sweep":
         for k, v in node.value if isinstance(node, yaml.MappingNode) else []:
             _axis(recipe, str(k.value), k, v, problems)
@@ -157,7 +157,7 @@ def _section(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[
         _values(recipe, key, key_node, node, problems)
 
 
-def _unchanged(below: Recipe, key_node: Any, node: Any, problems: list[str]) -> None:
+def _unchanged(below: Recipe, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
     """Read options and values that were mere defaults, under the same rules as the rest of the file."""
     if not isinstance(node, yaml.MappingNode):
         where = f"{below.path}:{key_node.start_mark.line + 1}"
@@ -180,7 +180,7 @@ def _take_unchanged(recipe: Recipe, below: Recipe) -> None:
     recipe.lines = {**below.lines, **recipe.lines}
 
 
-def holds_for(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def holds_for(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:
     """True if a value that was a mere default of the options `before` is one of the options `now` too (group → option)."""
     group, _, rest = key.partition(".")
     old, new = before.get(group), now.get(group)
@@ -191,7 +191,7 @@ def holds_for(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bo
     return False
 
 
-def _axis(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
+def _axis(recipe: Recipe, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
     """Read one key of the sweep's grid, under the same rules as the rest of the file."""
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if not allowed_in_recipe(key, where, problems) or not is_plain_key(key, where, problems):
@@ -204,7 +204,7 @@ def _axis(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str
         problems.append(f"{where}: '{key}' has no values to sweep over")
 
 
-def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> None:
+def _defaults(recipe: Recipe, node: yaml.Node, where: str, problems: list[str]) -> None:
     if not isinstance(node, yaml.SequenceNode):
         problems.append(f"{where}: defaults: must be a list such as '- override /optimizer: sgd'")
         return
@@ -233,11 +233,11 @@ def _defaults(recipe: Recipe, node: Any, where: str, problems: list[str]) -> Non
             problems.append(f"{at}: {group}: {given}: names are plain, never paths")
 
 
-def _twice(path: Path, key_node: Any) -> str:
+def _twice(path: Path, key_node: yaml.Node) -> str:
     return f"{path}:{key_node.start_mark.line + 1}: '{printable(str(key_node.value)):.60}' is given twice"
 
 
-def _values(recipe: Recipe, key: str, key_node: Any, node: Any, problems: list[str]) -> None:
+def _values(recipe: Recipe, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
     where = f"{recipe.path}:{key_node.start_mark.line + 1}"
     if not is_plain_key(key, where, problems):
         return

@@ -89,7 +89,7 @@ def deceiving(text: str) -> tuple[int, str]:
     return (text.count("\n", 0, found.start()) + 1, f"U+{ord(found[0]):04X}") if found else (0, "")
 
 
-def duplicate_keys(node: Any) -> Iterator[yaml.Node]:
+def duplicate_keys(node: yaml.Node | None) -> Iterator[yaml.Node]:
     """The keys that a mapping has already, at any depth."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
@@ -111,7 +111,7 @@ def allowed_in_recipe(key: str, where: str, problems: list[str]) -> bool:
     return first not in OPERATOR_KEYS
 
 
-def names_code(group: str, option: Any) -> bool:
+def names_code(group: str, option: object) -> bool:
     """True if this option of a group names code: a class or a function of the user's."""
     return group in CODE_GROUPS and "own" in (option if isinstance(option, list) else [option])
 
@@ -135,7 +135,7 @@ def is_plain_key(key: str, where: str, problems: list[str]) -> bool:
     return False
 
 
-def plain_value(node: Any, where: str, key: str, problems: list[str]) -> Any:
+def plain_value(node: yaml.Node, where: str, key: str, problems: list[str]) -> Any:
     """The value of `key` in plain Python. The only interpolation allowed is `${key.of.the.config}`."""
     if isinstance(node, yaml.MappingNode):
         result = {}
@@ -154,7 +154,7 @@ def plain_value(node: Any, where: str, key: str, problems: list[str]) -> Any:
     return value
 
 
-def _scalar(node: yaml.ScalarNode) -> Any:
+def _scalar(node: yaml.ScalarNode) -> object:
     """A scalar as YAML 1.1 reads it, except that 1e-3 is a number; the node itself where YAML cannot make a value of it."""
     if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
         return float(node.value)
@@ -169,7 +169,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
         loader.dispose()
 
 
-def _scalar_problem(value: Any, text: str, several_lines: bool) -> str:
+def _scalar_problem(value: object, text: str, several_lines: bool) -> str:
     """The reason why a recipe may not hold this value; "" where it may."""
     short = printable(text) if len(text) < 40 else f"{printable(text[:40])}…"
     if not isinstance(value, str | int | float | bool | None):

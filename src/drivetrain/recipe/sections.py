@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self, get_args, get_type_hints
+from typing import Any, Self, TypeGuard, get_args, get_type_hints
 
 import yaml
 
@@ -19,7 +19,7 @@ MAX_ITEMS = 1000  # of a list
 MAX_NUMBER = 1e15
 SHOWN = 60  # characters of a wrong value in a message
 
-Check = Callable[[Any], str]  # what is wrong with a value; "" where nothing is
+Check = Callable[[object], str]  # what is wrong with a value; "" where nothing is
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rule:
     about: str = ""  # what the value is, for whoever left it out
     comment: str = ""  # behind the written value
 
-    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Any:
+    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> object:
         """The value below a key, or anything where `problems` got the reason why it is wrong."""
         at, before = f"{path}:{key_node.start_mark.line + 1}", len(problems)
         value = plain_value(node, at, key, problems)
@@ -38,7 +38,7 @@ class Rule:
             problems.append(f"{at}: {key}={shown(value)}: {wrong}")
         return tuple(value) if isinstance(value, list) else value
 
-    def problems(self, key: str, value: Any) -> Iterator[str]:
+    def problems(self, key: str, value: object) -> Iterator[str]:
         """The problems of a value that was not read from a file."""
         if wrong := self.check(list(value) if isinstance(value, tuple) else value):
             yield f"{key}={shown(value)}: {wrong}"
@@ -50,11 +50,12 @@ class SectionRule(Rule):
 
     kind: type[Section] = field(kw_only=True)
 
-    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Any:
+    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> object:
         return self.kind.read(path, key, key_node, node, problems)
 
-    def problems(self, key: str, value: Any) -> Iterator[str]:
-        yield from value.problems(key)
+    def problems(self, key: str, value: object) -> Iterator[str]:
+        if isinstance(value, Section):
+            yield from value.problems(key)
 
 
 def rules_of(section: type) -> dict[str, Rule]:
@@ -115,12 +116,12 @@ class Section:
         return text
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value that anyone may have written, for a message: in one line, and not long."""
     return printable(str(value))[:SHOWN]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """A value as YAML's writer knows it."""
     return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, dict) else value
 
@@ -128,70 +129,56 @@ def plain(value: Any) -> Any:
 # --- checks ---
 
 
-def is_number(value: Any) -> bool:
+def check(good: Callable[[Any], bool], about: str) -> Check:
+    """The check of a value that must be `about`."""
+    return lambda value: "" if good(value) else f"must be {about}"
+
+
+def is_number(value: object) -> TypeGuard[float]:
     """True if a value is a finite number of a size that something was measured in."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER  # not of nan
 
 
-def number(value: Any) -> str:
-    """A number, also a negative one."""
-    return "" if is_number(value) else "must be a number"
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and is_number(value) and value >= 0
 
 
-def above_0(value: Any) -> str:
-    """A number above 0."""
-    return "" if is_number(value) and value > 0 else "must be a number above 0"
+def _is_interval(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
 
 
-def at_least_0(value: Any) -> str:
-    """A number that is 0 or more."""
-    return "" if is_number(value) and value >= 0 else "must be a number of 0 or more"
+def is_text(value: object) -> TypeGuard[str]:
+    """True for a text that is printed to terminals: it may hold no control characters."""
+    return isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARACTERS
 
 
-def whole(value: Any) -> str:
-    """A whole number that is 0 or more."""
-    return "" if isinstance(value, int) and is_number(value) and value >= 0 else "must be a whole number of 0 or more"
-
-
-def count(value: Any) -> str:
-    """A whole number that is 1 or more."""
-    return "" if isinstance(value, int) and is_number(value) and value >= 1 else "must be a whole number of 1 or more"
-
-
-def interval(value: Any) -> str:
-    """Two numbers, the lower one first."""
-    good = isinstance(value, list) and len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
-    return "" if good else "must be [low, high], two numbers"
-
-
-def interval_above_0(value: Any) -> str:
-    """Two numbers above 0, the lower one first."""
-    return "" if not interval(value) and value[0] > 0 else "must be [low, high], two numbers above 0"
-
-
-def text(value: Any) -> str:
-    """A text that is printed to terminals: it may hold no control characters."""
-    good = isinstance(value, str) and value.isprintable() and 0 < len(value) <= MAX_CHARACTERS
-    return "" if good else f"must be a text in one line of at most {MAX_CHARACTERS} characters: quote it, if it is one"
-
-
-def texts_by_name(value: Any) -> str:
-    """A mapping of texts."""
-    good = isinstance(value, dict) and len(value) <= MAX_ITEMS and all(not text(part) for pair in value.items() for part in pair)
-    return "" if good else "must be a mapping of name → text, as {torch: 2.15.0}: quote what YAML reads as a number"
-
-
-def different_numbers(value: Any) -> str:
-    """A list of whole numbers, each there once."""
-    good = isinstance(value, list) and 0 < len(value) <= MAX_ITEMS and not any(map(whole, value)) and len({*value}) == len(value)
-    return "" if good else f"must be a list of 1 to {MAX_ITEMS} different whole numbers, as [1, 2, 3]"
+number = check(is_number, "a number")
+above_0 = check(lambda value: is_number(value) and value > 0, "a number above 0")
+at_least_0 = check(lambda value: is_number(value) and value >= 0, "a number of 0 or more")
+whole = check(_is_whole, "a whole number of 0 or more")
+count = check(lambda value: _is_whole(value) and value >= 1, "a whole number of 1 or more")
+interval = check(_is_interval, "[low, high], two numbers")
+interval_above_0 = check(lambda value: _is_interval(value) and value[0] > 0, "[low, high], two numbers above 0")
+text = check(is_text, f"a text in one line of at most {MAX_CHARACTERS} characters: quote it, if it is one")
+texts_by_name = check(
+    lambda value: (
+        isinstance(value, dict) and len(value) <= MAX_ITEMS and all(is_text(part) for pair in value.items() for part in pair)
+    ),
+    "a mapping of name → text, as {torch: 2.15.0}: quote what YAML reads as a number",
+)
+different_numbers = check(
+    lambda value: (
+        isinstance(value, list) and 0 < len(value) <= MAX_ITEMS and all(map(_is_whole, value)) and len({*value}) == len(value)
+    ),
+    f"a list of 1 to {MAX_ITEMS} different whole numbers, as [1, 2, 3]",
+)
 
 
 def one_of(*choices: str) -> Check:
     """One of a few words."""
-    return lambda value: "" if isinstance(value, str) and value in choices else f"must be one of {', '.join(choices)}"
+    return check(lambda value: isinstance(value, str) and value in choices, f"one of {', '.join(choices)}")
 
 
 def like(pattern: str, about: str) -> Check:
     """A text of this form."""
-    return lambda value: "" if not text(value) and re.fullmatch(pattern, value) else f"must be {about}"
+    return check(lambda value: is_text(value) and re.fullmatch(pattern, value) is not None, about)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from drivetrain.core import process
 from drivetrain.core.errors import UserError
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe.safe_yaml import plain_value, printable
 
 SCHEMA = 1  # the form that is written and read here
@@ -48,7 +48,7 @@ class Header:
 
 def read_header(path: Path, root: yaml.MappingNode | None, problems: list[str]) -> Header:
     """The header among a recipe's keys. Raises UserError for a form that is newer than this drivetrain."""
-    found: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
     where: dict[str, str] = {}
     for key_node, node in root.value if root is not None else []:
         if (key := str(key_node.value)) in FORMS:
@@ -89,8 +89,8 @@ UNCHANGED = "unchanged:  # the defaults of that time, spelled out: the run stays
 def text(
     header: Header | None,
     description: str,
-    chosen: tuple[Mapping[str, Any], Mapping[str, Any]],
-    unchanged: tuple[Mapping[str, Any], Mapping[str, Any]],
+    chosen: tuple[JsonMapping, JsonMapping],
+    unchanged: tuple[JsonMapping, JsonMapping],
     more: str = "",
 ) -> str:
     """The recipe of these options (group → option) and values (dotted key → value): first what was chosen, then the rest.
@@ -110,15 +110,15 @@ def with_section(recipe: str, section: str) -> str:
     return head + section + mark + rest
 
 
-def _section(options: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _section(options: JsonMapping, values: JsonMapping) -> str:
     """The options as a defaults list, then the values as nested mappings."""
     lines = [f"  - override /{group}: {flow(option)}\n" for group, option in options.items()]
     return "".join(["defaults:\n"] * bool(lines) + lines) + (block(nested(values)) if values else "")
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: JsonMapping) -> JsonObject:
     """Dotted keys as nested mappings. A key stays dotted where a part of it has a value of its own, as `head` beside `head.0`."""
-    tree: dict[str, Any] = {}
+    tree: JsonObject = {}
     for key, value in values.items():
         *above, last = key.split(".")
         node = tree
@@ -131,19 +131,19 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def block(tree: Mapping[str, Any]) -> str:
+def block(tree: JsonMapping) -> str:
     """Nested mappings as YAML, a line for each value."""
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
-def flow(value: Any) -> str:
+def flow(value: object) -> str:
     """A value as YAML in one line."""
     return _name(value) if isinstance(value, str) else _flow(value)
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     dumped = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
-    return dumped.strip()[1:-1]
+    return str(dumped).strip()[1:-1]
 
 
 _name = lru_cache(maxsize=1024)(_flow)  # every recipe names an option of each group
@@ -152,11 +152,11 @@ _name = lru_cache(maxsize=1024)(_flow)  # every recipe names an option of each g
 class _Dumper(yaml.SafeDumper):
     """Writes lists in one line, and quotes every text that the recipe's reader would read as something else."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
-def _list(dumper: yaml.SafeDumper, value: Sequence[Any]) -> yaml.Node:
+def _list(dumper: yaml.SafeDumper, value: Sequence[object]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True)
 
 

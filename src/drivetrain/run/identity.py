@@ -9,19 +9,12 @@ import hashlib
 import json
 import math
 from collections.abc import Collection
-from typing import Any
 
 from drivetrain.config.composed import Composed
 from drivetrain.core.trees import Tree
 from drivetrain.core.typed import JsonObject, is_number
 
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
-
-
-def machine_local_values(composed: Composed, machine_local_keys: set[str]) -> JsonObject:
-    """The values of the machine-local keys, and of all that refer to the environment, unresolved."""
-    given = flatten(composed.unresolved)
-    return {k: v for k, v in given.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
 
 
 def reads_environment(value: object) -> bool:
@@ -55,9 +48,9 @@ def config_hash(composed: Composed, machine_local_keys: set[str]) -> str:
     return hashlib.sha256(json.dumps(flat, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _length(value: Any) -> float:
+def _length(value: object) -> float:
     """A number of updates or epochs; null is without end, and so is what a spoilt file has in its place."""
-    return value if is_number(value) and value else math.inf
+    return float(value) if is_number(value) and value else math.inf
 
 
 def differences(old: dict[str, object], new: dict[str, object], machine_local_keys: set[str]) -> list[str]:
@@ -77,8 +70,9 @@ def differences(old: dict[str, object], new: dict[str, object], machine_local_ke
 
 
 def machine_local_overrides(composed: Composed, machine_local_keys: set[str]) -> JsonObject:
-    """The machine-local settings as keys and values of overrides, for the resume of a run."""
-    values = machine_local_values(composed, machine_local_keys)
+    """The machine-local settings as keys and values of overrides, for the resume of a run; with all that the environment sets."""
+    values = flatten(composed.unresolved)
+    values = {k: v for k, v in values.items() if is_machine_local(k, machine_local_keys) or reads_environment(v)}
     values = {k: v for k, v in values.items() if k.split(".")[0] not in ("resume", "resume_changed", "recipe")}
     values = {k: v for k, v in values.items() if k != "logger" and not k.endswith("._target_")}
     return {**values, "logger": composed.choice("logger")}

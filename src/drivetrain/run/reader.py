@@ -154,16 +154,10 @@ def compared(tree: dict[str, object], chosen: dict[str, object]) -> JsonObject:
 def read(path: Path) -> RunFiles:
     """Read a run's directory; any of its files may be missing."""
     result = Result.read(path)
-    environment = {k: v for k, v in _bounded(_json(path / "environment.json")).items() if fits(v, ENVIRONMENT.get(k, Any))}
+    environment = {k: v for k, v in _bounded(_json(path / "environment.json")).items() if fits(v, ENVIRONMENT.get(k, object))}
     recipe = _bounded(_yaml(path / "recipe.yaml"))
-    parts = [part for part in (recipe.get("unchanged"), recipe) if isinstance(part, dict)]
-    defaults = [part.get("defaults") for part in parts]
-    lines = [line for found in defaults if isinstance(found, list) for line in found if isinstance(line, dict)]
-    chosen = {str(k).rpartition("/")[2]: v for line in lines for k, v in line.items()}
-    config = compared(_bounded(_yaml(path / "config.yaml")), chosen)
-    own = recipe.get("defaults")
-    lines = [line for line in own if isinstance(line, dict)] if isinstance(own, list) else []
-    changed = {str(k).rpartition("/")[2]: v for line in lines for k, v in line.items()}
+    changed = _choices(recipe)
+    config = compared(_bounded(_yaml(path / "config.yaml")), {**_choices(recipe.get("unchanged")), **changed})
     changed |= {k: v for k, v in flatten(recipe).items() if k in config and k not in changed}
     spoilt = result is None and (path / "result.json").exists()
     status = result.status if result else "running" if directory.is_locked(path) else "unreadable" if spoilt else "killed"
@@ -171,6 +165,13 @@ def read(path: Path) -> RunFiles:
     words = result.overrides if result else environment.get("overrides", [])
     label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
     return RunFiles(path, label, result, status, config, environment, train, evaluated, changed)
+
+
+def _choices(part: object) -> JsonObject:
+    """The options that a part of a recipe chooses, by their groups."""
+    lines = part.get("defaults") if isinstance(part, dict) else None
+    found = [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
+    return {str(k).rpartition("/")[2]: v for line in found for k, v in line.items()}
 
 
 def _bounded(tree: object) -> JsonObject:
@@ -228,14 +229,11 @@ def points(path: Path) -> tuple[Points, Points]:
 
 def differing(runs: Sequence[RunFiles]) -> list[str]:
     """The config's keys in which the runs differ. Where the option of a group differs, the group stands for its keys."""
-    keys = list(dict.fromkeys(k for run in runs if run.config for k in run.config))
-    differ = [k for k in keys if len({str(run.config.get(k, "–")) for run in runs if run.config}) > 1]
-    groups = {k for k in differ if "." not in k}
-    return [k for k in differ if "." not in k or not any(k.startswith(f"{g}.") for g in groups) or _in_all(k, runs)]
-
-
-def _in_all(key: str, runs: Sequence[RunFiles]) -> bool:
-    return all(key in run.config for run in runs if run.config)
+    configs = [run.config for run in runs if run.config]
+    keys = dict.fromkeys(k for config in configs for k in config)
+    differ = [k for k in keys if len({str(config.get(k, "–")) for config in configs}) > 1]
+    groups = tuple(f"{k}." for k in differ if "." not in k)
+    return [k for k in differ if "." not in k or not k.startswith(groups) or all(k in config for config in configs)]
 
 
 TIMES = ("samples_per_second", "step_ms_p50", "step_ms_p95", "data_wait_fraction", "mfu", "peak_memory_bytes", "wall_s")
@@ -253,7 +251,7 @@ def as_frame(folder: Path | str) -> Any:
     return pandas.DataFrame([dict(_row(run, settings)) for run in runs])
 
 
-def _row(run: RunFiles, settings: list[str]) -> Iterator[tuple[str, Any]]:
+def _row(run: RunFiles, settings: list[str]) -> Iterator[tuple[str, object]]:
     yield "run", str(run.path)
     yield "status", run.status
     yield "overrides", run.label

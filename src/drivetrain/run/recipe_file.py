@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 from drivetrain.config.catalog import shipped_targets
 from drivetrain.config.compose import compose
@@ -97,7 +96,7 @@ def digest(settings: dict[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
 
 
-def _canonical(value: object) -> Any:
+def _canonical(value: object) -> object:
     if isinstance(value, dict):
         return {str(k): _canonical(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 from drivetrain.core import files
@@ -12,7 +13,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.selection import Figure
 from drivetrain.core.typed import JsonObject, is_number
 
-Record = dict[str, Any]
+Record = JsonObject
 LARGEST = 2**31  # bytes of a metrics.jsonl: ten million records
 LONGEST = 2**20  # bytes of a line
 MOST_SPOILT, MOST_SPOILT_BYTES = 100_000, 2**26  # lines that are no record, and their bytes: what follows is left out
@@ -76,7 +77,7 @@ def _record(line: bytes) -> Record | None:
     return record if good and all(_is_number(record.get(key, 0), int | float) for key in ("time", "samples")) else None
 
 
-def _is_number(value: object, kind: Any) -> bool:
+def _is_number(value: object, kind: type | UnionType) -> bool:
     return isinstance(value, kind) and is_number(value)
 
 
@@ -166,6 +167,6 @@ def _panels(found: list[Record], metric: str) -> dict[str, dict[str, list[tuple[
     return panels
 
 
-def _add(curves: dict[str, list[tuple[int, float]]], name: str, record: JsonObject, value: Any) -> None:
+def _add(curves: dict[str, list[tuple[int, float]]], name: str, record: JsonObject, value: object) -> None:
     if isinstance(value, int | float):
         curves.setdefault(name, []).append((record["update"], value))

@@ -164,7 +164,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
-        rows: list[tuple[str, Any]] = [
+        rows: list[tuple[str, object]] = [
             ("status", self.status),
             ("error", self.error),
             *(("note", remark) for remark in self.remarks),
@@ -191,8 +191,6 @@ class Result:
             result = cls(**read_json(run_dir / "result.json"), run_dir=run_dir)
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        if isinstance(result.metrics, dict) and "final" in result.metrics:  # of a version without validation sets
-            result.metrics, result.tables = {"test": result.metrics}, {"test": result.tables}  # type: ignore[dict-item]
         return result if result._fits() else None
 
     def _fits(self) -> bool:

@@ -9,7 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -20,6 +20,9 @@ from drivetrain.core.typed import JsonMapping, JsonObject, StateDict
 from drivetrain.saving import manifest, sharded_checkpoint, space
 from drivetrain.saving.content import Divided, Shards, Undivided, check_weights
 from drivetrain.saving.manifest import checkpoints
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ def save_sharded(
     update: int,
     tensors: dict[str, Divided],
     rest: JsonObject,
-    group: Any,
+    group: ProcessGroup | None,
     about: JsonMapping | None = None,
 ) -> None:
     """Write a checkpoint of which every rank writes its parts of `tensors`. Called on all ranks.
@@ -74,19 +77,19 @@ def save_sharded(
         _first_and_then_all(finish if is_first else None, group)
 
 
-def _size_on_all_ranks(tensors: dict[str, Divided], group: Any) -> int:
+def _size_on_all_ranks(tensors: dict[str, Divided], group: ProcessGroup | None) -> int:
     """Return how many bytes the whole tensors take, of which ranks hold parts."""
     sizes = {name: math.prod(t.shape) * t.parts[0].tensor.element_size() for name, t in tensors.items()}
     if group is not None:
         import torch.distributed as dist
 
-        ranks: list[Any] = [None] * dist.get_world_size(group)
+        ranks: list[dict[str, int]] = [{}] * dist.get_world_size(group)
         dist.all_gather_object(ranks, sizes, group=group)
         sizes = {name: size for rank in ranks for name, size in rank.items()}
     return sum(sizes.values())
 
 
-def _first_and_then_all(work: Callable[[], None] | None, group: Any) -> None:
+def _first_and_then_all(work: Callable[[], None] | None, group: ProcessGroup | None) -> None:
     """Let the first rank work while the others wait, and raise its error on all ranks: else they would wait for ever."""
     error: Exception | None = None
     try:
@@ -212,12 +215,6 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: StateDict) -> None:
     optimizer.load_state_dict(_state_for(optimizer, state))
 
 
-def settings(state: StateDict) -> JsonObject:
-    """Return the settings of the first group of a saved state, as the update after it would have had them."""
-    group: JsonObject = state["param_groups"][0]
-    return group
-
-
 def with_new_parameters(optimizer: torch.optim.Optimizer, state: StateDict) -> JsonObject:
     """Return a saved state that also names those of this optimizer's parameters which did not train: they have no state yet."""
     known = {name: group for group in state["param_groups"] for name in group["param_names"]}
@@ -240,20 +237,15 @@ def _state_for(optimizer: torch.optim.Optimizer, state: StateDict) -> StateDict:
             "(model.freeze). To train them from its weights, start a new run by model.weights=<run's directory>"
         )
     groups: list[StateDict] = []
-    states: dict[int, Any] = {}
-    for group, indices in zip(optimizer.param_groups, _parameter_indices(optimizer), strict=True):
+    states: dict[int, Any] = {}  # by the parameters' indices, as in a state_dict
+    following = itertools.count()
+    for group in optimizer.param_groups:
         names = group["param_names"]
         own = {k: v for k, v in group.items() if k in optimizer.defaults}
-        groups.append({**settings[names[0]], **own, "params": indices, "param_names": names})
-        saved = {i: saved_index[name] for i, name in zip(indices, names, strict=True)}
+        saved = {next(following): saved_index[name] for name in names}
+        groups.append({**settings[names[0]], **own, "params": [*saved], "param_names": names})
         states |= {i: state["state"][old] for i, old in saved.items() if old in state["state"]}
     return {**state, "state": states, "param_groups": groups}
-
-
-def _parameter_indices(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-    """Return the indices of each group's parameters, as in a state_dict."""
-    indices = itertools.count()
-    return [[next(indices) for _ in group["params"]] for group in optimizer.param_groups]
 
 
 def _contiguous(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

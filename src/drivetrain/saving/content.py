@@ -10,7 +10,7 @@ import json
 import pickle
 import struct
 import zipfile
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -72,7 +72,7 @@ def check_weights(file: IO[bytes]) -> None:
 class _Nothing:
     """Stands for every object of a pickle that is read for its structure alone."""
 
-    def __new__(cls, *_: Any, **__: Any) -> _Nothing:
+    def __new__(cls, *_: object, **__: object) -> _Nothing:
         return super().__new__(cls)
 
     def __setstate__(self, _: object) -> None:
@@ -81,7 +81,7 @@ class _Nothing:
     def __setitem__(self, *_: object) -> None:
         pass
 
-    def append(self, _: Any) -> None:
+    def append(self, _: object) -> None:
         pass
 
     def extend(self, _: object) -> None:
@@ -91,7 +91,7 @@ class _Nothing:
 class _Uncalled:
     """Stands for a class that a pickle may name, but not call: it would take as many bytes as the pickle asks for."""
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         raise Malformed("it asks for an empty storage")
 
 
@@ -107,7 +107,7 @@ class _Structure(pickle._Unpickler):  # type: ignore[name-defined,misc]
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"  # its name in Python 2, as in the pickles of torch
         if full == "torch.storage.UntypedStorage":
             return _Uncalled()
@@ -116,7 +116,7 @@ class _Structure(pickle._Unpickler):  # type: ignore[name-defined,misc]
             raise Malformed(f"it names {full}, which is no part of a checkpoint")
         return _Nothing
 
-    def persistent_load(self, _: object) -> Any:
+    def persistent_load(self, _: object) -> _Nothing:
         return _Nothing()
 
 

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
@@ -55,14 +55,14 @@ def problem(about: JsonMapping) -> str | None:
     return next((f"{name}={about.get(name)!r:.80}" for name, is_good in good.items() if not is_good), None)
 
 
-def _name_outputs(names: int, outputs: Tree, targets: Any) -> bool:
+def _name_outputs(names: int, outputs: Tree, targets: object) -> bool:
     """True if so many names are those of the outputs. A loss may want several outputs for each value, such as its quantiles."""
     several = targets in ("values", None) and names > 0 and _is_size(outputs) and outputs % names == 0
     return names == outputs or several
 
 
-def _is_size(value: Any) -> bool:
-    return fits(value, int) and 0 < value < MOST
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST
 
 
 def _is_shape(value: object) -> bool:
@@ -89,7 +89,7 @@ def _is_range(value: object) -> bool:
     return fits([value["low"], value["high"]], list[float]) and -math.inf < value["low"] < value["high"] < math.inf
 
 
-def _are_moments(value: Any) -> bool:
+def _are_moments(value: Mapping[str, list[float]] | None) -> bool:
     if value is None:
         return True
     return fits(value, Moments) and value.keys() == {"mean", "std"} and 0 < len(value["mean"]) == len(value["std"])
@@ -115,7 +115,7 @@ FULL = {"model.safetensors", "state.pt"}
 PIECES = "pieces.json"  # where the shards of a sharded checkpoint are in its files
 SHARDED = {PIECES, "state.pt"}
 # The keys that are read of a manifest, with the type that each must have.
-KINDS: JsonObject = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, Any]}
+KINDS: JsonObject = {"sha256": dict[str, str], "bytes": dict[str, int], "about": dict[str, object]}
 NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)  # of an update; int() reads further digits of other scripts
 
 

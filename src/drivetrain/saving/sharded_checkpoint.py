@@ -8,15 +8,22 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from drivetrain.core.files import opened, read_json, write_json
 from drivetrain.core.lazy import torch
+from drivetrain.core.typed import StateDict
 from drivetrain.saving.content import Divided, Malformed, Shards, check_state
 from drivetrain.saving.manifest import PIECES
 
-State = dict[str, Any]
-Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and dtype by name
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+State = StateDict
+Shapes: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"  # shape and dtype by name
 MOST_PIECES = 2**30  # bytes of pieces.json
 
 
@@ -67,7 +74,7 @@ def unflatten_state(tensors: State, state: State) -> tuple[State, State]:
 def merge_optimizer_states(states: Sequence[State]) -> State:
     """Merge the optimizer states of ranks, which have a state of some parameters, into that of one optimizer over all of them."""
     groups: list[State] = []
-    state: dict[int, Any] = {}
+    state: dict[int, State] = {}
     indices: dict[str, int] = {}
     for part in states:
         for group in part["param_groups"]:
@@ -92,7 +99,7 @@ def _settings(group: State) -> State:
 
 def join_optimizer_states(members: Sequence[State]) -> State:
     """Return the state dicts of several optimizers as that of one, whose parameters are numbered on."""
-    state: dict[int, Any] = {}
+    state: dict[int, State] = {}
     groups: list[State] = []
     first = 0
     for member in members:
@@ -102,25 +109,27 @@ def join_optimizer_states(members: Sequence[State]) -> State:
     return {"state": state, "param_groups": groups}
 
 
-def write(folder: Path, tensors: dict[str, Divided], group: Any) -> Shapes:
+def write(folder: Path, tensors: dict[str, Divided], group: ProcessGroup | None) -> Shapes:
     """Write every rank's parts into one folder on a shared disk; of equal parts one. Return all ranks' shapes on the first one.
 
     `group` is a process group, None for a single process. Where each part is goes into pieces.json; torch's own .metadata is a
     pickle.
     """
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint import planner
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     held = {(name, part.offsets): part.tensor for name, divided in tensors.items() for part in divided.parts}
     shapes: Shapes = {}
 
-    class Planner(dcp.DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self) -> planner.SavePlan:
             self.plan = planner.SavePlan([self._item(name, offsets) for name, offsets in held])
             return self.plan
 
-        def _item(self, name: str, offsets: tuple[int, ...]) -> Any:
+        def _item(self, name: str, offsets: tuple[int, ...]) -> planner.WriteItem:
             tensor, at = held[name, offsets], torch.Size(offsets)
             about = planner.TensorWriteData(
                 chunk=of_torch.ChunkStorageMetadata(at, tensor.shape),
@@ -129,19 +138,19 @@ def write(folder: Path, tensors: dict[str, Divided], group: Any) -> Shapes:
             )
             return planner.WriteItem(of_torch.MetadataIndex(name, at), planner.WriteItemType.SHARD, tensor_data=about)
 
-        def lookup_object(self, index: Any) -> Any:
-            return held[index.fqn, tuple(index.offset)]
+        def lookup_object(self, index: of_torch.MetadataIndex) -> torch.Tensor:
+            return held[index.fqn, tuple(index.offset or ())]
 
-    class Writer(dcp.FileSystemWriter):
-        def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+    class Writer(FileSystemWriter):
+        def finish(self, metadata: of_torch.Metadata, results: list[list[WriteResult]]) -> None:
             stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-            of_all = metadata.state_dict_metadata
+            of_all: State = metadata.state_dict_metadata
             write_json(folder / PIECES, _as_pieces(of_all, stored))
             shapes.update({name: (tuple(t.size), t.properties.dtype) for name, t in of_all.items()})
 
     with _own_errors():
         planned = Planner(flatten_state_dict=False)
-        dcp.save({}, storage_writer=Writer(str(folder)), planner=planned, process_group=group, no_dist=group is None)
+        save({}, storage_writer=Writer(str(folder)), planner=planned, process_group=group, no_dist=group is None)
     return shapes
 
 
@@ -151,15 +160,17 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
     Raises Malformed if a file is not a checkpoint's.
     """
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint import planner
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     metadata = _metadata(folder, shapes)
     tensors: State = {}
-    parts: dict[tuple[str, tuple[int, ...]], Any] = {}
-    chunks: dict[str, list[Any]] = {}
+    parts: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+    chunks: dict[str, list[of_torch.ChunkStorageMetadata]] = {}
     for key, (shape, dtype) in shapes.items():
         kind, name, *_ = key.split("/")
         tensors[key] = shards.empty_shard(kind, name, shape, dtype)
@@ -167,24 +178,24 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
         parts |= {(key, part.offsets): part.tensor for part in own}
         chunks[key] = [of_torch.ChunkStorageMetadata(torch.Size(part.offsets), part.tensor.shape) for part in own]
 
-    class Planner(dcp.DefaultLoadPlanner):
-        def create_local_plan(self) -> Any:
-            stored = metadata.state_dict_metadata
+    class Planner(DefaultLoadPlanner):
+        def create_local_plan(self) -> planner.LoadPlan:
+            stored: State = metadata.state_dict_metadata
             return planner.LoadPlan(
                 [item for key, own in chunks.items() for item in create_read_items_for_chunk_list(key, stored[key], own)]
             )
 
-        def lookup_tensor(self, index: Any) -> Any:
-            return parts[index.fqn, tuple(index.offset)]
+        def lookup_tensor(self, index: of_torch.MetadataIndex) -> torch.Tensor:
+            return parts[index.fqn, tuple(index.offset or ())]
 
-    class Reader(dcp.FileSystemReader):
+    class Reader(FileSystemReader):
         """torch's reader, which takes nothing from a pickle, and opens ordinary files that hold no more than they are long."""
 
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            metadata.storage_meta.load_id = self.load_id
+        def read_metadata(self, *args: object, **kwargs: object) -> of_torch.Metadata:
+            metadata.storage_meta = of_torch.StorageMeta(load_id=self.load_id)
             return metadata
 
-        def read_data(self, plan: Any, planner: Any) -> Any:
+        def read_data(self, plan: planner.LoadPlan, planner: planner.LoadPlanner) -> torch.futures.Future[None]:
             for item in plan.items:
                 part = _piece(folder, metadata.storage_data[item.storage_index])
                 for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -192,14 +203,14 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(part)
                 planner.commit_tensor(item, target)
-            done: Any = torch.futures.Future()
+            done: torch.futures.Future[None] = torch.futures.Future()
             done.set_result(None)
             return done
 
     with warnings.catch_warnings(), _own_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended where a single process reads
         no_dist = alone or not dist.is_initialized()
-        dcp.load({}, storage_reader=Reader(str(folder)), planner=Planner(), no_dist=no_dist)
+        load({}, storage_reader=Reader(str(folder)), planner=Planner(), no_dist=no_dist)
     return tensors
 
 
@@ -216,7 +227,7 @@ def _own_errors() -> Iterator[None]:
         raise RuntimeError(str(error)) from None
 
 
-def _piece(folder: Path, stored: Any) -> torch.Tensor:
+def _piece(folder: Path, stored: _StorageInfo) -> torch.Tensor:
     """Read one part of a tensor from the part of a file where it is."""
     with opened(folder / stored.relative_path, "rb") as file:
         file.seek(stored.offset)
@@ -227,7 +238,7 @@ def _piece(folder: Path, stored: Any) -> torch.Tensor:
     return tensor
 
 
-def _as_pieces(tensors: State, stored: dict[Any, Any]) -> State:
+def _as_pieces(tensors: State, stored: dict[of_torch.MetadataIndex, _StorageInfo]) -> State:
     """Return what torch's metadata says of tensors and their shards as JSON."""
     pieces: State = {
         name: {"dtype": str(t.properties.dtype).removeprefix("torch."), "shape": list(t.size), "pieces": []}
@@ -235,20 +246,20 @@ def _as_pieces(tensors: State, stored: dict[Any, Any]) -> State:
     }
     sizes = {(name, tuple(chunk.offsets)): list(chunk.sizes) for name, t in tensors.items() for chunk in t.chunks}
     for index, place in stored.items():
-        offsets = tuple(index.offset)
+        offsets = tuple(index.offset or ())
         where = {"file": str(place.relative_path), "at": place.offset, "bytes": place.length}
         pieces[index.fqn]["pieces"].append({"offsets": list(offsets), "shape": sizes[index.fqn, offsets], **where})
     return pieces
 
 
-def _metadata(folder: Path, shapes: Shapes) -> Any:
+def _metadata(folder: Path, shapes: Shapes) -> of_torch.Metadata:
     """Read pieces.json as torch's metadata. Raises Malformed where it does not fit the state's shapes and the files' lengths."""
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     file = folder / PIECES
     tensors: State = {}
-    stored: dict[Any, Any] = {}
+    stored: dict[of_torch.MetadataIndex, _StorageInfo] = {}
     lengths: dict[str, int] = {}
     try:
         content = read_json(file, MOST_PIECES)
@@ -268,7 +279,7 @@ def _metadata(folder: Path, shapes: Shapes) -> Any:
             tensors[name] = of_torch.TensorStorageMetadata(properties, torch.Size(shape), chunks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Malformed(f"{file} is no list of a checkpoint's parts: {error}") from None
-    return of_torch.Metadata(tensors, storage_data=stored, storage_meta=of_torch.StorageMeta())
+    return of_torch.Metadata(tensors, storage_data=stored)
 
 
 def _within(piece: State, shape: Sequence[int]) -> tuple[list[int], list[int]]:

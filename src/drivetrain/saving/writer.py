@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from drivetrain.core.errors import CannotSave
 from drivetrain.core.protocols import Checkpointed, Strategy
+from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.run import directory
 from drivetrain.run.directory import RunDirHandle
 from drivetrain.saving import checkpoint_io, sharded_checkpoint
 from drivetrain.saving.options import Saving
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class HostCopy:
@@ -27,14 +31,14 @@ class HostCopy:
     to allocate, so torch keeps what one copy has released for the next one.
     """
 
-    def __init__(self, values: Any) -> None:
+    def __init__(self, values: object) -> None:
         self._devices: set[torch.device] = set()
         self._values = tree_map(self._copy, values)
         self._events = [torch.Event(device) for device in self._devices if device.type != "cpu"]
         for event in self._events:
             event.record()
 
-    def _copy(self, value: object) -> Any:
+    def _copy(self, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         self._devices.add(value.device)
@@ -56,13 +60,13 @@ class Writer:
         saving: Saving,
         parallel: Strategy,
         eval_weights: Callable[[], AbstractContextManager[None]],
-        about: Mapping[str, Any] | None = None,
+        about: JsonMapping | None = None,
     ) -> None:
         self._about = about  # what the weights need to be used alone
         self._run_dir, self._saving, self._parallel, self._eval_weights = run_dir, saving, parallel, eval_weights
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._group: Any = None  # process group of the saving threads
+        self._group: ProcessGroup | None = None  # process group of the saving threads
         self._held: RunDirHandle | None = None  # the run's directory, on the ranks that write
 
     def start(self) -> None:
@@ -111,21 +115,25 @@ class Writer:
             if self._saving.sharded:
                 self._run_dir, gone = self._parallel.broadcast_object((self._run_dir, gone))
             update = trainer.progress.updates
-            if self._saving.sharded or self._parallel.world.rank == 0:
-                self._write(update, weights, state, list(trainer.progress.ranked))
+            writes, ranked = self._saving.sharded or self._parallel.world.rank == 0, list(trainer.progress.ranked)
+            if writes and self._saving.asynchronous:
+                copy = HostCopy((weights, state))
+                self._thread = threading.Thread(target=self._write_in_thread, args=(update, copy, ranked), name="saving")
+                self._thread.start()
+            elif writes:
+                self._write(update, weights, state, ranked)
         if gone is not None:
             self.wait()
             saved = self._run_dir / "checkpoints" / str(update)
             raise CannotSave(f"{gone}: its state is saved in {saved}, go on with resume={self._run_dir}")
 
-    def _write(self, update: int, weights: object, state: object, ranked: list[int]) -> None:
-        write = self._write_shards if self._saving.sharded else self._write_full
-        if not self._saving.asynchronous:
-            write(update, weights, state, ranked)
-            return
-        copy = HostCopy((weights, state))
-        self._thread = threading.Thread(target=self._write_in_thread, args=(write, update, copy, ranked), name="saving")
-        self._thread.start()
+    def _write(self, update: int, weights: StateDict, state: StateDict, ranked: list[int]) -> None:
+        if self._saving.sharded:
+            checkpoint_io.save_sharded(self._run_dir, update, weights, state, self._group, self._about)
+        else:
+            checkpoint_io.save(self._run_dir, update, weights, state, self._about)
+        if self._parallel.world.rank == 0:
+            checkpoint_io.prune(self._run_dir, lambda saved: self._saving.chosen(saved, ranked))
 
     def wait(self) -> None:
         """Wait until the current write is complete. Raises its error."""
@@ -141,20 +149,9 @@ class Writer:
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _write_in_thread(self, write: Callable[..., None], update: int, copy: HostCopy, ranked: list[int]) -> None:
+    def _write_in_thread(self, update: int, copy: HostCopy, ranked: list[int]) -> None:
         try:
-            write(update, *copy.wait(), ranked)
+            weights, state = copy.wait()
+            self._write(update, weights, state, ranked)
         except BaseException as error:  # `wait` raises it in the training loop, so that a full disk ends the run
             self._error = error
-
-    def _write_full(self, update: int, weights: Any, state: Any, ranked: list[int]) -> None:
-        checkpoint_io.save(self._run_dir, update, weights, state, self._about)
-        self._prune(ranked)
-
-    def _write_shards(self, update: int, tensors: Any, rest: Any, ranked: list[int]) -> None:
-        checkpoint_io.save_sharded(self._run_dir, update, tensors, rest, self._group, self._about)
-        if self._parallel.world.rank == 0:
-            self._prune(ranked)
-
-    def _prune(self, ranked: list[int]) -> None:
-        checkpoint_io.prune(self._run_dir, lambda saved: self._saving.chosen(saved, ranked))

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.config.hydra_words import is_hydra_override
 from drivetrain.core import accelerators, files
@@ -30,6 +30,9 @@ from drivetrain.sweeps.store import LENGTH, Entry, Objective, Sweep, SweepJob, p
 from drivetrain.ui import output, sheet, terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import duration
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +144,7 @@ class LiveTable(ProgressLines):
     def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
         self._live.update(self.table(entries, running, self._console.height - RESERVED_LINES), refresh=True)
 
-    def table(self, entries: Sequence[Entry], running: Sequence[Entry], max_rows: int) -> Any:
+    def table(self, entries: Sequence[Entry], running: Sequence[Entry], max_rows: int) -> RichTable:
         """The table, of at most `max_rows` jobs."""
         from rich.table import Table
         from rich.text import Text

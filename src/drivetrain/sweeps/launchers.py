@@ -66,7 +66,14 @@ class Launcher:
         for entry in ended:
             self._elsewhere.remove(entry)
             entry.close(None, "the job's process is gone")
+        for entry, code, error in self.ended(0 if ended else seconds):
+            entry.close(code, error, "interrupted" if stopped else "failed")
+            ended.append(entry)
         return ended
+
+    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+        """Yield own jobs that have ended, their exit codes where known, and what to say where they left no result."""
+        raise NotImplementedError
 
     def signal(self, number: int) -> None:
         """Forward a signal to the jobs."""
@@ -93,17 +100,14 @@ class Forked(Launcher):
                 if self._told:  # the signal came after it was asked whether there was one
                     os.kill(process.pid, self._told)
 
-    def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
-        ended = super().wait(seconds, stopped)
-        for sentinel in connection.wait(list(self._running), 0 if ended else seconds):
+    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+        for sentinel in connection.wait(list(self._running), seconds):
             process, entry = self._running.pop(sentinel)
             process.join()
             self._free_slots.append(self._slot_of.pop(entry.number))
             code = process.exitcode
             how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            entry.close(code, f"the job's process was {how}", "interrupted" if stopped else "failed")
-            ended.append(entry)
-        return ended
+            yield entry, code, f"the job's process was {how}"
 
     def signal(self, number: int) -> None:
         self._told = number
@@ -298,16 +302,12 @@ class Submitit(Launcher):
             files.write_text(entry.run_dir / SUBMITTED, job.job_id)
             self._running[job] = entry
 
-    def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
-        ended = super().wait(seconds, stopped)
-        for job in [job for job in self._running if job.done()]:
-            entry = self._running.pop(job)
-            error = f"the job ended without a result ({job.state.lower()}): see {job.paths.stderr}"
-            entry.close(None, error, "interrupted" if stopped else "failed")
-            ended.append(entry)
-        if not ended:
+    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+        done = [job for job in self._running if job.done()]
+        for job in done:
+            yield self._running.pop(job), None, f"the job ended without a result ({job.state.lower()}): see {job.paths.stderr}"
+        if not done:
             time.sleep(min(seconds, POLL_S))
-        return ended
 
     def signal(self, number: int) -> None:
         if not self.detached:
@@ -345,20 +345,16 @@ class OnRay(Launcher):
         for entry in entries:
             self._running[self._task.remote(self._sweep, entry.number, self._quiet, Path.cwd())] = entry
 
-    def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
-        ended = super().wait(seconds, stopped)
+    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
         if not self._running:
-            time.sleep(0 if ended else seconds)
-            return ended
-        for ref in self._ray.wait([*self._running], timeout=0 if ended else seconds)[0]:
+            time.sleep(seconds)
+        for ref in self._ray.wait([*self._running], timeout=seconds)[0] if self._running else ():
             entry, code, error = self._running.pop(ref), None, ""
             try:
                 code = self._ray.get(ref)
             except self._ray.exceptions.RayError as lost:
                 error = _last_line(lost)
-            entry.close(code, f"the job's task in Ray ended without a result: {error}", "interrupted" if stopped else "failed")
-            ended.append(entry)
-        return ended
+            yield entry, code, f"the job's task in Ray ended without a result: {error}"
 
     def signal(self, number: int) -> None:
         for ref in list(self._running):

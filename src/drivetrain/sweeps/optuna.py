@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, parse_each
@@ -16,13 +16,19 @@ from drivetrain.launch.job import Job
 from drivetrain.sweeps.options import Optuna
 from drivetrain.sweeps.store import FINAL, Entry, Objective, Sweep, SweepJob, is_sweep_recipe, listed, prepare_one
 
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import FrozenTrial
+
 MAX_GRID = 10_000  # combinations with sampler=grid
 MAX_VALUES = 100_000  # of a key that is searched over
 
 
 def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
     """The overrides, and the distribution of each key with several values, which stands bare among them. Raises UserError."""
-    words, axes = list[str](), dict[str, Any]()
+    words, axes = list[str](), dict[str, BaseDistribution]()
     problems: list[str] = []
     for text, override in parse_each(overrides, "key=value, key=a,b or key=interval(a,b)", problems):
         if not override.is_sweep_override():
@@ -47,7 +53,7 @@ def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
     return words, axes
 
 
-def _distribution(text: str, override: Any) -> Any:
+def _distribution(text: str, override: Override) -> BaseDistribution:
     """The values that Hydra's sweep grammar names, as optuna takes them. Raises UserError or ValueError."""
     from hydra.core.override_parser.types import IntervalSweep, RangeSweep
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -157,7 +163,7 @@ class Search:
         for trial in self._study.get_trials(deepcopy=False):
             self._restore(trial)
 
-    def _restore(self, trial: Any) -> None:
+    def _restore(self, trial: FrozenTrial) -> None:
         """Take over a trial of the stored study."""
         if trial.params.keys() != self.space.axes.keys():  # the search was killed while optuna proposed values
             if not trial.state.is_finished():
@@ -206,7 +212,7 @@ class Search:
         self._study.tell(number, state=TrialState.FAIL)
 
 
-def _study(space: SearchSpace, file: Path) -> Any:
+def _study(space: SearchSpace, file: Path) -> Study:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain.config.catalog import options
 from drivetrain.config.hydra_words import HydraSettings
@@ -31,6 +31,9 @@ from drivetrain.run import directory, environment
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.sweeps.options import is_launch_setting, split
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 MAX_JOBS = 10_000  # of a sweep
 HOPELESS = 50  # jobs of which none can run
@@ -55,27 +58,25 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[S
     jobs: list[SweepJob] = []
     for combination in itertools.product(*axes):
         label = [override for override, differs in zip(combination, labelled, strict=True) if differs]
-        for cell in _cells(combination, config_dirs):
+        recipe = _recipe_of(combination)
+        grid = recipe.cells(options(config_dirs), given={*map(key_of, combination)}) if recipe and recipe.sweep else [({}, None)]
+        for cell, _ in grid:
             jobs.append(prepare_one(label, combination, cell, config_dirs))
-            _refuse_hopeless(jobs)
+            if len(jobs) > MAX_JOBS:
+                raise UserError(f"the sweep has more than {MAX_JOBS:,} jobs: sweep over fewer values")
+            if len(jobs) == HOPELESS and not any(job.job for job in jobs):  # hundreds more would take minutes, and say the same
+                problems = dict.fromkeys(problem for job in jobs for problem in job.problems)
+                raise UserError(
+                    [*problems, f"none of the first {HOPELESS} jobs of this sweep can run: the others were not tried"]
+                )
     return jobs
-
-
-def _refuse_hopeless(jobs: Sequence[SweepJob]) -> None:
-    """Raise UserError where none of the first jobs can run: to compose hundreds more would take minutes, and say the same."""
-    if len(jobs) > MAX_JOBS:
-        raise UserError(f"the sweep has more than {MAX_JOBS:,} jobs: sweep over fewer values")
-    if len(jobs) == HOPELESS and not any(job.job for job in jobs):
-        problems = dict.fromkeys(problem for job in jobs for problem in job.problems)
-        raise UserError([*problems, f"none of the first {HOPELESS} jobs of this sweep can run: the others were not tried"])
 
 
 def prepare_one(
     label: Sequence[str], overrides: Sequence[str], cell: dict[str, object] | None = None, config_dirs: Sequence[str] = ()
 ) -> SweepJob:
     """One job of these overrides, each with one value, and of this cell of its recipe's `sweep:`."""
-    cell = cell or {}
-    recipe = _recipe_of(overrides)
+    cell, recipe = cell or {}, _recipe_of(overrides)
     of_cell = recipe.cell(cell, options(config_dirs)) if recipe is not None and recipe.sweep else None
     extra = [f"{k}={format_value(v)}" for k, v in cell.items()]
     made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, [], cell)
@@ -113,7 +114,7 @@ def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
     return axes, sweeps
 
 
-def listed(text: str, override: Any, most: int) -> list[str]:
+def listed(text: str, override: Override, most: int) -> list[str]:
     """The values that an override lists in Hydra's sweep grammar. Raises UserError where they are none, or more than `most`."""
     from hydra.core.override_parser.types import ValueType
 
@@ -131,14 +132,6 @@ def listed(text: str, override: Any, most: int) -> list[str]:
     if len(values) > most:
         raise UserError(f"'{text}' has more than {most:,} values, the most that are possible: list fewer")
     return values
-
-
-def _cells(overrides: Sequence[str], config_dirs: Sequence[str]) -> Iterator[JsonObject]:
-    recipe = _recipe_of(overrides)
-    if recipe is None or not recipe.sweep:
-        yield {}
-    else:
-        yield from (cell for cell, _ in recipe.cells(options(config_dirs), given={key_of(o) for o in overrides}))
 
 
 def _recipe_of(overrides: Sequence[str]) -> Recipe | None:
@@ -159,15 +152,8 @@ def is_sweep_recipe(overrides: Sequence[str]) -> bool:
 logger = logging.getLogger(__name__)
 
 FINAL = ("completed", "diverged")  # statuses of jobs that a resumed sweep does not run again
-OTHERS = (
-    "jobs.json",
-    "sweep.json",
-    "report.html",
-    "report.csv",
-    "study.db",
-    "submitit",
-    ".lock",
-)  # in a sweep's folder, beside those of its jobs
+# In a sweep's folder, beside those of its jobs.
+OTHERS = ("jobs.json", "sweep.json", "report.html", "report.csv", "study.db", "submitit", ".lock")
 LENGTH = ".max_updates"  # file in a job's folder: the number of its updates, once it is built
 
 
@@ -235,7 +221,7 @@ class Entry:
         return time.monotonic() - self.began
 
 
-KINDS: JsonObject = {"overrides": list[str], "config_dirs": list[str], "jobs": list[dict[str, Any]]}  # of jobs.json
+KINDS: JsonObject = {"overrides": list[str], "config_dirs": list[str], "jobs": list[dict[str, object]]}  # of jobs.json
 
 
 @dataclass
@@ -252,7 +238,8 @@ class Sweep:
         """Number these jobs from `first`, and write jobs.json. Raises UserError where two jobs would have one folder."""
         new = [Entry(n, job, _folder(self.path, n, job, self.hydra)) for n, job in enumerate(jobs, first)]
         self.entries += new
-        if len({entry.run_dir for entry in self.entries}) < len(self.entries) or _one_inside_another(self.entries):
+        folders = {entry.run_dir for entry in self.entries}
+        if len(folders) < len(self.entries) or any(above in folders for folder in folders for above in folder.parents):
             raise UserError(
                 f"hydra.sweep.subdir={self.hydra.given.get('sweep.subdir')}: two jobs would have one folder, or one inside the "
                 "other's: put ${hydra.job.num} or ${hydra.job.override_dirname} into it"
@@ -272,11 +259,6 @@ def _folder(path: Path, number: int, job: SweepJob, hydra: HydraSettings) -> Pat
     if subdir.is_absolute() or not subdir.parts or ".." in subdir.parts or subdir.parts[0] in OTHERS:
         raise UserError(f"hydra.sweep.subdir={subdir}: a job's folder is inside the sweep's: give it a name of its own there")
     return path / subdir
-
-
-def _one_inside_another(entries: Sequence[Entry]) -> bool:
-    folders = {entry.run_dir for entry in entries}
-    return any(above in folders for entry in entries for above in entry.run_dir.parents)
 
 
 def read(path: Path) -> JsonObject:
@@ -401,20 +383,18 @@ def write_summary(sweep: Sweep, objective: Objective | None, seconds: float, fin
         "objective": {"metric": objective.metric, "direction": objective.direction} if objective else None,
         "best": best.number if best else None,
         "wall_s": seconds,
-        "jobs": [_row(entry, objective) for entry in sweep.entries],
+        "jobs": [
+            {
+                "job": entry.number,
+                "overrides": [environment.redact(o) for o in entry.job.overrides],
+                "status": entry.result.status if entry.result else None,  # null: it has not run, or still runs elsewhere
+                "objective": objective.value(entry.result) if objective else None,
+                "wall_s": entry.result.wall_s if entry.result else None,
+            }
+            for entry in sweep.entries
+        ],
     }
     write_json(sweep.path / "sweep.json", content)
-
-
-def _row(entry: Entry, objective: Objective | None) -> JsonObject:
-    result = entry.result
-    return {
-        "job": entry.number,
-        "overrides": [environment.redact(o) for o in entry.job.overrides],
-        "status": result.status if result else None,  # null: it has not run, or still runs elsewhere
-        "objective": objective.value(result) if objective else None,
-        "wall_s": result.wall_s if result else None,
-    }
 
 
 def all_final(entries: Sequence[Entry]) -> bool:
