@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from drivetrain.compile.inductor import Inductor, drop_broken
-from drivetrain.compile.step_graph import CudaGraph
+from drivetrain.compile.inductor import CudaGraph, Inductor, drop_broken
 from drivetrain.compile.whole_step import CapturedGraph, WholeStep
 from tests.support import slow
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from drivetrain.core.world import World
-from drivetrain.parallel.reducing_step import OwnGradients
+from drivetrain.parallel.base import OwnGradients
 
 COMMON = ["updates=4", "log_every=100", "runtime.device=cpu", "runtime.threads=1", "saving=none"]
 MLP = ["model=mlp", "model.hidden=[15,16]", "data.classes=3"]  # parts that are not equal

@@ -177,7 +177,7 @@ def test_each_micro_batch_of_a_pipeline_has_its_own_weight():
     batches = [MicroBatch(torch.full((2, 1), float(n)), torch.zeros(2), torch.tensor(w), n == 1, False)
                for n, w in enumerate((0.5, 1.5), 1)]  # fmt: skip
     step = PipelineStep.__new__(PipelineStep)
-    step._pipeline, step._overwriting = SimpleNamespace(has_first_stage=True, has_last_stage=True), set()
+    step._pipeline, step._overwriting = SimpleNamespace(my_stages=[0], ranges=[(0, 1)]), set()
     loss = SimpleNamespace(step=lambda forward, batch: forward(batch.x).mean())
     step._precision, step._loss, step._stage_forward = Precision(), loss, lambda stage, h, x: x
     scaled = []

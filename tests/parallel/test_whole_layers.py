@@ -189,7 +189,7 @@ def test_an_optimizer_that_takes_a_norm_of_all_weights_has_no_owners(problems):
 
 
 def test_owners_share_out_the_largest_weights_first():
-    from drivetrain.parallel.reducing_step import WholeWeights
+    from drivetrain.parallel.sharded import WholeWeights
 
     class Mesh:
         mesh_dim_names = ("data", "tensor")

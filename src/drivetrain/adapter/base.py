@@ -125,10 +125,7 @@ class Lora(Adapter):
 
     def trained_whole(self, model: torch.nn.Module, heads: Sequence[str]) -> set[str]:
         """Return the modules whose own parameters train beside the adapters. `heads` are those that give the outputs."""
-        from drivetrain.adapter import layers
-
-        also = layers.unshared(model, heads) if self.train_also is None else self.train_also
-        kept = set(layers.frozen_names(model, also))
+        kept = set(self._frozen(model, heads))
         return {name.rpartition(".")[0] for name, _ in model.named_parameters() if name not in kept}
 
     def adapted(self, layer: torch.nn.Linear) -> LoraLinear:
@@ -138,10 +135,12 @@ class Lora(Adapter):
         return layers.LoraLinear.of(layer, self.rank, self.alpha, self.dropout)
 
     def frozen(self, model: torch.nn.Module, option: groups.Model) -> list[str]:
+        return self._frozen(model, option.output_layers(model))
+
+    def _frozen(self, model: torch.nn.Module, heads: Sequence[str]) -> list[str]:
         from drivetrain.adapter import layers
 
-        also = layers.unshared(model, option.output_layers(model)) if self.train_also is None else self.train_also
-        return layers.frozen_names(model, also)
+        return layers.frozen_names(model, layers.unshared(model, heads) if self.train_also is None else self.train_also)
 
 
 class Dora(Lora):

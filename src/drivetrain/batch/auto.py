@@ -203,7 +203,8 @@ class Critical(Batch):
         if found["noise_scale"] is None:
             return f"batch=critical: the noise of {looked} hides the gradient: {chosen}; a larger batch.look_updates tells more"
         seconds = found["update_seconds"]
-        timed = f" and the time of an update ({_ms(seconds[0])} to {_ms(seconds[-1])})" if len(seconds) > 1 else ""
+        between = " to ".join(f"{1e3 * each:,.3g} ms" for each in (seconds[:1] + seconds[-1:]))
+        timed = f" and the time of an update ({between})" if len(seconds) > 1 else ""
         return f"batch=critical: gradient noise scale {found['noise_scale']:,.0f} by {looked}{timed}: {chosen}"
 
 
@@ -213,10 +214,6 @@ def relative_times(noise_scale: float, smallest: int, update_seconds: Sequence[f
     They are in units of the fewest possible updates: a batch of B samples takes 1 + noise_scale / B times as many.
     """
     return [seconds * (1 + noise_scale / (smallest * 2**n)) for n, seconds in enumerate(update_seconds)]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
 
 
 def _is_of(recorded: Any, limits: JsonMapping) -> TypeGuard[JsonMapping]:

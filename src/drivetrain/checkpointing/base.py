@@ -63,8 +63,12 @@ class Blocks(Checkpointing):
         self.block, self.memory_gb = block, memory_gb
 
     def validate(self, run: RunSpec) -> Iterator[str]:
-        if self.memory_gb is not None:
-            yield from _forecast_problems(run)
+        parallel = run.parallel
+        divided = not (parallel.one_process or parallel.distributed) or not parallel.own_forward or not parallel.whole_model
+        if self.memory_gb is not None and divided:
+            yield f"{KEY} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {KEY}=null"
+        if self.memory_gb is not None and not run.batch.fixed_micro_batches:
+            yield f"{KEY} needs micro-batches of one size, and {run.named('batch')} finds its own: set batch=accumulate"
         if run.compile.torchscript:
             yield (
                 f"{run.named('checkpointing')} and compile=jit exclude each other (TorchScript keeps every activation): "
@@ -91,8 +95,9 @@ class Blocks(Checkpointing):
     def choose(self, trials: Trials, recorded: JsonMapping | None = None) -> Blocks:
         if self.memory_gb is None:
             return self
-        if recorded and recorded.get("memory_gb") == self.memory_gb and _is_choice(recorded):
-            return self.with_values(found=recorded)
+        given = recorded if recorded and recorded.get("memory_gb") == self.memory_gb else {}
+        if all(fits(given.get(key), int) and given[key] >= 0 for key in ("recomputed", "blocks", "bytes")):
+            return self.with_values(found=given)
         found = trials.fewest_blocks(self.block, self.memory_gb)
         if found["bytes"] > self.memory_gb * 2**30:
             raise UserError(self.too_little(found, trials.micro_batch()))
@@ -118,25 +123,11 @@ class Blocks(Checkpointing):
         return f": the step is forecast to take {gib:.3g} GiB, within {KEY}={self.memory_gb:g}"
 
 
-def _forecast_problems(run: RunSpec) -> Iterator[str]:
-    """The reasons why the memory of a run's step cannot be forecast."""
-    parallel = run.parallel
-    if not (parallel.one_process or parallel.distributed) or not parallel.own_forward or not parallel.whole_model:
-        yield f"{KEY} is for ranks that each have the whole model, and {run.named('parallel')} divides it: set {KEY}=null"
-    if not run.batch.fixed_micro_batches:
-        yield f"{KEY} needs micro-batches of one size, and {run.named('batch')} finds its own: set batch=accumulate"
-
-
 def rounded_up(value: float) -> float:
     """Three digits of a positive number, and no less than it."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     rounded = float(f"{value:.3g}")
     return rounded if rounded >= value else float(f"{rounded + unit:.3g}")
-
-
-def _is_choice(recorded: JsonMapping) -> bool:
-    """True if it is what a run has recorded of its choice."""
-    return all(fits(recorded.get(key), int) and recorded[key] >= 0 for key in ("recomputed", "blocks", "bytes"))
 
 
 class EveryK(Blocks):

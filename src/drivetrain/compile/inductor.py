@@ -1,4 +1,4 @@
-"""compile=inductor and compile=regional: torch.compile of the model, or of its repeated blocks."""
+"""torch.compile of the model, of its repeated blocks, or of the whole step as one graph."""
 
 from __future__ import annotations
 
@@ -110,6 +110,8 @@ class Inductor(Dynamo):
     effect = "close"
     changes = "fused kernels round otherwise"
     partitions_activations = True
+    graphs = "compile.mode={mode}"  # the setting that makes CUDA graphs, for messages
+    without_graphs = "compile.mode=default"  # one that makes none
 
     def __init__(
         self,
@@ -124,8 +126,13 @@ class Inductor(Dynamo):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
-        if self.mode in GRAPH_MODES:
-            yield from refuse_ranks_that_keep_gradients(run, f"compile.mode={self.mode}", "set compile.mode=default")
+        if self.mode in GRAPH_MODES and run.parallel.ranks() > 1 and keeps_gradients(run):
+            kept = run.named("batch") if run.batch.accumulation_steps != 1 else "runtime.zero_grad=memset"
+            yield (
+                f"{self.graphs.format(mode=self.mode)}, {kept} and {run.named('parallel')} exclude each other (a CUDA graph's "
+                "next replay overwrites gradients, and ranks reduce them in memory of their own, so that no copy can be kept): "
+                f"set {self.without_graphs}"
+            )
 
     def validate_device(self, run: RunSpec) -> Iterator[str]:
         kind = run.runtime.device_type()
@@ -194,16 +201,6 @@ def keeps_gradients(run: RunSpec) -> bool:
     return bool(run.batch.accumulation_steps != 1 or run.runtime.zero_grad == "memset")
 
 
-def refuse_ranks_that_keep_gradients(run: RunSpec, setting: str, remedy: str) -> Iterator[str]:
-    """Yield what excludes CUDA graphs: gradients are copied out of a graph's memory, but not where ranks hold them in buckets."""
-    if run.parallel.ranks() > 1 and keeps_gradients(run):
-        what = run.named("batch") if run.batch.accumulation_steps != 1 else "runtime.zero_grad=memset"
-        yield (
-            f"{setting}, {what} and {run.named('parallel')} exclude each other (a CUDA graph's next replay overwrites gradients, "
-            f"and ranks reduce them in memory of their own): {remedy}"
-        )
-
-
 def keep_gradients(step: Step, context: BuildContext) -> Step:
     """Return a step whose gradients outlive the next replay of a CUDA graph, where they have to."""
     if not keeps_gradients(context.run) or context.device.type != "cuda":
@@ -230,3 +227,105 @@ class KeptGradients(WrappingStep):
         for p, gradient in new:
             p.grad = self._kept.setdefault(id(p), torch.empty_like(gradient))
         torch._foreach_copy_([self._kept[id(p)] for p, _ in new], [gradient for _, gradient in new])
+
+
+def eager_only_settings(run: RunSpec) -> dict[str, tuple[str, str]]:
+    """Return the run's settings that affect only eager updates: key → (its value, the neutral value)."""
+    fused, foreach = (getattr(run.optimizer, setting, None) for setting in ("fused", "foreach"))
+    settings = {
+        "optimizer.fused": (fused is True, "true", "null"), "optimizer.foreach": (foreach is False, "false", "null"),
+        "runtime.zero_grad": (run.runtime.zero_grad == "memset", "memset", "none"),
+    }  # fmt: skip
+    return {key: (given, neutral) for key, (is_set, given, neutral) in settings.items() if is_set}
+
+
+class StepGraph(Dynamo):
+    """Compiles forward, backward, clipping and update into one graph, with learning rates as tensors; one launch on CUDA.
+
+    If a step cannot be recorded, the run logs the reason and continues with compile=inductor. Python code in the forward
+    runs only while recording: its decisions then hold for the whole run.
+    """
+
+    effect = "close"
+    changes = "fused kernels round otherwise"
+    captures_step = True
+    crosses_devices = False
+    ranks_meet_in_forward = False  # what a recording holds of other ranks is the step's own all-reduce
+    warmup = 4  # one eager, one recorded, and on CUDA a first call and the capture
+
+    def __init__(self, cudagraph: bool = True, cache_dir: str | None = None) -> None:
+        self.cudagraph, self.cache_dir = cudagraph, cache_dir
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if not run.parallel.reduces_in_graph:
+            yield (
+                f"compile=step and {run.named('parallel')} exclude each other (its ranks exchange weights and gradients "
+                "in hooks, which a graph of the whole step does not call): set compile=inductor, or parallel=ddp"
+            )
+        if run.loss.compares_samples and run.parallel.ranks() > 1:
+            yield (
+                f"compile=step and {run.named('loss')} exclude each other over several ranks (they exchange samples within the "
+                "loss, which is not recorded): set compile=inductor"
+            )
+        if run.precision.frees_weights:
+            yield (
+                f"compile=step and {run.named('precision')} with precision.master=stochastic exclude each other (a graph's "
+                "memory cannot be freed between updates): set precision.master=fp32 or compile=inductor"
+            )
+        for key, (given, neutral) in eager_only_settings(run).items():
+            yield f"{key}={given} has no effect in compile=step, which makes the update in its own way: set it to {neutral}"
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate_device(run)
+        if self.cudagraph and run.parallel.ranks() > 1 and run.runtime.device_type() == "cuda":
+            yield (
+                f"compile.cudagraph=true and {run.named('parallel')} exclude each other (replaying the ranks' all-reduces is not "
+                "tested): set compile.cudagraph=false"
+            )
+
+    def apply(self, model: torch.nn.Module, example: Tree, budget: float) -> torch.nn.Module:
+        self.prepare(budget)
+        return model
+
+    def wrap_step(self, step: Step, context: BuildContext) -> Step:
+        from drivetrain.compile.whole_step import WholeStep
+
+        model = context.model
+        self._step = WholeStep(
+            step, model, context.optimizer, lambda: context.model_call.taking_batches(torch.compile(model)), self.cudagraph,
+            context.precision.update_state, context.parts, context.parallel,
+        )  # fmt: skip
+        return self._step
+
+    def seconds(self) -> float | None:
+        return self._step.seconds + (super().seconds() or 0.0)
+
+
+class CudaGraph(Inductor):
+    """torch.compile with mode=reduce-overhead: fused kernels, captured as CUDA graphs, one for each shape. CUDA only.
+
+    torch's backend "cudagraphs", which captures the eager kernels, is not used: it takes the parameters for inputs, and
+    copies all of them before each replay.
+    """
+
+    effect = "close"
+    changes = "fused kernels round otherwise"
+    graphs = "compile=cudagraph"
+    without_graphs = "compile=inductor"
+
+    def __init__(self, fullgraph: bool = False, cache_dir: str | None = None) -> None:
+        super().__init__("reduce-overhead", False, fullgraph, cache_dir)
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.runtime.device == "cpu":
+            yield _no_cuda("runtime.device=cpu")
+
+    def validate_device(self, run: RunSpec) -> Iterator[str]:
+        if run.runtime.device != "cpu" and run.runtime.device_type() != "cuda":
+            yield _no_cuda("torch finds no CUDA device here")
+
+
+def _no_cuda(reason: str) -> str:
+    return f"compile=cudagraph needs a CUDA device, and {reason}: set compile=inductor or compile=none"

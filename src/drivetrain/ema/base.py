@@ -66,7 +66,10 @@ class Kept(Ema):
             average = name.rpartition(".")[2] in STATISTICS and self.buffers == "average"
             (averaged if average else copied)[name] = buffer
         self._names, self._phases = list(averaged) + list(copied), context.phases
-        self._tied = _other_names(model)
+        first = {id(p): name for name, p in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        # Further names of a parameter that has several, such as a tied embedding, and its first one.
+        self._tied = {name: first[id(p)] for name, p in every if first[id(p)] != name}
         self._live = [t.detach() for t in averaged.values()]
         self._live_copied = [t.detach() for t in copied.values()]
         self._mean = [t.to(torch.promote_types(t.dtype, torch.float32), copy=True) for t in self._live]
@@ -110,13 +113,6 @@ class Kept(Ema):
         self._updates = state["updates"]
         for name, tensor in zip(self._names, self._mean + self._copied, strict=True):
             tensor.copy_(state["tensors"][name])
-
-
-def _other_names(model: torch.nn.Module) -> dict[str, str]:
-    """Of each parameter that has several names, such as that of a tied embedding, the further names, and its first one."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 class Average(Kept):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, TypeVar
@@ -14,16 +15,60 @@ from drivetrain.core.step import Step
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel.environment import launched
-from drivetrain.parallel.reducing_step import OwnGradients
 from drivetrain.saving.content import Divided, whole
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+    from torch.utils.hooks import RemovableHandle
 
 
 _NULL = nullcontext()
 T = TypeVar("T")
 Sums = Callable[[Sequence["torch.Tensor"]], list["torch.Tensor"]]
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor itself, sharing its memory."""
+    return tensor.detach().to_local() if is_sharded(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+class OwnGradients:
+    """The sums of squares of gradients as a backward makes them, by the mesh dimensions over which their weights are divided."""
+
+    def __init__(self) -> None:
+        self._norms: dict[tuple[str, ...], list[torch.Tensor]] = defaultdict(list)
+        self._hooks: dict[int, RemovableHandle] = {}  # by the id of what is watched
+
+    def watch(self, weight: torch.Tensor, dimensions: tuple[str, ...] = ()) -> None:
+        """Take the gradient of a weight, of which this rank has a part where there are dimensions."""
+
+        def add(gradient: torch.Tensor) -> None:
+            if is_sharded(gradient) and is_sharded(weight) and gradient.placements != weight.placements:
+                gradient = gradient.redistribute(placements=weight.placements)
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms[dimensions].append(torch.linalg.vector_norm(shard_of(gradient), dtype=wide).float())
+
+        if id(weight) not in self._hooks:  # recomputation runs a forward, which gathers weights, twice
+            self._hooks[id(weight)] = weight.register_hook(add)  # type: ignore[no-untyped-call]
+
+    def squares(self) -> dict[tuple[str, ...], torch.Tensor]:
+        """The sums so far, 0-d."""
+        return {dimensions: torch.stack(norms).square().sum() for dimensions, norms in self._norms.items()}
+
+    def leave(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks.values():
+            hook.remove()
 
 
 class Parallel(Option, groups.Parallel):

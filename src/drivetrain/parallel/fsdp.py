@@ -11,7 +11,7 @@ from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, RunSpec
 from drivetrain.core.trees import Tree
-from drivetrain.parallel.reducing_step import is_sharded
+from drivetrain.parallel.base import is_sharded
 from drivetrain.parallel.sharded import Sharded
 
 if TYPE_CHECKING:

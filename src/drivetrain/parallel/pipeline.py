@@ -58,7 +58,13 @@ class Pipeline(Sharded):
     def validate(self, run: RunSpec) -> Iterator[str]:
         yield from super().validate(run)
         ranks, stages, steps = self.ranks(), self._stage_ranks(), run.batch.accumulation_steps
-        yield from self._ranks_problems()
+        if self.tensor == 1:
+            yield from self.divisibility_problems("stages", self.stages, stages)
+        elif ranks % self.model_ranks():
+            named = "" if self.stages == "auto" else f"parallel.stages={self.stages} × "
+            yield (
+                f"{named}parallel.tensor={self.tensor} does not divide the {ranks} ranks: a pipeline is stages × tensor of them"
+            )
         if self.tensor > 1:
             yield from tensor_parallel_problems(f"parallel.tensor={self.tensor}", run)
         if self.schedule == "interleaved" and steps % stages:
@@ -114,16 +120,6 @@ class Pipeline(Sharded):
     def _stage_ranks(self) -> int:
         return max(1, self.ranks() // self.tensor) if self.stages == "auto" else self.stages
 
-    def _ranks_problems(self) -> Iterator[str]:
-        if self.tensor == 1:
-            yield from self.divisibility_problems("stages", self.stages, self._stage_ranks())
-        elif self.ranks() % self.model_ranks():
-            stages = "" if self.stages == "auto" else f"parallel.stages={self.stages} × "
-            yield (
-                f"{stages}parallel.tensor={self.tensor} does not divide the {self.ranks()} ranks: a pipeline is stages × tensor "
-                "of them"
-            )
-
     # --- this rank's part of the model ---
 
     def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> tuple[DeviceMesh, str]:
@@ -150,11 +146,11 @@ class Pipeline(Sharded):
             )
         costs = self.broadcast_object(onehost.estimate_costs(model, blocks, example))
         boundaries = onehost.balanced_boundaries(costs, count)
-        self._ranges = list(itertools.pairwise(boundaries))
-        check_stages(model, blocks, self._ranges, example)
-        self._with_inplace_dropout = {stage for stage, (i, _) in enumerate(self._ranges) if _has_inplace_dropout(blocks[i])}
+        self.ranges = list(itertools.pairwise(boundaries))
+        check_stages(model, blocks, self.ranges, example)
+        self._with_inplace_dropout = {stage for stage, (i, _) in enumerate(self.ranges) if _has_inplace_dropout(blocks[i])}
         self.my_stages = range(self._pipe_rank, count, ranks)
-        owned = [i for stage in self.my_stages for i in range(*self._ranges[stage])]
+        owned = [i for stage in self.my_stages for i in range(*self.ranges[stage])]
         if self.tensor > 1:
             shard_blocks(f"parallel.tensor={self.tensor}", model, [blocks[i] for i in owned], mesh["tensor"], self._work)
         else:
@@ -181,24 +177,9 @@ class Pipeline(Sharded):
     def rng_rank(self) -> int:
         return self.world.rank - self._tensor_rank
 
-    @property
-    def stage_count(self) -> int:
-        """The number of stages of the whole pipeline."""
-        return len(self._ranges)
-
-    @property
-    def has_first_stage(self) -> bool:
-        """True if this rank runs the first stage, which reads the inputs."""
-        return 0 in self.my_stages
-
-    @property
-    def has_last_stage(self) -> bool:
-        """True if this rank runs the last stage, which computes the loss."""
-        return self.stage_count - 1 in self.my_stages
-
     def stage_forward(self, stage: int, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Run the forward of one stage: `h` is the previous stage's output, `x` the model's input."""
-        return self._staged.run(*self._ranges[stage], h, x)  # type: ignore[no-any-return]
+        return self._staged.run(*self.ranges[stage], h, x)  # type: ignore[no-any-return]
 
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         from drivetrain.parallel.pipeline_stages import PipelineStep
@@ -220,10 +201,10 @@ class Pipeline(Sharded):
                 out = self.stage_forward(stage, h, x)
                 if h._version > version:
                     self.overwriting.add(stage)
-                self.shapes[stage] = _meta_like(h), _meta_like(out)
-                if stage + 1 < len(self._ranges):
+                self.shapes[stage] = h.new_empty(h.shape, device="meta"), out.new_empty(out.shape, device="meta")
+                if stage + 1 < len(self.ranges):
                     pipeline_stages.send(out, self._rank_of(stage + 1), self._control)
-            return pipeline_stages.broadcast(out, self._rank_of(len(self._ranges) - 1), self.stage_group)
+            return pipeline_stages.broadcast(out, self._rank_of(len(self.ranges) - 1), self.stage_group)
 
         return outputs
 
@@ -232,14 +213,14 @@ class Pipeline(Sharded):
 
     def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum the values of the last stage over the pipelines: only the last stage computes the loss."""
-        torch.distributed.broadcast(sums, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
+        torch.distributed.broadcast(sums, self._rank_of(len(self.ranges) - 1), group=self.stage_group)
         return super().all_reduce_sum(sums)
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Broadcast each stage's buffers from the first pipeline, and those outside of the blocks from the last stage."""
         for name, buffer in model.named_buffers():
             if name in self.common_names:
-                torch.distributed.broadcast(buffer, self._rank_of(len(self._ranges) - 1), group=self.stage_group)
+                torch.distributed.broadcast(buffer, self._rank_of(len(self.ranges) - 1), group=self.stage_group)
             if not buffer.is_meta:
                 torch.distributed.broadcast(buffer, self.world.rank % self.model_ranks(), group=self.data_group)
 
@@ -252,7 +233,7 @@ class Pipeline(Sharded):
         average = {n: t.cpu() for n, t in tensors.items() if not t.is_meta}
         is_first = self.data_world.rank == self._tensor_rank == 0
         parts = [part for part in self.gather_object((own, average) if is_first else None) if part is not None]
-        state = self._merged(state, is_first or self._whole is not None)
+        state = self.with_states_of_all(state, is_first or self._whole is not None)
         if self.world.rank != 0:
             return {}, {}
         weights = {n: next(w[n] for w, _ in parts if n in w) for n in model.state_dict()}
@@ -269,11 +250,6 @@ class Pipeline(Sharded):
         own = self._root.state_dict()
         shards, state = super().shard_state_dict({n: weights[n] for n, t in own.items() if not t.is_meta}, state)
         return {n: t if t.is_meta else shards[n] for n, t in own.items()}, state
-
-
-def _meta_like(h: torch.Tensor) -> torch.Tensor:
-    """Return an empty meta tensor of the same shape and dtype."""
-    return torch.empty(h.shape, dtype=h.dtype, device="meta")
 
 
 def _has_inplace_dropout(block: torch.nn.Module) -> bool:

@@ -19,7 +19,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.torch_patches import wrap_forward
 from drivetrain.core.trees import Forward, Tree
-from drivetrain.parallel.reducing_step import is_sharded, shard_of
+from drivetrain.parallel.base import is_sharded, shard_of
 
 if TYPE_CHECKING:
     from drivetrain.core.context import BuildContext
@@ -270,7 +270,8 @@ class PipelineStep(WrappingStep):
             self._schedules[key] = self._schedule(len(batches), batches[0].x)
         self._running, self._losses = batches, list[torch.Tensor]()
         numbers = torch.arange(len(batches))  # a stage finds its micro-batch by its number
-        first, last = self._pipeline.has_first_stage, self._pipeline.has_last_stage
+        own = self._pipeline.my_stages
+        first, last = 0 in own, len(self._pipeline.ranges) - 1 in own  # the one reads inputs, the other computes the loss
         x = (torch.cat([b.x for b in batches]),) if first else ()
         target: dict[str, Any] = {"target": numbers} if last else {}
         self._schedules[key].step(*x, number=numbers, **target, return_outputs=False)
@@ -286,11 +287,11 @@ class PipelineStep(WrappingStep):
         self._overwriting = {stage for stage in self._pipeline.overwriting if stage > 0}
         self._model.train(training)
         stages = [self._stage(stage) for stage in self._pipeline.my_stages]
-        return schedule(self._pipeline.schedule, stages, self._pipeline.stage_count, count, self._loss_of)
+        return schedule(self._pipeline.schedule, stages, len(self._pipeline.ranges), count, self._loss_of)
 
     def _stage(self, stage: int) -> PipelineStage:
         """Build a PipelineStage from known shapes. Tensors passed between stages require gradients."""
-        count, (h, out) = self._pipeline.stage_count, self._pipeline.shapes[stage]
+        count, (h, out) = len(self._pipeline.ranges), self._pipeline.shapes[stage]
         inputs, outputs = (h.requires_grad_(stage > 0),), (out.requires_grad_(stage + 1 < count),)
         module = Stage(functools.partial(self._forward, stage))
         group = self._pipeline.stage_group

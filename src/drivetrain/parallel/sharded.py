@@ -7,26 +7,30 @@ DTensor's dispatch per operation. Operations across shards are here: the norm, o
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.modules import replace_parameters
 from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.step import Step
+from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import Tree
 from drivetrain.core.typed import StateDict
+from drivetrain.parallel.base import OwnGradients, is_sharded, shard_of
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.parallel.reducing_step import GatheredGradients, ShardedStep, WholeWeights, is_sharded, shard_of
 from drivetrain.saving.content import Divided, Part, whole
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
@@ -39,22 +43,6 @@ class Layout(NamedTuple):
     run: tuple[str, ...]  # a sum over these counts each weight of the run once
     layer: tuple[str, ...]  # the parts of this weight
     row: tuple[str, ...]  # the parts of its rows; of a vector, which is one unit, its elements
-
-
-def total_over_parts(
-    powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]], mesh: DeviceMesh, device: torch.device
-) -> torch.Tensor:
-    """Return the sum over all weights, 0-d, of this rank's `powers` by the dimensions over which its weights are divided.
-
-    `dims` are those of any rank's weights, in the same order on all ranks.
-    """
-    total = torch.zeros((), device=device, dtype=torch.float64)
-    for dimensions in dims:
-        power = torch.zeros_like(total) + powers.get(dimensions, 0.0)  # a rank may have no weights with these dimensions
-        for name in dimensions:
-            torch.distributed.all_reduce(power, group=mesh.get_group(name))
-        total = total + power
-    return total
 
 
 class ShardSums:
@@ -79,18 +67,6 @@ class ShardSums:
         return sums
 
 
-def layout_of(p: torch.Tensor, ndim: int) -> Layout:
-    """Return the layout of a weight of `ndim` dimensions."""
-    if not is_sharded(p):
-        return Layout((), (), ())
-    rows = 1 + p.ndim - ndim  # a fused projection has a dimension more, for its parts
-    divided = [
-        (n, how) for n, how in zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=True) if not how.is_replicate()
-    ]
-    layer = tuple(name for name, _ in divided)
-    return Layout(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))  # type: ignore[attr-defined]
-
-
 def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[Part]:
     """Return this rank's parts of a DTensor, as views, in the weight of this shape; none where its part has no elements.
 
@@ -104,6 +80,138 @@ def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[Part]:
         return [Part(offsets, local)]
     first, row, *rest = offsets
     return [Part(((first + i) * tensor.shape[1] + row, *rest), matrix) for i, matrix in enumerate(local)]
+
+
+@dataclass
+class _Weight:
+    """A divided weight, the part of it that this rank holds, and the whole one as the optimizer has it."""
+
+    name: str
+    shard: torch.nn.Parameter
+    shape: tuple[int, ...]
+    ranks: tuple[str, ...]  # dimensions of the mesh over which it is divided
+    owner: tuple[int, ...]  # the coordinates in them of the rank that updates it
+    own: bool = False
+    whole: torch.nn.Parameter = field(init=False)  # without memory on the other ranks
+
+
+class WholeWeights:
+    """Hands every divided weight to one of the ranks that hold a part of it, as evenly as their sizes allow.
+
+    Before an update these ranks gather its gradient; its owner updates the whole weight, with an optimizer state that no other
+    rank has, and gives every rank its part. The owner keeps the whole weight, the others a tensor without memory in its place.
+    """
+
+    def __init__(
+        self,
+        divided: Sequence[tuple[str, torch.nn.Parameter, tuple[int, ...], tuple[str, ...]]],
+        mesh: DeviceMesh,
+        gather: Callable[[str, torch.Tensor], torch.Tensor],
+        own_part: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._mesh, self._gather, self._own_part = mesh, gather, own_part
+        self._at = {name: mesh.get_local_rank(name) for name in mesh.mesh_dim_names or ()}
+        self._weights = [_Weight(name, shard, shape, ranks, ()) for name, shard, shape, ranks in divided]
+        self._share_out()
+        self.stale = True  # the owners have old weights: something else, such as a loaded checkpoint, has set the parts
+        for weight in self._weights:
+            weight.own = weight.owner == tuple(self._at[name] for name in weight.ranks)
+            device = weight.shard.device if weight.own else torch.device("meta")
+            weight.whole = torch.nn.Parameter(torch.empty(weight.shape, dtype=weight.shard.dtype, device=device))
+        self.by_shard = {id(weight.shard): weight.whole for weight in self._weights}
+        self.owned = {weight.name: weight.own for weight in self._weights}
+
+    def _share_out(self) -> None:
+        """Choose the owners: the largest weights first, each to the rank that has the least so far."""
+        loads: dict[tuple[str, ...], dict[tuple[int, ...], int]] = {}
+        for weight in sorted(self._weights, key=lambda w: (-math.prod(w.shape), w.name)):
+            sizes = [range(self._mesh[name].size()) for name in weight.ranks]
+            load = loads.setdefault(weight.ranks, dict.fromkeys(itertools.product(*sizes), 0))
+            weight.owner = min(load, key=lambda rank: (load[rank], rank))
+            load[weight.owner] += math.prod(weight.shape)
+
+    def gather(self) -> None:
+        """Give the owners whole gradients, and whole weights too where anything but `spread` has set the parts."""
+        for weight in self._weights:
+            if self.stale:
+                whole = self._gather(weight.name, weight.shard)
+                if weight.own:
+                    weight.whole.detach().copy_(whole)
+            if weight.shard.grad is not None:
+                gradient = self._gather(weight.name, weight.shard.grad)
+                weight.whole.grad = gradient.contiguous() if weight.own else None
+        self.stale = False
+
+    def spread(self) -> None:
+        """Give every rank its parts of the updated weights."""
+        for weight in self._weights:
+            if weight.shard.grad is not None:
+                whole = weight.whole.detach() if weight.own else weight.shard.new_empty(weight.shape)
+                self._broadcast(whole, weight)
+                weight.shard.detach().copy_(self._own_part(weight.name, whole))
+
+    def _broadcast(self, whole: torch.Tensor, weight: _Weight) -> None:
+        """Send the owner's weight along one dimension of the mesh after the other, from the ranks that have it already."""
+        for n, name in enumerate(weight.ranks):
+            if all(self._at[later] == at for later, at in zip(weight.ranks[n + 1 :], weight.owner[n + 1 :], strict=True)):
+                group = self._mesh.get_group(name)
+                torch.distributed.broadcast(whole, torch.distributed.get_global_rank(group, weight.owner[n]), group=group)
+
+    def clear(self) -> None:
+        """Forget the whole gradients."""
+        for weight in self._weights:
+            weight.whole.grad = None
+
+
+@dataclass(eq=False)
+class ShardedStep(WrappingStep):
+    """Gives the optimizer the gradients of this rank's shards, as plain tensors."""
+
+    shards: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]  # each sharded weight, and its shard as the optimizer has it
+    root: FSDPModule | None  # the model, if FSDP reduces gradients once an update; None: after every micro-batch
+    whole: WholeWeights | None  # that the optimizer updates in place of the shards
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if self.root is not None:
+            self.root.set_requires_gradient_sync(batch.last)
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        for p, shard in self.shards:
+            shard.grad = None if p.grad is None else shard_of(p.grad).view(shard.shape)
+        if self.whole is None:
+            return self.inner.update()
+        self.whole.gather()
+        if made := self.inner.update():
+            self.whole.spread()
+        return made
+
+    def zero_grad(self) -> None:
+        for _, shard in self.shards:
+            shard.grad = None
+        if self.whole is not None:
+            self.whole.clear()
+        self.inner.zero_grad()
+
+
+class GatheredGradients(OwnGradients):
+    """Watches the weights that FSDP gathers for each block's forward; `dims_of` tells what each one stays divided over."""
+
+    def __init__(self, root: torch.nn.Module, shards: Container[int], dims_of: Callable[[str], tuple[str, ...]]) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        super().__init__()
+        self._shards, self._dims_of = shards, dims_of  # the former by their ids
+        for name, module in root.named_modules():
+            if isinstance(module, FSDPModule):
+                self._hooks[id(module)] = module.register_forward_pre_hook(  # type: ignore[attr-defined]
+                    functools.partial(self._gathered, name)
+                )
+
+    def _gathered(self, block: str, module: torch.nn.Module, inputs: Tree) -> None:
+        for name, p in module.named_parameters(prefix=block):
+            if p.requires_grad and id(p) not in self._shards:
+                self.watch(p, self._dims_of(name))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -240,7 +348,17 @@ class Sharded(ProcessGroupStrategy):
             own.leave()
 
     def _total(self, powers: Mapping[tuple[str, ...], torch.Tensor], dims: Sequence[tuple[str, ...]]) -> torch.Tensor:
-        return total_over_parts(powers, dims, self._mesh, self._device)
+        """Return the sum over all weights, 0-d, of this rank's `powers` by the dimensions over which its weights are divided.
+
+        `dims` are those of any rank's weights, in the same order on all ranks.
+        """
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
+        for dimensions in dims:
+            power = torch.zeros_like(total) + powers.get(dimensions, 0.0)  # a rank may have no weights with these dimensions
+            for name in dimensions:
+                torch.distributed.all_reduce(power, group=self._mesh.get_group(name))
+            total = total + power
+        return total
 
     def layer_sums(self, parameters: Sequence[torch.Tensor]) -> ShardSums | None:
         return self._sums([self._layouts[id(p)].layer for p in parameters])
@@ -253,8 +371,14 @@ class Sharded(ProcessGroupStrategy):
 
     def _layout(self, name: str) -> Layout:
         """Return over which mesh dimensions a weight is divided."""
-        p = self._sharded[name]
-        return layout_of(p, len(self._plain_shapes[name]))
+        p, ndim = self._sharded[name], len(self._plain_shapes[name])
+        if not is_sharded(p):
+            return Layout((), (), ())
+        rows = 1 + p.ndim - ndim  # a fused projection has a dimension more, for its parts
+        places = zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=True)
+        divided = [(name, how) for name, how in places if not how.is_replicate()]
+        layer = tuple(name for name, _ in divided)
+        return Layout(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))  # type: ignore[attr-defined]
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Return each sharded weight once, with its shard as the optimizer has it."""
@@ -270,9 +394,9 @@ class Sharded(ProcessGroupStrategy):
             return full.cpu() if is_first else None
 
         weights = {name: gather(name, t) for name, t in model.state_dict().items()}
-        return weights, self._merged(self._map_state(state, gather), True)
+        return weights, self.with_states_of_all(self._map_state(state, gather))
 
-    def _merged(self, state: StateDict, sends: bool) -> StateDict:
+    def with_states_of_all(self, state: StateDict, sends: bool = True) -> StateDict:
         """Return, on rank 0, the state with the optimizer's of all ranks that send theirs, where a rank has not all of it."""
         from torch.utils._pytree import tree_map_only
 
@@ -282,9 +406,6 @@ class Sharded(ProcessGroupStrategy):
         optimizer = tree_map_only(torch.Tensor, torch.Tensor.cpu, state["optimizer"]) if sends else None
         parts = [part for part in self.gather_object(optimizer) if part is not None]
         return {**state, "optimizer": merge_optimizer_states(parts)} if parts else state
-
-    def with_states_of_all(self, state: StateDict) -> StateDict:
-        return self._merged(state, True)
 
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
         p = self._sharded.get(name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import run_once
-from drivetrain.core.trees import Tree, call
+from drivetrain.core.trees import Tree
 from drivetrain.core.user_state import measured_once
 from drivetrain.run.environment import processor
 
@@ -75,9 +75,11 @@ def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowne
 
     `dtype` is float16 or bfloat16.
     """
-    with _evaluating(model), _one_thread(), torch.random.fork_rng([]):
+    with _one_thread(), torch.random.fork_rng([]):
         calls = _calls(model, example)
-        matrices = _slowness([call for call in calls if not _is_convolution(call.layer)] or [_usual()], dtype)
+        products = [call for call in calls if not _is_convolution(call.layer)]
+        # Of a model that has no Linear layer the products may be hidden in other operations.
+        matrices = _slowness(products or [Call(torch.nn.Linear(256, 256), torch.ones(256, 256))], dtype)
         convolutions = [call for call in calls if _is_convolution(call.layer)]
         return Slowness(_slowness(convolutions, dtype) if convolutions else matrices, matrices)
 
@@ -96,11 +98,6 @@ def _slowness(calls: list[Call], dtype: torch.dtype) -> float:
     return _measured[layer]
 
 
-def _usual() -> Call:
-    """A matrix product, for a model that has no Linear layer: its own may be hidden in other operations."""
-    return Call(torch.nn.Linear(256, 256), torch.ones(256, 256))
-
-
 def _calls(model: torch.nn.Module, example: Tree) -> list[Call]:
     """The calls of convolutions and Linear layers in one forward."""
     calls: list[Call] = []
@@ -110,24 +107,8 @@ def _calls(model: torch.nn.Module, example: Tree) -> list[Call]:
             calls.append(Call(layer, args[0]))
 
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) or _is_convolution(m)]
-    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
-    try:
-        with torch.no_grad():
-            call(model, example)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    run_once(model, example, [layer.register_forward_pre_hook(add) for layer in layers])
     return calls
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

@@ -33,14 +33,10 @@ def apply_all(edits: list[Edit], model: torch.nn.Module, example: Tree) -> list[
     for edit in edits:
         line = edit.apply(model, example)
         if line.startswith("0 "):
-            raise UserError(f"{_setting(edit)} has no effect on this model ({line}): leave it out")
+            name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(edit).__name__).lower()  # as the user types it: fused_norm of FusedNorm
+            raise UserError(f"surgery={name} has no effect on this model ({line}): leave it out")
         lines.append(line)
     return lines
-
-
-def _setting(edit: Edit) -> str:
-    """The setting as the user types it: FusedNorm is surgery=fused_norm."""
-    return f"surgery={re.sub(r'(?<!^)(?=[A-Z])', '_', type(edit).__name__).lower()}"
 
 
 class ChannelsLast(Edit):
