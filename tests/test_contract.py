@@ -451,7 +451,7 @@ def test_what_a_class_does_not_say_it_does_not_claim():
 
 IMPLEMENTATIONS = {
     "optimizer": [f"drivetrain.optimizer.algorithms.{m.name}" for m in pkgutil.iter_modules(algorithms.__path__)],
-    "model": ["drivetrain.model.gpt", "drivetrain.model.mlp", "drivetrain.model.resnet9"],
+    "model": ["drivetrain.model.gpt", "drivetrain.model.nets", "drivetrain.model.nets"],
 }
 
 

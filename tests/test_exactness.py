@@ -21,8 +21,7 @@ from drivetrain.data import Normalize
 from drivetrain.data.text import Texts
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.auto import Auto
-from drivetrain.loader.device import Device
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Device, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support.sets import images_of

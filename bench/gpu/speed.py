@@ -137,7 +137,7 @@ def free_memory(device: str) -> Callable[[], float]:
 def _free(device: str) -> dict[str, Any]:
     import torch
 
-    from drivetrain.loader.resident import free_memory as free
+    from drivetrain.loader.device import free_memory as free
 
     found = free(torch.device(device))
     return {"free": float("inf") if found is None else found}

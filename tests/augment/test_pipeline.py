@@ -20,7 +20,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.data.decoding import decode
 from drivetrain.loader import Loader, Pipeline
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Resident
 from drivetrain.loader.workers import Workers
 from tests.support.sets import images_of
 

@@ -450,7 +450,7 @@ def test_from_a_bare_checkout(tmp_path: Path) -> None:
     conf = place / "conf" / "model" / "mlp.yaml"
     conf.write_text(conf.read_text().replace("[256, 256]", "[24]"))
     (place / "recipes" / "only_here.yaml").write_text("description: of this copy\nepochs: 1\n")
-    model = place / "src" / "drivetrain" / "model" / "mlp.py"
+    model = place / "src" / "drivetrain" / "model" / "nets.py"
     model.write_text(model.read_text() + "\nprint('the code of', __file__)\n")
     env = {"PYTHONPATH": ""}
     done = run("-q", "model=mlp", "recipe=only_here", "parallel=ddp", cwd=place, how=SRC_TRAIN, env=env)

@@ -10,7 +10,7 @@ from torch import nn
 from drivetrain.core import limits
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.model.mlp import Mlp
+from drivetrain.model.nets import Mlp
 
 
 @pytest.mark.parametrize(

@@ -588,7 +588,7 @@ def test_gradcheck_says_what_cannot_do_float64_and_checks_the_rest(logged, plant
 
 
 def test_gradcheck_of_a_model_that_cannot_be_copied_is_refused(make, monkeypatch):
-    from drivetrain.model.mlp import Mlp
+    from drivetrain.model.nets import Mlp
 
     def refuse(self, memo):
         raise TypeError("no copies")

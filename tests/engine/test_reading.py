@@ -15,8 +15,7 @@ from drivetrain.engine.step_timer import Reading, StepTimer
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.auto import Auto
 from drivetrain.loader.dali import Dali
-from drivetrain.loader.device import Device
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Device, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support.waiting import until

@@ -204,7 +204,7 @@ def test_a_run_without_averages(finished):
 def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
     """Code of a run that somebody else recorded is not imported; one message gives the command that allows it."""
     (tmp_path / "nets.py").write_text(
-        "from drivetrain.model.mlp import Mlp\ndef net(shape, classes):\n    return Mlp(shape, classes, [8], 0.0)\n"
+        "from drivetrain.model.nets import Mlp\ndef net(shape, classes):\n    return Mlp(shape, classes, [8], 0.0)\n"
     )
     words = ("model=own", "model.target=nets.net", "trust=[nets]", "epochs=1")
     result = finished(*words)

@@ -17,8 +17,7 @@ from drivetrain.data.own import Own, OwnCollate, OwnSource
 from drivetrain.data.samples import Stack
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.auto import Auto
-from drivetrain.loader.device import Device
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Device, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support import drawing_sets

@@ -28,8 +28,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Loader, Pipeline, threads, workers
 from drivetrain.loader.auto import Auto, Cost, CostPerBatch
-from drivetrain.loader.device import Device
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Device, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support.waiting import LIMIT_S, until
@@ -414,7 +413,7 @@ def test_resident_reads_every_sample_once():
 
 
 def test_resident_puts_chunks_behind_each_other(monkeypatch):
-    monkeypatch.setattr("drivetrain.loader.resident.CHUNK", 5)
+    monkeypatch.setattr("drivetrain.loader.device.CHUNK", 5)
     source = Decoded()
     copied = Resident()._copy(Pipeline(source, (), None, 0), CPU)
     x, y = source.fetch(torch.arange(29))
@@ -423,7 +422,7 @@ def test_resident_puts_chunks_behind_each_other(monkeypatch):
 
 
 def test_resident_that_does_not_fit_is_refused(monkeypatch):
-    monkeypatch.setattr("drivetrain.loader.resident.free_memory", lambda device: 40)
+    monkeypatch.setattr("drivetrain.loader.device.free_memory", lambda device: 40)
     with pytest.raises(UserError, match=r"loader=resident: the data takes .* loader.share=0.5 .* loader=device"):
         next(Resident().stream(Pipeline(Decoded(), (), None, 0), requests(), CPU, torch.contiguous_format))
 

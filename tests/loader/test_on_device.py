@@ -27,8 +27,7 @@ from drivetrain.data.text import Texts
 from drivetrain.launch import launcher
 from drivetrain.loader import Loader, Pipeline, base, dali
 from drivetrain.loader.dali import Dali
-from drivetrain.loader.device import Device
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Device, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from drivetrain.precision.base import Bf16
@@ -181,7 +180,7 @@ class Launches(TorchDispatchMode):
 
 def resident(monkeypatch, work: Pipeline, samples_at_once: int, epochs: int = 2) -> tuple[list[MicroBatch], int]:
     """The micro-batches of a resident set, and the operations that it took to make them."""
-    monkeypatch.setattr("drivetrain.loader.resident._samples_at_once", lambda *_: samples_at_once)
+    monkeypatch.setattr("drivetrain.loader.device._samples_at_once", lambda *_: samples_at_once)
     batch = Accumulate(global_batch=SIZE, accumulation_steps=2)
     batch.pairs = any(step.mixes for step in work.steps)
     asked = [r for epoch in range(epochs) for r in batch.over(shuffled(len(work.source))).requests(0, epoch, World(), True)]

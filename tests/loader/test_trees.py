@@ -15,7 +15,7 @@ from drivetrain.data import Tensors
 from drivetrain.data.own import Own
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.base import in_memory_format
-from drivetrain.loader.resident import Resident
+from drivetrain.loader.device import Resident
 from drivetrain.loader.threads import Threads
 from tests.data.test_packed import CPU
 from tests.loader.test_loader import LOADERS

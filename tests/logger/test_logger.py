@@ -16,8 +16,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.logger import Logger
 from drivetrain.logger.base import Guarded, TrackedRun, guarded, known_ids, write_ids
 from drivetrain.logger.files import Csv, Files, as_rows
-from drivetrain.logger.tensorboard import TensorBoard
-from drivetrain.logger.wandb import Wandb, has_login
+from drivetrain.logger.trackers import TensorBoard, Wandb, has_login
 from tests.support import slow
 
 

@@ -15,7 +15,7 @@ from drivetrain.core.microbatch import MicroBatch
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.update_step import TwoPasses, Weighed
 from drivetrain.launch import launcher
-from drivetrain.loss import teacher
+from drivetrain.loss import distill
 from drivetrain.loss.classification import Focal
 from drivetrain.loss.embedding import Contrastive
 from drivetrain.loss.own import Own
@@ -363,10 +363,10 @@ def test_the_options_that_add_up_keep_their_own_settings():
 def test_a_teachers_file_is_an_ordinary_one(tmp_path):
     file = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2)}, file)
-    assert teacher._weights(file, "loss.teacher")["w"].tolist() == [1, 1]
+    assert distill._weights(file, "loss.teacher")["w"].tolist() == [1, 1]
     content = file.read_bytes()
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.write_bytes(content[:-1])):
         file.unlink()
         make(file)
         with pytest.raises(UserError, match=r"loss.teacher=.*is no safetensors file"):
-            teacher._weights(file, "loss.teacher")
+            distill._weights(file, "loss.teacher")

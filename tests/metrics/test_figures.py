@@ -8,8 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from drivetrain.metrics import counts as counts_options
-from drivetrain.metrics import curves, language, own, regression
+from drivetrain.metrics import own, shipped
 from drivetrain.parallel import Parallel
 from drivetrain.ui import plots
 from drivetrain.ui.pages import charts
@@ -62,7 +61,7 @@ def labelled():
 @pytest.mark.parametrize("average", ["macro", "micro", "weighted"])
 @pytest.mark.parametrize("name", ["precision", "recall", "f1"])
 def test_scores_of_classes_and_labels_are_scikit_learns(classified, labelled, name, average):
-    cls = {"precision": counts_options.Precision, "recall": counts_options.Recall, "f1": counts_options.F1}[name]
+    cls = {"precision": shipped.Precision, "recall": shipped.Recall, "f1": shipped.F1}[name]
     score, (output, target) = getattr(sk, f"{name}_score"), classified
     expected = score(target, output.argmax(1), average=average, zero_division=0)
     assert figure(built(cls(average), "class"), *classified) == pytest.approx(expected, abs=1e-12)
@@ -73,15 +72,17 @@ def test_scores_of_classes_and_labels_are_scikit_learns(classified, labelled, na
 
 def test_accuracies(classified, labelled):
     output, target = classified
-    assert figure(built(counts_options.Accuracy(), "class"), *classified) == sk.accuracy_score(target, output.argmax(1))
+    assert figure(built(shipped.Accuracy(), "class"), *classified) == sk.accuracy_score(target, output.argmax(1))
     top2 = sk.top_k_accuracy_score(target, output, k=2, labels=range(COUNT))
-    assert measured(built(counts_options.TopK(2), "class"), *classified)[0] == {"top2": top2}
-    assert figure(built(counts_options.TopK(9), "class"), *classified) == 1.0
+    assert measured(built(shipped.TopK(2), "class"), *classified)[0] == {"top2": top2}
+    assert figure(built(shipped.TopK(9), "class"), *classified) == 1.0
     output, target = labelled
-    assert figure(built(counts_options.Accuracy(), "labels"), *labelled) == pytest.approx(1 - sk.hamming_loss(target, output > 0))
+    assert figure(built(shipped.Accuracy(), "labels"), *labelled) == pytest.approx(1 - sk.hamming_loss(target, output > 0))
 
 
-@pytest.mark.parametrize(("cls", "name"), [(curves.AUROC, "roc_auc_score"), (curves.AveragePrecision, "average_precision_score")])
+@pytest.mark.parametrize(
+    ("cls", "name"), [(shipped.AUROC, "roc_auc_score"), (shipped.AveragePrecision, "average_precision_score")]
+)
 def test_areas_under_curves(classified, labelled, cls, name):
     """One of the classes does not occur, and has no curve."""
     score, probabilities = getattr(sk, name), classified[0].softmax(1)
@@ -97,7 +98,7 @@ def test_a_batch_of_small_logits_is_no_batch_of_probabilities():
     target = torch.tensor([0, 1, 0, 1])
     output = torch.tensor([[0.9, 0.1], [0.6, 0.5], [9.0, -9.0], [-9.0, 9.0]])
     expected = sk.roc_auc_score(target, output.softmax(1)[:, 1])
-    assert figure(built(curves.AUROC(), "class", 2), output, target, 2) == pytest.approx(expected)
+    assert figure(built(shipped.AUROC(), "class", 2), output, target, 2) == pytest.approx(expected)
 
 
 def test_calibration(classified, labelled):
@@ -108,23 +109,23 @@ def test_calibration(classified, labelled):
     for one in bins.unique():
         of_bin = bins == one
         expected += float((right[of_bin].mean() - confidence[of_bin].mean()).abs() * of_bin.double().mean())
-    assert figure(built(curves.CalibrationError(bins=10), "class"), *classified) == pytest.approx(expected, abs=1e-6)
-    assert 0 < figure(built(curves.CalibrationError(), "labels"), *labelled) < 1
+    assert figure(built(shipped.CalibrationError(bins=10), "class"), *classified) == pytest.approx(expected, abs=1e-6)
+    assert 0 < figure(built(shipped.CalibrationError(), "labels"), *labelled) < 1
 
 
 def test_tables(classified, labelled):
     output, target = classified
-    figures, tables = measured(built(counts_options.ConfusionMatrix(), "class", names=list("abcde")), *classified)
+    figures, tables = measured(built(shipped.ConfusionMatrix(), "class", names=list("abcde")), *classified)
     matrix = sk.confusion_matrix(target, output.argmax(1), labels=range(COUNT)).tolist()
     assert (figures, tables) == ({}, {"confusion_matrix": {"rows": [*"abcde"], "columns": [*"abcde"], "values": matrix}})
-    (table,) = measured(built(counts_options.PerClass(), "class"), *classified)[1].values()
+    (table,) = measured(built(shipped.PerClass(), "class"), *classified)[1].values()
     of_each = sk.precision_recall_fscore_support(target, output.argmax(1), labels=range(COUNT), zero_division=0)
     assert table["columns"] == ["precision", "recall", "f1", "samples"]
     np.testing.assert_allclose(np.array(table["values"]).T, of_each)
     assert table["values"][4][3] == 0
 
     output, target = labelled
-    (table,) = measured(built(counts_options.ConfusionMatrix(), "labels"), *labelled)[1].values()
+    (table,) = measured(built(shipped.ConfusionMatrix(), "labels"), *labelled)[1].values()
     (tn, fp), (fn, tp) = sk.multilabel_confusion_matrix(target, output > 0).transpose(1, 2, 0)
     assert table["columns"][0] == "true positives"
     np.testing.assert_array_equal(np.array(table["values"]).T, [tp, fp, fn, tn])
@@ -136,9 +137,9 @@ def test_values_are_scikit_learns_in_double_precision():
     output = target + torch.randn(70, 3)
     a, b = target.double(), output.double()
     for cls, reference in (
-        (regression.MAE, sk.mean_absolute_error),
-        (regression.RMSE, lambda t, o: math.sqrt(sk.mean_squared_error(t, o))),
-        (regression.R2, sk.r2_score),
+        (shipped.MAE, sk.mean_absolute_error),
+        (shipped.RMSE, lambda t, o: math.sqrt(sk.mean_squared_error(t, o))),
+        (shipped.R2, sk.r2_score),
     ):
         assert figure(built(cls(), "values"), output, target) == pytest.approx(reference(a, b), rel=1e-9)
         assert figure(built(cls(), "values"), output[:, :1], target[:, 0]) == pytest.approx(reference(a[:, 0], b[:, 0]), rel=1e-9)
@@ -151,20 +152,20 @@ def test_pixels():
     target[:, 0] = -100
     there, predicted = target.flatten(), output.argmax(1).flatten()
     there, predicted = there[there >= 0], predicted[target.flatten() >= 0]
-    assert figure(built(counts_options.IoU(), "mask", 3), output, target, 4) == pytest.approx(
+    assert figure(built(shipped.IoU(), "mask", 3), output, target, 4) == pytest.approx(
         sk.jaccard_score(there, predicted, average="macro")
     )
-    assert figure(built(counts_options.Dice(background=False), "mask", 3), output, target, 4) == pytest.approx(
+    assert figure(built(shipped.Dice(background=False), "mask", 3), output, target, 4) == pytest.approx(
         sk.f1_score(there, predicted, average="macro", labels=[1, 2])
     )
-    assert figure(built(counts_options.Accuracy(), "mask", 3), output, target, 4) == sk.accuracy_score(there, predicted)
-    (table,) = measured(built(counts_options.PerClass(), "mask", 3), output, target)[1].values()
+    assert figure(built(shipped.Accuracy(), "mask", 3), output, target, 4) == sk.accuracy_score(there, predicted)
+    (table,) = measured(built(shipped.PerClass(), "mask", 3), output, target)[1].values()
     assert table["columns"] == ["precision", "recall", "f1", "iou", "pixels"]
     assert sum(row[-1] for row in table["values"]) == len(there)
 
     output, target = output[:, :1], (target == 1).long()
     expected = sk.jaccard_score(target.flatten(), output.flatten() > 0, average="macro")
-    assert figure(built(counts_options.IoU(), "mask", 1), output, target, 4) == pytest.approx(expected)
+    assert figure(built(shipped.IoU(), "mask", 1), output, target, 4) == pytest.approx(expected)
 
 
 def test_tokens():
@@ -172,17 +173,17 @@ def test_tokens():
     output, target = torch.randn(6, 10, COUNT), torch.randint(COUNT, (6, 10))
     target[:, 8:] = -100
     nats = torch.nn.functional.cross_entropy(output.double().flatten(0, 1), target.flatten()).item()
-    assert figure(built(language.Perplexity(), "tokens"), output, target, 2) == pytest.approx(math.exp(nats))
-    assert figure(built(language.BitsPerByte(), "tokens"), output, target, 2) == pytest.approx(nats / math.log(2))
+    assert figure(built(shipped.Perplexity(), "tokens"), output, target, 2) == pytest.approx(math.exp(nats))
+    assert figure(built(shipped.BitsPerByte(), "tokens"), output, target, 2) == pytest.approx(nats / math.log(2))
     lengths = torch.tensor([1, 2, 3, 4, 5])
     length = lengths[target[target >= 0]].sum().item()
     expected = nats * 48 / math.log(2) / length
-    assert figure(built(language.BitsPerByte(), "tokens", token_bytes=lengths), output, target, 2) == pytest.approx(expected)
+    assert figure(built(shipped.BitsPerByte(), "tokens", token_bytes=lengths), output, target, 2) == pytest.approx(expected)
     right = (output.argmax(-1) == target)[:, :8].double().mean().item()
-    assert figure(built(counts_options.Accuracy(), "tokens"), output, target, 2) == right
+    assert figure(built(shipped.Accuracy(), "tokens"), output, target, 2) == right
 
 
-@pytest.mark.parametrize("cls", [counts_options.F1, curves.AUROC, counts_options.Accuracy, curves.CalibrationError])
+@pytest.mark.parametrize("cls", [shipped.F1, shipped.AUROC, shipped.Accuracy, shipped.CalibrationError])
 def test_a_metric_begins_anew_after_a_reset_and_takes_bfloat16_for_float32(classified, cls):
     metric = built(cls(), "class")
     first = measured(metric, *classified)

@@ -16,9 +16,8 @@ import drivetrain
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import machine_local_keys, validate
 from drivetrain.core.errors import UserError
-from drivetrain.model.mlp import Mlp
-from drivetrain.model.resnet9 import ResNet9
-from drivetrain.optimizer import layerwise, torch_optim
+from drivetrain.model.nets import Mlp, ResNet9
+from drivetrain.optimizer import flat, torch_optim
 from drivetrain.optimizer.closures import Sam
 from drivetrain.optimizer.groups import layer_decay_factors
 from drivetrain.recipe.reader import read
@@ -131,10 +130,10 @@ def test_the_models_own_list_is_followed() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = mlp()
     model.head.requires_grad_(False)
-    assert not any(n.startswith("head") for n in by_name(model, layerwise.Lamb()))
+    assert not any(n.startswith("head") for n in by_name(model, flat.Lamb()))
     model.requires_grad_(False)
     with pytest.raises(UserError, match="no trainable parameter"):
-        layerwise.Lamb().create(model)
+        flat.Lamb().create(model)
 
 
 def test_lr_of_multiplies_and_the_first_group_has_the_plain_rate() -> None:
@@ -211,10 +210,10 @@ def test_patterns_without_effect_are_named() -> None:
 
 
 def test_the_schedule_keeps_the_multiples() -> None:
-    from drivetrain.scheduler.decay import Cosine
+    from drivetrain.scheduler.curves import Cosine
 
     model = mlp()
-    optimizer = layerwise.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
+    optimizer = flat.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
     schedule = Cosine()
     schedule.bind(optimizer, 10)
     schedule.step(5)

@@ -21,10 +21,8 @@ from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
-from drivetrain.optimizer import apex, layerwise, torch_optim, torch_wrappers
-from drivetrain.optimizer import lion as lion_options
+from drivetrain.optimizer import flat, packages, torch_optim, torch_wrappers
 from drivetrain.optimizer import muon as muon_options
-from drivetrain.optimizer import schedulefree as schedulefree_options
 from drivetrain.optimizer import timm as by_timm
 from tests.support import stand_ins
 
@@ -134,7 +132,7 @@ def test_apex_is_built_where_it_is(name: str, tmp_path: Path, monkeypatch: pytes
 def test_apex_trains_saves_and_goes_on(train, tmp_path, monkeypatch):
     """A run with the stand-in, whose update is torch's, on this machine's CPU."""
     stand_ins.install("apex.optimizers", tmp_path, monkeypatch)
-    monkeypatch.setattr(apex.Apex, "validate_device", lambda self, run: iter(()))
+    monkeypatch.setattr(packages.Apex, "validate_device", lambda self, run: iter(()))
     length = ["epochs=9", "optimizer.lr=0.01"]
     part = train(*length, "optimizer=apex_adam", "updates=2")
     plain = train(*length, "optimizer=adamw", "optimizer.fused=false", "updates=4")
@@ -180,7 +178,7 @@ def test_unset_forms_take_the_fastest() -> None:
     assert torch_optim.RmsProp().implementation("cuda", 10**9) == "foreach"
     assert torch_optim.RmsProp().implementation("cpu", 10**4) == "foreach"
     assert torch_optim.RmsProp().implementation("cpu", 10**9) == "loop"  # measured: on a CPU many tensors leave the cache
-    for option in (layerwise.Lars, layerwise.NovoGrad, lion_options.Lion, schedulefree_options.ScheduleFree):
+    for option in (flat.Lars, flat.NovoGrad, flat.Lion, flat.ScheduleFree):
         assert option().implementation("cpu", 10**9) == "foreach"  # in chunks
 
 

@@ -13,9 +13,7 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
 from drivetrain.model.shipped import Mlp
-from drivetrain.optimizer import layerwise, muon, shampoo, torch_optim
-from drivetrain.optimizer import lion as lion_options
-from drivetrain.optimizer import schedulefree as schedulefree_options
+from drivetrain.optimizer import flat, muon, packages, torch_optim
 from tests.support.context import context
 
 STEPS = 12
@@ -152,16 +150,16 @@ CASES: dict[str, tuple[type, dict[str, Any], Callable[..., Any]]] = {
     "rmsprop centered": (torch_optim.RmsProp, {"momentum": 0.9, "centered": True}, rmsprop),
     "adagrad": (torch_optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1, "weight_decay": 0.1}, adagrad),
     "adafactor": (torch_optim.Adafactor, {"weight_decay": 0.1, "eps1": 1e-16}, adafactor),
-    "lars": (layerwise.Lars, {"weight_decay": 0.1}, lars),
-    "lars nesterov": (layerwise.Lars, {"nesterov": True, "trust": 0.02}, lars),
-    "lamb": (layerwise.Lamb, {"weight_decay": 0.1}, lamb),
-    "lamb uncorrected": (layerwise.Lamb, {"bias_correction": False, "weight_decay": 0.0}, lamb),
-    "nvlamb": (layerwise.NvLamb, {"weight_decay": 0.1}, nvlamb),
-    "nvlamb loose": (layerwise.NvLamb, {"max_grad_norm": 1e6}, nvlamb),
-    "novograd": (layerwise.NovoGrad, {"weight_decay": 0.1}, novograd),
-    "novograd averaging": (layerwise.NovoGrad, {"grad_averaging": True}, novograd),
-    "lion": (lion_options.Lion, {}, lion),
-    "schedulefree": (schedulefree_options.ScheduleFree, {"weight_decay": 0.1}, schedulefree),
+    "lars": (flat.Lars, {"weight_decay": 0.1}, lars),
+    "lars nesterov": (flat.Lars, {"nesterov": True, "trust": 0.02}, lars),
+    "lamb": (flat.Lamb, {"weight_decay": 0.1}, lamb),
+    "lamb uncorrected": (flat.Lamb, {"bias_correction": False, "weight_decay": 0.0}, lamb),
+    "nvlamb": (flat.NvLamb, {"weight_decay": 0.1}, nvlamb),
+    "nvlamb loose": (flat.NvLamb, {"max_grad_norm": 1e6}, nvlamb),
+    "novograd": (flat.NovoGrad, {"weight_decay": 0.1}, novograd),
+    "novograd averaging": (flat.NovoGrad, {"grad_averaging": True}, novograd),
+    "lion": (flat.Lion, {}, lion),
+    "schedulefree": (flat.ScheduleFree, {"weight_decay": 0.1}, schedulefree),
 }
 FORMS = {
     "fused": {"fused": True},
@@ -248,7 +246,7 @@ def test_soap_equals_the_paper(frequency: int, tolerance: float) -> None:
     """A matrix by algorithm 3 of Vyas et al. 2024, with its power iteration; a vector by Adam. The library's QR is in float32."""
     torch.manual_seed(3)
     model = torch.nn.Linear(5, 4).double()
-    settings = shampoo.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
+    settings = packages.Soap(lr=0.01, weight_decay=0.1, precondition_frequency=frequency)
     optimizer = settings.create(model)
     w, bias = (p.detach().numpy().copy() for p in model.parameters())
     beta, products, bases = 0.95, [np.zeros((4, 4)), np.zeros((5, 5))], []
@@ -287,7 +285,7 @@ def test_shampoo_equals_the_paper(monkeypatch: pytest.MonkeyPatch, exact: bool, 
         monkeypatch.setattr("pytorch_optimizer.optimizer.utils.preconditioner.compute_power_schur_newton", root)
     torch.manual_seed(3)
     model = torch.nn.Linear(5, 4).double()
-    optimizer = shampoo.Shampoo(lr=0.01, weight_decay=0.1, beta2=0.9, start=2, precondition_frequency=1, eps=1e-3).create(model)
+    optimizer = packages.Shampoo(lr=0.01, weight_decay=0.1, beta2=0.9, start=2, precondition_frequency=1, eps=1e-3).create(model)
     w, bias = (p.detach().numpy().copy() for p in model.parameters())
     left, right, m, m_sgd, m_bias = 1e-3 * np.eye(4), 1e-3 * np.eye(5), 0 * w, 0 * w, 0 * bias
     for t in range(4):
@@ -309,10 +307,10 @@ def test_the_forms_are_taken() -> None:
     """A setting that is not in effect would make all forms equal."""
     sgd = {f: torch_optim.Sgd(**FORMS[f]).create(net()).param_groups[0] for f in FORMS}
     assert [(g["fused"], g["foreach"]) for g in sgd.values()] == [(True, False), (False, True), (False, False)]
-    lamb = {f: layerwise.Lamb(**FORMS[f]).create(net()) for f in FORMS}
+    lamb = {f: flat.Lamb(**FORMS[f]).create(net()) for f in FORMS}
     assert [o.loop for o in lamb.values()] == [False, False, True]
     assert lamb["fused"]._moments is not lamb["foreach"]._moments
-    assert layerwise.Lamb().create(net())._moments is lamb["fused"]._moments
+    assert flat.Lamb().create(net())._moments is lamb["fused"]._moments
 
 
 def test_muon_equals_torch_on_matrices() -> None:
@@ -463,7 +461,7 @@ def test_lars_on_vectors_equals_lars_on_tensors(case: str, monkeypatch: pytest.M
 def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
     """After lr falls to almost nothing the momentum goes on with its old size: that is the paper's, not SGD's, order."""
     model = torch.nn.Linear(8, 8, bias=False)
-    optimizer = layerwise.Lars(lr=1.0).create(model)
+    optimizer = flat.Lars(lr=1.0).create(model)
     model.weight.grad = torch.ones(8, 8)
     before = model.weight.detach().clone()
     optimizer.step()
@@ -476,7 +474,7 @@ def test_lars_keeps_the_learning_rate_inside_the_momentum() -> None:
 
 def test_lamb_adapts_without_decay_where_its_kind_decays() -> None:
     """weight_decay=0 does not turn LAMB into Adam, and NVLAMB adapts vectors too."""
-    for option, bias_adapts in ((layerwise.Lamb, False), (layerwise.NvLamb, True)):
+    for option, bias_adapts in ((flat.Lamb, False), (flat.NvLamb, True)):
         model = net()
         with torch.no_grad():
             model.head.bias.fill_(5.0)

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.optimizer import adamw8bit as adamw8bit_options
-from drivetrain.optimizer import layerwise, lion, muon, schedulefree, shampoo, timm, torch_optim
+from drivetrain.optimizer import flat, muon, packages, timm, torch_optim
 
-OURS = [layerwise.Lars, layerwise.Lamb, layerwise.NvLamb, layerwise.NovoGrad, lion.Lion, schedulefree.ScheduleFree, muon.Muon]
+OURS = [flat.Lars, flat.Lamb, flat.NvLamb, flat.NovoGrad, flat.Lion, flat.ScheduleFree, muon.Muon]
 TORCHS = [torch_optim.Sgd, torch_optim.Adam, torch_optim.AdamW, torch_optim.RmsProp, torch_optim.Adagrad, torch_optim.Adafactor]
 TIMMS = ["nadamw", "lookahead_lamb"]
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
 ROOTS = {"precondition_frequency": 2, "start": 2}  # of Shampoo
 ALL = [
-    pytest.param(shampoo.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
-    *(pytest.param(shampoo.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
-    pytest.param(shampoo.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
+    pytest.param(packages.Soap, {"precondition_frequency": 2}, "plain", id="Soap"),
+    *(pytest.param(packages.Shampoo, {**ROOTS, "graft": g}, "plain", id=f"Shampoo {g}") for g in ("sgd", "rmsprop")),
+    pytest.param(packages.Shampoo, {**ROOTS, "block_size": 4}, "bf16", id="Shampoo bf16"),
     *(pytest.param(o, {}, "plain", id=o.__name__) for o in (*TORCHS, *OURS)),
     *(pytest.param(timm.Timm, {"name": n}, "plain", id=n) for n in TIMMS),
     *(
@@ -123,7 +122,7 @@ def test_memory_order_and_width_change_nothing(option: type) -> None:
     torch.testing.assert_close(narrow.weight, wide.weight.bfloat16(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("option", [*OURS, pytest.param(adamw8bit_options.AdamW8bit, marks=needs_torchao)])
+@pytest.mark.parametrize("option", [*OURS, pytest.param(packages.AdamW8bit, marks=needs_torchao)])
 def test_sparse_gradients_are_refused(option: type) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
     optimizer = option().create(model)
@@ -178,7 +177,7 @@ def test_gradients_that_come_and_go() -> None:
     """A parameter without a gradient keeps weight, state and its own count; its neighbours are not touched by that."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    optimizer = layerwise.Lamb(weight_decay=0.1).create(model)
+    optimizer = flat.Lamb(weight_decay=0.1).create(model)
     for step in range(4):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
@@ -195,7 +194,7 @@ def test_gradients_that_come_and_go() -> None:
 def test_new_storage_is_found() -> None:
     """A parameter whose tensor was exchanged behind the optimizer's back is updated where it now lies."""
     model = torch.nn.Linear(3, 3)
-    optimizer = layerwise.Lars(lr=10.0).create(model)
+    optimizer = flat.Lars(lr=10.0).create(model)
     for _ in range(2):
         model.weight.data = model.weight.data.clone()
         before = model.weight.detach().clone()
@@ -207,7 +206,7 @@ def test_new_storage_is_found() -> None:
 
 def test_schedulefree_comes_back_on_an_exception() -> None:
     model = net()
-    settings = schedulefree.ScheduleFree()
+    settings = flat.ScheduleFree()
     optimizer = settings.create(model)
     train(model, optimizer, 0, 4)
     trained = [p.detach().clone() for p in model.parameters()]
@@ -228,8 +227,8 @@ def test_schedulefree_comes_back_on_an_exception() -> None:
 def test_steps_do_not_import_the_compiler() -> None:
     """1.4 s of every start: building and stepping any of ours must not import torch._dynamo."""
     code = (
-        "import sys, torch\nfrom drivetrain.optimizer import layerwise as l, lion, muon, schedulefree, torch_optim\n"
-        "own = (l.Lamb, l.Lars, l.NovoGrad, lion.Lion, muon.Muon, schedulefree.ScheduleFree)\n"
+        "import sys, torch\nfrom drivetrain.optimizer import flat, muon, torch_optim\n"
+        "own = (flat.Lamb, flat.Lars, flat.NovoGrad, flat.Lion, muon.Muon, flat.ScheduleFree)\n"
         "for option in (torch_optim.AdamW, *own):\n"
         "    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))\n"
         "    optimizer = option().create(model)\n"
@@ -275,7 +274,7 @@ def test_small_tensors_keep_float32_moments_and_are_adamw() -> None:
     torch.manual_seed(0)
     models = [torch.nn.Linear(20, 20) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    for model, option in zip(models, (adamw8bit_options.AdamW8bit, torch_optim.AdamW), strict=True):
+    for model, option in zip(models, (packages.AdamW8bit, torch_optim.AdamW), strict=True):
         optimizer = option(**SETTINGS).create(model)
         for step in range(5):
             for p in model.parameters():
@@ -288,18 +287,18 @@ def test_small_tensors_keep_float32_moments_and_are_adamw() -> None:
 @needs_torchao
 def test_it_trains_as_adamw_with_a_quarter_of_the_state() -> None:
     losses, sizes, weights = {}, {}, {}
-    for option in (adamw8bit_options.AdamW8bit, torch_optim.AdamW):
+    for option in (packages.AdamW8bit, torch_optim.AdamW):
         model = net_of_large_layers()
         optimizer = option(**SETTINGS).create(model)
         losses[option], sizes[option] = train_eight_bits(model, optimizer, 0, 100), state_bytes(optimizer)
         weights[option] = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert losses[torch_optim.AdamW][-1] < 0.5 * losses[torch_optim.AdamW][0]
-    assert losses[adamw8bit_options.AdamW8bit][-1] == pytest.approx(losses[torch_optim.AdamW][-1], rel=0.05)
-    apart = (weights[adamw8bit_options.AdamW8bit] - weights[torch_optim.AdamW]).norm() / weights[torch_optim.AdamW].norm()
+    assert losses[packages.AdamW8bit][-1] == pytest.approx(losses[torch_optim.AdamW][-1], rel=0.05)
+    apart = (weights[packages.AdamW8bit] - weights[torch_optim.AdamW]).norm() / weights[torch_optim.AdamW].norm()
     assert 0 < apart < 0.1  # rounded, and no more than that
     packed = 2 * (64 * 128 + 4 * 64 * 128 // 256) * 2  # two moments of two weights: a byte each, and 4 for each block of 256
-    assert sizes[adamw8bit_options.AdamW8bit] == packed + (128 + 64) * 2 * 4 + 4 * 4  # biases in float32; steps
-    assert sizes[adamw8bit_options.AdamW8bit] < 0.28 * sizes[torch_optim.AdamW]
+    assert sizes[packages.AdamW8bit] == packed + (128 + 64) * 2 * 4 + 4 * 4  # biases in float32; steps
+    assert sizes[packages.AdamW8bit] < 0.28 * sizes[torch_optim.AdamW]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def blocks_on_two_ranks(tmp_path_factory):
 
 
 def test_weights_of_wrapped_blocks_load_into_the_plain_model(blocks_on_two_ranks):
-    from drivetrain.model.resnet9 import ResNet9
+    from drivetrain.model.nets import ResNet9
 
     assert blocks_on_two_ranks.status == "completed", blocks_on_two_ranks.error
     saved = weights(blocks_on_two_ranks.run_dir, 4)

@@ -415,7 +415,7 @@ def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):
 def test_saved_weights_are_the_models_and_load_into_float32(train):
     import safetensors.torch
 
-    from drivetrain.model.mlp import Mlp
+    from drivetrain.model.nets import Mlp
 
     result = train("precision=bf16_pure", "model.hidden=[8]")
     weights = safetensors.torch.load_file(Path(result.run_dir) / "checkpoints" / "2" / "model.safetensors")

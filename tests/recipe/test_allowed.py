@@ -25,7 +25,7 @@ from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
 from drivetrain.launch.job import checked, prepare
-from drivetrain.loss import teacher
+from drivetrain.loss import distill
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 from tests.support.command import run
@@ -264,7 +264,7 @@ def test_a_teachers_config_is_held_to_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     context: Any = SimpleNamespace(run=SimpleNamespace(values={"trust": []}))
     with pytest.raises(UserError, match=r"model\.kwargs\.checkpoint_path"):
-        teacher.load(tmp_path, "loss.teacher", context)
+        distill.load(tmp_path, "loss.teacher", context)
 
 
 # --- the rules themselves ---

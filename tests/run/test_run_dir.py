@@ -179,7 +179,7 @@ def test_checkpoints(done: Path) -> None:
     import safetensors.torch
     import torch
 
-    from drivetrain.model.mlp import Mlp
+    from drivetrain.model.nets import Mlp
 
     assert [p.name for p in checkpoints(done)] == ["10", "20"]
     for checkpoint in checkpoints(done):

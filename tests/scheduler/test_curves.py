@@ -18,9 +18,7 @@ from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 from drivetrain.launch import launcher
-from drivetrain.scheduler import cyclic as cycles
-from drivetrain.scheduler import decay as decays
-from drivetrain.scheduler import plateau as plateau_options
+from drivetrain.scheduler import curves
 
 UPDATES, LR = 240, 0.5
 OVER = Horizon(UPDATES, range(12, UPDATES + 1, 12))  # 20 epochs of 12 updates
@@ -79,20 +77,20 @@ SAME = {
         ours.Scheduler(warmup="2ep", warmup_start=0.1),
         warmed(lambda o: theirs.ConstantLR(o, 1.0), 24, 0.1),
     ),
-    "step": (decays.Step(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
-    "multistep": (decays.MultiStep([0.25, 100, "15ep"], 0.2), lambda o: theirs.MultiStepLR(o, [60, 100, 180], 0.2)),
-    "cosine": (decays.Cosine(), lambda o: theirs.CosineAnnealingLR(o, UPDATES)),
-    "cosine, warm-up": (decays.Cosine(warmup=0.1), warmed(lambda o: theirs.CosineAnnealingLR(o, 216), 24)),
-    "cosine, 4 cycles": (decays.Cosine(cycles=4), lambda o: theirs.CosineAnnealingWarmRestarts(o, 60)),
-    "cosine, 4 doubling cycles": (decays.Cosine(cycles=4, cycle_mult=2), lambda o: theirs.CosineAnnealingWarmRestarts(o, 16, 2)),
-    "linear": (decays.Linear(final=0.25), lambda o: theirs.LinearLR(o, 1.0, 0.25, UPDATES)),
-    "linear, short": (decays.Linear(length=100), lambda o: theirs.LinearLR(o, 1.0, 0.0, 100)),
-    "poly": (decays.Poly(power=2.5), lambda o: theirs.PolynomialLR(o, UPDATES, 2.5)),
-    "poly, warm-up": (decays.Poly(power=0.9, warmup=40), warmed(lambda o: theirs.PolynomialLR(o, 200, 0.9), 40)),
-    "exponential": (decays.Exponential(gamma=0.98, every=1), lambda o: theirs.ExponentialLR(o, 0.98)),
-    "exponential, epochs": (decays.Exponential(gamma=0.9, every="1ep"), lambda o: theirs.ExponentialLR(o, 0.9 ** (1 / 12))),
+    "step": (curves.Step(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
+    "multistep": (curves.MultiStep([0.25, 100, "15ep"], 0.2), lambda o: theirs.MultiStepLR(o, [60, 100, 180], 0.2)),
+    "cosine": (curves.Cosine(), lambda o: theirs.CosineAnnealingLR(o, UPDATES)),
+    "cosine, warm-up": (curves.Cosine(warmup=0.1), warmed(lambda o: theirs.CosineAnnealingLR(o, 216), 24)),
+    "cosine, 4 cycles": (curves.Cosine(cycles=4), lambda o: theirs.CosineAnnealingWarmRestarts(o, 60)),
+    "cosine, 4 doubling cycles": (curves.Cosine(cycles=4, cycle_mult=2), lambda o: theirs.CosineAnnealingWarmRestarts(o, 16, 2)),
+    "linear": (curves.Linear(final=0.25), lambda o: theirs.LinearLR(o, 1.0, 0.25, UPDATES)),
+    "linear, short": (curves.Linear(length=100), lambda o: theirs.LinearLR(o, 1.0, 0.0, 100)),
+    "poly": (curves.Poly(power=2.5), lambda o: theirs.PolynomialLR(o, UPDATES, 2.5)),
+    "poly, warm-up": (curves.Poly(power=0.9, warmup=40), warmed(lambda o: theirs.PolynomialLR(o, 200, 0.9), 40)),
+    "exponential": (curves.Exponential(gamma=0.98, every=1), lambda o: theirs.ExponentialLR(o, 0.98)),
+    "exponential, epochs": (curves.Exponential(gamma=0.9, every="1ep"), lambda o: theirs.ExponentialLR(o, 0.9 ** (1 / 12))),
     "wsd": (
-        decays.Wsd(warmup=24, decay=0.25),
+        curves.Wsd(warmup=24, decay=0.25),
         lambda o: theirs.SequentialLR(
             o,
             [theirs.LinearLR(o, 1 / 25, 1.0, 24), theirs.ConstantLR(o, 1.0), theirs.LinearLR(o, 1.0, 0.0, 60)],
@@ -129,15 +127,15 @@ def cyclic(up: int, **kwargs: Any) -> Callable[[Optimizer], Any]:
 
 
 CYCLING = {
-    "onecycle": (lambda m: cycles.OneCycle(momentum=m), one_cycle()),
-    "onecycle, linear": (lambda m: cycles.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
+    "onecycle": (lambda m: curves.OneCycle(momentum=m), one_cycle()),
+    "onecycle, linear": (lambda m: curves.OneCycle(warmup=0.25, div=10, final_div=100, anneal="linear", momentum=m),
                          one_cycle(pct_start=0.25, div_factor=10, final_div_factor=100, anneal_strategy="linear")),
-    "onecycle, three phases": (lambda m: cycles.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
-    "onecycle, at the top": (lambda m: cycles.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
-    "cyclic": (lambda m: cycles.Cyclic(up="2ep", momentum=m), cyclic(24)),
-    "cyclic, lopsided": (lambda m: cycles.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
-    "cyclic, triangular2": (lambda m: cycles.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
-    "cyclic, exp_range": (lambda m: cycles.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
+    "onecycle, three phases": (lambda m: curves.OneCycle(three_phase=True, momentum=m), one_cycle(three_phase=True)),
+    "onecycle, at the top": (lambda m: curves.OneCycle(warmup=0, momentum=m), one_cycle(pct_start=0.0)),
+    "cyclic": (lambda m: curves.Cyclic(up="2ep", momentum=m), cyclic(24)),
+    "cyclic, lopsided": (lambda m: curves.Cyclic(up=0.05, down=30, momentum=m), cyclic(12, step_size_down=30)),
+    "cyclic, triangular2": (lambda m: curves.Cyclic(up=20, mode="triangular2", momentum=m), cyclic(20, mode="triangular2")),
+    "cyclic, exp_range": (lambda m: curves.Cyclic(up=20, mode="exp_range", gamma=0.99, momentum=m),
                           cyclic(20, mode="exp_range", gamma=0.99)),
 }  # fmt: skip
 
@@ -165,9 +163,9 @@ def test_leaves_momentum_alone_unless_asked(name: str) -> None:
 @pytest.mark.parametrize(
     ("scheduler", "make"),
     [
-        (decays.Cosine(cycles=3, cycle_mult=1.5, cycle_decay=0.6, final=0.05),
+        (curves.Cosine(cycles=3, cycle_mult=1.5, cycle_decay=0.6, final=0.05),
          lambda o: CosineLRScheduler(o, 240 / 4.75, 0.05 * LR, 1.5, cycle_decay=0.6, cycle_limit=3, t_in_epochs=False)),
-        (decays.Poly(power=0.7, final=0.1),
+        (curves.Poly(power=0.7, final=0.1),
          lambda o: PolyLRScheduler(o, UPDATES, power=0.7, lr_min=0.1 * LR, t_in_epochs=False)),
     ],
     ids=["cosine with decaying cycles", "poly with a floor"],
@@ -190,7 +188,7 @@ def test_equals_timm(scheduler: ours.Scheduler, make: Callable[[Optimizer], Any]
     ],
 )
 def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
-    scheduler = decays.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
+    scheduler = curves.Wsd(warmup=0, decay=60, shape=shape, final=0.1)
     scheduler.set_horizon(OVER)
     assert {scheduler.lr_factor(u) for u in range(180)} == {1.0}
     assert [scheduler.lr_factor(180 + u) for u in range(60)] == pytest.approx([0.1 + 0.9 * height(u / 60) for u in range(60)])
@@ -199,10 +197,10 @@ def test_wsd_shapes(shape: Any, height: Callable[[float], float]) -> None:
 @pytest.mark.parametrize(
     ("scheduler", "last"),
     [
-        (decays.Cosine(final=0.2), 0.2), (decays.Cosine(cycles=3, final=0.2), 0.2), (decays.Cosine(length=100, final=0.2), 0.2),
-        (decays.Linear(final=0.3), 0.3), (decays.Poly(), 0.0), (decays.Wsd(final=0.1), 0.1),
-        (cycles.OneCycle(div=5, final_div=4), 0.05), (cycles.OneCycle(div=5, final_div=4, length=0.5), 0.05),
-        (cycles.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (decays.MultiStep(), 0.01),
+        (curves.Cosine(final=0.2), 0.2), (curves.Cosine(cycles=3, final=0.2), 0.2), (curves.Cosine(length=100, final=0.2), 0.2),
+        (curves.Linear(final=0.3), 0.3), (curves.Poly(), 0.0), (curves.Wsd(final=0.1), 0.1),
+        (curves.OneCycle(div=5, final_div=4), 0.05), (curves.OneCycle(div=5, final_div=4, length=0.5), 0.05),
+        (curves.OneCycle(three_phase=True, div=5, final_div=4), 0.05), (curves.MultiStep(), 0.01),
     ],
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
@@ -212,13 +210,13 @@ def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: flo
 
 
 def test_steps_are_counted_from_the_start_of_the_run_also_where_it_warms_up() -> None:
-    scheduler = decays.Step(every=8, gamma=0.5, warmup=6)
+    scheduler = curves.Step(every=8, gamma=0.5, warmup=6)
     scheduler.set_horizon(OVER)
     assert [scheduler.lr_factor(u) for u in (6, 7, 8, 15, 16, 24)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
 
 
 def test_momentum_holds_after_the_end() -> None:
-    scheduler = cycles.OneCycle(momentum=RANGE, length=100)
+    scheduler = curves.OneCycle(momentum=RANGE, length=100)
     scheduler.set_horizon(OVER)
     assert [scheduler.momentum_at(u) for u in (99, 150, 300)] == pytest.approx([0.95] * 3)
     assert scheduler.momentum_at(29) == pytest.approx(0.922, abs=0.2)
@@ -227,7 +225,7 @@ def test_momentum_holds_after_the_end() -> None:
 def test_a_graph_keeps_its_rate_as_a_tensor() -> None:
     rate = torch.tensor(LR)
     optimizer = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=rate, capturable=True)
-    our_curve(decays.Linear(), optimizer, updates=121)
+    our_curve(curves.Linear(), optimizer, updates=121)
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == LR / 2
 
@@ -242,7 +240,7 @@ class TestPlateau:
         settings = {"mode": mode, "factor": 0.5, "patience": 1, "threshold": 1e-3}
         settings |= {"threshold_mode": threshold_mode, "cooldown": cooldown}
         optimizer, reference = adam(), adam()
-        mine = plateau_options.Plateau(**settings, final=0.1)
+        mine = curves.Plateau(**settings, final=0.1)
         mine.bind(optimizer, *OVER)
         other = theirs.ReduceLROnPlateau(reference, **settings, min_lr=0.1 * LR)
         rates = []
@@ -257,7 +255,7 @@ class TestPlateau:
 
     def test_a_resumed_one_goes_on_alike(self) -> None:
         for cut in range(len(self.LOSSES)):
-            one, two = plateau_options.Plateau(patience=1), plateau_options.Plateau(patience=1)
+            one, two = curves.Plateau(patience=1), curves.Plateau(patience=1)
             for scheduler in (one, two):
                 scheduler.bind(adam(), *OVER)
             for loss in self.LOSSES[:cut]:
@@ -270,7 +268,7 @@ class TestPlateau:
             assert two.lr_factor(5) == one.lr_factor(5) < 1
 
     def test_warms_up_to_where_it_stands(self) -> None:
-        scheduler = plateau_options.Plateau(warmup=9)
+        scheduler = curves.Plateau(warmup=9)
         scheduler.bind(adam(), *OVER)
         assert [scheduler.lr_factor(u) for u in (0, 4, 9)] == [0.1, 0.5, 1.0]
 
@@ -439,7 +437,7 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     adagrad = torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])
     with pytest.raises(UserError, match="but Adagrad has neither momentum nor beta1"):
         job.run.scheduler.bind(adagrad, *OVER)
-    cycles.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
+    curves.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):
@@ -470,11 +468,11 @@ def test_onecycle_equals_torchs_in_short_runs(updates: int, warmup: float, annea
     settings = {"total_steps": updates, "pct_start": warmup, "anneal_strategy": anneal}
     settings |= {"div_factor": 20.0, "final_div_factor": 500.0, "cycle_momentum": False}
     reference = torch_curve(lambda o: theirs.OneCycleLR(o, [LR, LR / 10], **settings), sgd(), updates)
-    mine = our_curve(cycles.OneCycle(warmup, 20.0, 500.0, anneal), sgd(), updates, Horizon(updates, [updates]))
+    mine = our_curve(curves.OneCycle(warmup, 20.0, 500.0, anneal), sgd(), updates, Horizon(updates, [updates]))
     torch.testing.assert_close(torch.tensor(mine), torch.tensor(reference), rtol=1e-6, atol=0)
 
 
-SHORT = [ours.Scheduler(0.5), decays.Cosine(0.5, 0.1), cycles.OneCycle(0.0), cycles.OneCycle(1.0), cycles.OneCycle(50.0)]
+SHORT = [ours.Scheduler(0.5), curves.Cosine(0.5, 0.1), curves.OneCycle(0.0), curves.OneCycle(1.0), curves.OneCycle(50.0)]
 
 
 @pytest.mark.parametrize("scheduler", SHORT)
@@ -493,7 +491,7 @@ def test_a_run_makes_each_update_with_its_rate(make, each_update):
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda: (used.append(trainer.optimizer.param_groups[0]["lr"]), step())
     trainer.fit()
-    scheduler = decays.Cosine(warmup=2)
+    scheduler = curves.Cosine(warmup=2)
     scheduler.bind(trainer.optimizer, 6)
     assert used == pytest.approx([0.05 * scheduler.lr_factor(u) for u in range(6)])
     assert len(set(used)) > 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import annotated_types
 
@@ -61,36 +61,23 @@ class RandAugment(Augment):
         return in_chunks(lambda part, by: operation(part, by, self.fill), x, levels)
 
 
-def _affine(x: torch.Tensor, fill: int, *entries: torch.Tensor | float) -> torch.Tensor:
-    """Map images by an affine matrix whose six entries, row by row, are numbers or tensors (n,)."""
-    kind: Any = {"dtype": torch.float32, "device": x.device}
-    # torch.tensor(a number) on a device copies the number and waits; torch.full does neither.
-    columns = [e.float() if isinstance(e, torch.Tensor) else torch.full((len(x),), e, **kind) for e in entries]
-    return warp(x, torch.stack(columns, 1).view(-1, 2, 3), fill)
+def _affine(entries: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor | float, ...]]) -> Operation:
+    """Map images by an affine matrix, whose six entries, row by row, `entries` makes of the images and their levels (n,)."""
+
+    def operation(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+        # torch.tensor(a number) on a device copies the number and waits; torch.full_like does neither.
+        columns = [
+            e.float() if isinstance(e, torch.Tensor) else torch.full_like(level, e, dtype=torch.float32)
+            for e in entries(x, level)
+        ]
+        return warp(x, torch.stack(columns, 1).view(-1, 2, 3), fill)
+
+    return operation
 
 
-def _rotate(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
+def _rotated(x: torch.Tensor, level: torch.Tensor) -> tuple[torch.Tensor | float, ...]:
     angle = torch.deg2rad(30 * level)
-    cos, sin = angle.cos(), angle.sin()
-    return _affine(x, fill, cos, -sin, 0.0, sin, cos, 0.0)
-
-
-def _shear_x(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
-    slope = 0.3 * level
-    return _affine(x, fill, 1.0, slope, slope * (x.shape[2] / 2), 0.0, 1.0, 0.0)  # about the top left corner
-
-
-def _shear_y(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
-    slope = 0.3 * level
-    return _affine(x, fill, 1.0, 0.0, 0.0, slope, 1.0, slope * (x.shape[3] / 2))
-
-
-def _translate_x(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
-    return _affine(x, fill, 1.0, 0.0, -(level * (150 / 331 * x.shape[3])).trunc(), 0.0, 1.0, 0.0)
-
-
-def _translate_y(x: torch.Tensor, level: torch.Tensor, fill: int) -> torch.Tensor:
-    return _affine(x, fill, 1.0, 0.0, 0.0, 0.0, 1.0, -(level * (150 / 331 * x.shape[2])).trunc())
+    return angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0
 
 
 def _factor(operation: Callable[..., torch.Tensor]) -> Operation:
@@ -100,11 +87,12 @@ def _factor(operation: Callable[..., torch.Tensor]) -> Operation:
 
 OPERATIONS: dict[str, Operation | None] = {
     "identity": None,
-    "shear_x": _shear_x,
-    "shear_y": _shear_y,
-    "translate_x": _translate_x,
-    "translate_y": _translate_y,
-    "rotate": _rotate,
+    # shears are about the top left corner
+    "shear_x": _affine(lambda x, level: (1.0, 0.3 * level, 0.3 * level * (x.shape[2] / 2), 0.0, 1.0, 0.0)),
+    "shear_y": _affine(lambda x, level: (1.0, 0.0, 0.0, 0.3 * level, 1.0, 0.3 * level * (x.shape[3] / 2))),
+    "translate_x": _affine(lambda x, level: (1.0, 0.0, -(level * (150 / 331 * x.shape[3])).trunc(), 0.0, 1.0, 0.0)),
+    "translate_y": _affine(lambda x, level: (1.0, 0.0, 0.0, 0.0, 1.0, -(level * (150 / 331 * x.shape[2])).trunc())),
+    "rotate": _affine(_rotated),
     "brightness": _factor(color.brightness),
     "color": _factor(color.saturation),
     "contrast": _factor(color.contrast),

@@ -18,8 +18,7 @@ from drivetrain.core.option import Positive
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.loader.base import Loader, Pipeline, reading_advice
-from drivetrain.loader.device import Device
-from drivetrain.loader.resident import Resident, free_memory
+from drivetrain.loader.device import Device, Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 

@@ -1,13 +1,22 @@
-"""loader=device: samples are read on the CPU, then copied, augmented and normalised on the device, ahead of the step."""
+"""Loaders that augment on the device: loader=device reads on the CPU, loader=resident holds the whole set."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
+from weakref import WeakKeyDictionary
 
+from drivetrain.core import trees
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count
+from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.option import Count, RunSpec, Share
+from drivetrain.core.source import Source
+from drivetrain.core.tensors import Tensors, has_streams
+from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
@@ -60,3 +69,153 @@ class Device(Loader):
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
     ) -> Iterator[ReadBatch]:
         yield from self._cpu_loader().batches(pipeline, requests, device, finish)
+
+
+CHUNK = 256  # samples that are read at a time
+ENDLESS = 2**62  # multiple that sequences are padded to: that of the longest is the longest
+PIECE = 2**28  # bytes of float32 inputs that a device augments and normalises at once: small images of an epoch
+
+
+class Resident(Loader):
+    """Data sets are copied to the device once, as the source has them (uint8), and augmented there.
+
+    They may take the share `share` of the device's free memory. Launches bound batches of small images: many batches of an
+    epoch are fetched, augmented and normalised at once, and each is a view of them. Where the step computes in 16 bits, images
+    are handed over in them, so that no batch is converted by itself.
+    """
+
+    effect = "close"
+    changes = "samples are augmented on the device, and images rounded to the step's 16 bits there"
+
+    def __init__(self, share: Share = 0.5) -> None:
+        self.share = share
+        self._on_device: WeakKeyDictionary[Source, Tensors] = WeakKeyDictionary()
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if run.batch.buckets_lengths:
+            yield (
+                f"{run.named('loader')} holds all samples at one length, and {run.named('batch')} groups them by theirs: "
+                "set loader=device, or batch=fixed"
+            )
+
+    def refusal(self, pipeline: Pipeline) -> str | None:
+        if problem := super().refusal(pipeline):
+            return problem
+        if not (drawn := pipeline.drawn()):
+            return None
+        return f"loader=resident reads each sample once, and these draw from {', '.join(drawn)} at each read: set loader=workers"
+
+    def advice(self, pipeline: Pipeline) -> str | None:
+        return None
+
+    def stream(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+    ) -> Iterator[MicroBatch]:
+        if pipeline.source not in self._on_device:
+            self._on_device[pipeline.source] = self._copy(pipeline, device)
+        source = self._on_device[pipeline.source]
+        resident = pipeline.to(device)._replace(source=source)
+        if resident.normalize is not None and resident.computes_in is not None:
+            resident = resident._replace(normalize=resident.normalize.rounded(resident.computes_in))
+        weights: dict[float, torch.Tensor] = {}
+        for piece in _pieces(requests, _samples_at_once(pipeline, source, device)):
+            (whole,) = super().stream(resident, [_joined(piece)], device, memory_format)
+            if len(piece) == 1:
+                yield whole
+                continue
+            sizes = [len(request.indices) for request in piece]
+            x, y = (_split(tree, sizes) for tree in (whole.x, whole.y))
+            seconds = (whole.seconds or 0.0) / len(piece)
+            for number, each in enumerate(piece):
+                if each.weight not in weights:
+                    weights[each.weight] = torch.full((), each.weight, device=device)
+                yield MicroBatch(
+                    x[number], y[number], weights[each.weight], each.last, each.epoch_end, seconds, whole.ready, not each.weight
+                )
+
+    def _copy(self, pipeline: Pipeline, device: torch.device) -> Tensors:
+        """Copy a source to the device. Raises UserError where it does not fit."""
+        if isinstance(pipeline.source, Tensors):
+            if pipeline.source.device.type != device.type:
+                self._check_size(pipeline.source.nbytes(), device)
+            return pipeline.source.to(device)
+        n = len(pipeline.source)
+        # Without the random crops of a source that crops: those change every epoch. Sequences are padded to the longest.
+        one_length = ENDLESS if pipeline.source.lengths is not None else 1
+        whole = pipeline._replace(steps=(), pad_to=one_length)
+        requests = (Request(0, indices, 1.0) for indices in torch.arange(n).split(CHUNK))
+        x = y = torch.empty(0)
+        chunks = Threads(pin_memory=False).batches(whole, requests, device, finish=False)
+        for number, (chunk_x, chunk_y, request) in enumerate(chunks):
+            if not number:
+                self._check_size(n * trees.nbytes(chunk_x) // len(request.indices), device)
+                x, y = _room(chunk_x, n, device), _room(chunk_y, n, device)
+            rows = slice(number * CHUNK, number * CHUNK + len(request.indices))
+            for tensor, part in zip(trees.leaves((x, y)), trees.leaves((chunk_x, chunk_y)), strict=True):
+                if tensor.shape[1:] != part.shape[1:]:
+                    raise UserError(
+                        f"loader=resident holds samples of one shape, and these have {list(tensor.shape[1:])} and "
+                        f"{list(part.shape[1:])}: set loader=device"
+                    )
+                tensor[rows] = part
+        return Tensors(x, y)
+
+    def _check_size(self, size: int, device: torch.device) -> None:
+        free = free_memory(device)
+        if free is not None and size > self.share * free:
+            raise UserError(
+                f"loader=resident: the data takes {size / 2**30:.1f} GiB and {free / 2**30:.1f} GiB of the device are free, "
+                f"of which loader.share={self.share:g} is for data: set loader=device, smaller images, or a larger share"
+            )
+
+
+def _samples_at_once(pipeline: Pipeline, source: Tensors, device: torch.device) -> int:
+    """Return how many samples are prepared at once. A CPU launches nothing, and there a batch stays in the cache."""
+    values = pipeline.views * sum(tensor[0].numel() for tensor in trees.leaves(source.x))
+    return PIECE // (4 * values) if has_streams(device) else 0
+
+
+def _pieces(requests: Iterable[Request], most: int) -> Iterator[list[Request]]:
+    """Yield successive requests of one epoch together, of up to `most` samples. One that mixes samples is by itself."""
+    piece: list[Request] = []
+    room = most
+    for request in requests:
+        room -= len(request.indices)
+        if piece and (room < 0 or request.mix_with is not None or request.epoch != piece[0].epoch):
+            yield piece
+            piece, room = [], most - len(request.indices)
+        piece.append(request)
+        if request.mix_with is not None:
+            room = 0
+    if piece:
+        yield piece
+
+
+def _joined(piece: list[Request]) -> Request:
+    if len(piece) == 1:
+        return piece[0]
+    return replace(piece[0], indices=torch.cat([request.indices for request in piece]), weight=1.0)
+
+
+def _split(tree: Tree, sizes: list[int]) -> list[Tree]:
+    """Return views of the samples of a tree, the first sizes[0] of them and so on."""
+    parts = zip(*(tensor.split(sizes) for tensor in trees.leaves(tree)), strict=True)
+    return [trees.unflatten(part, tree) for part in parts]
+
+
+def _room(chunk: Tree, n: int, device: torch.device) -> Tree:
+    """Return empty tensors on the device for `n` samples like those of a chunk."""
+    return trees.map_tensors(lambda t: torch.empty((n, *t.shape[1:]), dtype=t.dtype, device=device), chunk)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Return the bytes that are free on the device; None where the system does not tell."""
+    if has_streams(device):
+        return int(torch.get_device_module(device).mem_get_info(device)[0])
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.M)
+    return 1024 * int(found[1]) if found else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Sequence
+from typing import Literal, Self
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
@@ -22,38 +22,33 @@ ClassWeights = list[NonNegative] | Literal["balanced"] | None
 CHUNK = 256  # samples that are read at once
 
 
-def weights_for(given: Any, source: Source, classes: int, ignore_index: int, key: str) -> torch.Tensor | None:
+def weights_for(given: ClassWeights, source: Source, classes: int, ignore_index: int, key: str) -> torch.Tensor | None:
     """Return the weights (classes,) float32 on the CPU; None where there are none. Raises UserError.
 
     `balanced` is samples / (classes × samples of the class), as scikit-learn's: each class has the same weight in all. A
     class that does not occur has weight 0.
     """
-    if given is None:
-        return None
-    if given == "balanced":
-        counts = torch.zeros(classes, dtype=torch.float64)
-        for y in _targets(source, classes, key):
-            counts += torch.bincount(y[y != ignore_index].flatten(), minlength=classes)
-        return torch.where(counts > 0, counts.sum() / (classes * counts), 0.0).float()
-    if len(given) != classes:
-        raise UserError(f"{key}: {len(given)} weights for {classes} classes: give one for each")
-    return torch.tensor(given, dtype=torch.float32)
+    if given != "balanced":
+        return _given_weights(given, classes, "classes", key)
+    counts = torch.zeros(classes, dtype=torch.float64)
+    for y in _targets(source, classes, key):
+        counts += torch.bincount(y[y != ignore_index].flatten(), minlength=classes)
+    return torch.where(counts > 0, counts.sum() / (classes * counts), 0.0).float()
 
 
-def positive_weights_for(given: Any, source: Source, labels: int, key: str) -> torch.Tensor | None:
+def positive_weights_for(given: ClassWeights, source: Source, labels: int, key: str) -> torch.Tensor | None:
     """Return what each label's positives weigh (labels,); `balanced`: as much in all as its negatives. Raises UserError."""
-    if given is None:
-        return None
-    if given == "balanced":
-        positives = torch.zeros(labels, dtype=torch.float64)
-        samples = 0
-        for y in _targets(source, labels, key, of_labels=True):
-            positives += y.double().sum(0)
-            samples += len(y)
-        return torch.where(positives > 0, (samples - positives) / positives, 1.0).float()
-    if len(given) != labels:
-        raise UserError(f"{key}: {len(given)} weights for {labels} labels: give one for each")
-    return torch.tensor(given, dtype=torch.float32)
+    if given != "balanced":
+        return _given_weights(given, labels, "labels", key)
+    y = torch.cat([*_targets(source, labels, key, of_labels=True)]).double()
+    positives = y.sum(0)
+    return torch.where(positives > 0, (len(y) - positives) / positives, 1.0).float()
+
+
+def _given_weights(given: Sequence[float] | None, wanted: int, of: str, key: str) -> torch.Tensor | None:
+    if given is not None and len(given) != wanted:
+        raise UserError(f"{key}: {len(given)} weights for {wanted} {of}: give one for each")
+    return None if given is None else torch.tensor(given, dtype=torch.float32)
 
 
 def _targets(source: Source, classes: int, key: str, of_labels: bool = False) -> Iterator[torch.Tensor]:

@@ -1,10 +1,15 @@
-"""loss=distill: a student learns from the outputs of a trained teacher."""
+"""loss=distill: a student learns from the outputs of a trained teacher, whose model is made again from the files of its run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from drivetrain.core import streams
+from drivetrain.config import catalog, plugins, recipe_checks, schema
+from drivetrain.config.validate import read_config
+from drivetrain.core import limits, low_rank, streams, user_code
+from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, Positive, RunSpec, Share
@@ -12,6 +17,7 @@ from drivetrain.core.paths import expanded
 from drivetrain.core.trees import Forward, Tree
 from drivetrain.loss.base import PartedLoss, too_few, wide
 from drivetrain.loss.classification import CrossEntropy
+from drivetrain.saving import manifest
 
 
 class Distill(PartedLoss):
@@ -46,13 +52,11 @@ class Distill(PartedLoss):
             yield f"{key}={self.teacher}: there is no such run or file"
 
     def setup(self, context: BuildContext) -> None:
-        from drivetrain.loss import teacher
-
         self.begin(context.device, "hard", "soft")
         self._hard = CrossEntropy(self.label_smoothing)
         path, key = expanded(str(self.teacher)), f"{self.target_key}.teacher"
         with streams.apart():  # the student starts from the same weights as without a teacher
-            self._teacher = teacher.load(path, key, context).to(context.device)
+            self._teacher = trained_model(path, key, context).to(context.device)
 
     def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
         return too_few(output[1] if len(output) > 1 else 1, classes)
@@ -75,3 +79,54 @@ class Distill(PartedLoss):
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         return self._hard.sums(output, target)
+
+
+def trained_model(path: Path, key: str, context: BuildContext) -> torch.nn.Module:
+    """Return the model of a run, or that of an exported file in its directory, in evaluation mode. Raises UserError.
+
+    `path` is the run's directory, of which the newest valid checkpoint is taken, or a safetensors file in it.
+    """
+    run_dir = path if path.is_dir() else path.parent
+    if not (run_dir / "config.yaml").is_file():
+        raise UserError(f"{key}={path}: {run_dir} is no run's directory (it has no config.yaml, which names the model)")
+    try:
+        section = dict(read_config(run_dir / "config.yaml")["model"])
+        target = section.pop("_target_")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(f"{key}={path}: {run_dir / 'config.yaml'} cannot be read, or names no model") from None
+    if "pretrained" in section:  # the run's weights follow
+        section["pretrained"] = False
+    for named in (target, section.get("target")):  # of model=own too
+        if named is None or named in catalog.shipped_targets("model"):
+            continue
+        trusted = {*plugins.trusted_packages(), *context.run.values["trust"]}
+        if problems := list(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted)):
+            raise UserError(problems)
+    option = user_code.import_name(target)
+    if problems := list(schema.of(option).problems(f"{key}={path}: model", section)):
+        raise UserError(problems)
+    if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
+        raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
+    weights = low_rank.merged(_weights(path, key))
+    try:
+        with limits.model_within(limits.memory_bytes() // context.world.local_size, f"{key}={path}"):
+            model: Any = option(**section).create(context.data.shape, context.data.classes)
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        problem = str(error).splitlines()[-1].strip()
+        raise UserError(f"{key}={path}: its weights do not fit this data's shape and classes: {problem}") from None
+    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _weights(path: Path, key: str) -> dict[str, torch.Tensor]:
+    from drivetrain.saving import checkpoint_io
+
+    if path.is_dir():
+        checkpoint, problems = manifest.newest_valid(path)
+        if checkpoint is None:
+            raise UserError(f"{key}={path} has no checkpoint that verifies: {'; '.join(problems) or 'it saved none'}")
+        return checkpoint_io.load(checkpoint)[0]
+    try:
+        return checkpoint_io.read_weights(path)
+    except Exception as error:
+        raise UserError(f"{key}={path} is no safetensors file: {error}") from None

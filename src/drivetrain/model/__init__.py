@@ -1,4 +1,4 @@
-"""The network that is trained: config group `model`. The options import no torch; gpt, mlp, resnet9 and unet are the networks."""
+"""The network that is trained: config group `model`. The options import no torch; gpt and nets have the networks."""
 
 from drivetrain.model.base import Model
 

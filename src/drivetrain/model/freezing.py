@@ -141,18 +141,14 @@ class KeepsStatistics(torch.nn.Module):
             self.train(not kept)
 
 
-def keeping_statistics(norm: torch.nn.Module) -> KeepsStatistics:
-    """Return the norm as one that keeps its statistics."""
-    made = taken_over(norm, _keeping(type(norm)))
-    made.kept = True
-    made.eval()
-    return made
-
-
 _CLASSES: dict[type, type[KeepsStatistics]] = {}
 
 
-def _keeping(cls: type) -> type[KeepsStatistics]:
-    if cls not in _CLASSES:
-        _CLASSES[cls] = type(cls.__name__, (KeepsStatistics, cls), {"__doc__": cls.__doc__})
-    return _CLASSES[cls]
+def keeping_statistics(norm: torch.nn.Module) -> KeepsStatistics:
+    """Return the norm as one that keeps its statistics."""
+    cls = type(norm)
+    new: type[KeepsStatistics] = type(cls.__name__, (KeepsStatistics, cls), {"__doc__": cls.__doc__})
+    made = taken_over(norm, _CLASSES.setdefault(cls, new))
+    made.kept = True
+    made.eval()
+    return made

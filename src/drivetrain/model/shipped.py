@@ -13,7 +13,7 @@ from drivetrain.model.base import Model
 
 @dataclass(eq=False)
 class ResNet9(Model):
-    """Nine convolutions with residuals (drivetrain.model.resnet9), for small images.
+    """Nine convolutions with residuals (drivetrain.model.nets), for small images.
 
     `bias` gives the convolutions biases, which the BatchNorms after them subtract again: for comparison only.
     """
@@ -31,16 +31,16 @@ class ResNet9(Model):
         return None
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        from drivetrain.model import resnet9
+        from drivetrain.model import nets
 
         if (problem := self._shape_problem(shape)) is not None:  # some data has no shape before it is read
             raise UserError(problem)
-        return resnet9.ResNet9(shape, classes, self.width, self.bias)
+        return nets.ResNet9(shape, classes, self.width, self.bias)
 
 
 @dataclass(eq=False)
 class Mlp(Model):
-    """Linear layers with ReLU and dropout (drivetrain.model.mlp), for inputs of any shape."""
+    """Linear layers with ReLU and dropout (drivetrain.model.nets), for inputs of any shape."""
 
     hidden: Sequence[Count] = (256, 256)
     dropout: Momentum = 0.0
@@ -48,14 +48,14 @@ class Mlp(Model):
     may_convolve = False
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        from drivetrain.model import mlp
+        from drivetrain.model import nets
 
-        return mlp.Mlp(shape, classes, self.hidden, self.dropout)
+        return nets.Mlp(shape, classes, self.hidden, self.dropout)
 
 
 @dataclass(eq=False)
 class UNet(Model):
-    """A small fully convolutional network (drivetrain.model.unet) that gives a class for each pixel."""
+    """A small fully convolutional network (drivetrain.model.nets) that gives a class for each pixel."""
 
     width: Count = 16
     depth: Count = 2
@@ -75,11 +75,11 @@ class UNet(Model):
         return f"model=unet with model.depth={self.depth} {wants}: {hint}"
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-        from drivetrain.model import unet
+        from drivetrain.model import nets
 
         if (problem := self._shape_problem(shape)) is not None:
             raise UserError(problem)
-        return unet.UNet(shape, classes, self.width, self.depth)
+        return nets.UNet(shape, classes, self.width, self.depth)
 
 
 @dataclass(eq=False)

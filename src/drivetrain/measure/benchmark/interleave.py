@@ -34,7 +34,7 @@ from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
-from drivetrain.loader.resident import free_memory
+from drivetrain.loader.device import free_memory
 from drivetrain.run import environment
 from drivetrain.run.result import Result
 

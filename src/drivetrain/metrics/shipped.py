@@ -1,17 +1,28 @@
-"""Metrics that are ratios of counts: of right samples, and of those that are of a class, or predicted to be of it."""
+"""The metrics that ship: ratios of counts, areas under curves, language models', and those of numbers."""
 
 from __future__ import annotations
 
+import math
+import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core.device import sum_dtype
+from drivetrain.core.errors import UserError
 from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Count
+from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.option import Bins, BuildContext, Count, RunSpec
 from drivetrain.core.targets import TargetKind
-from drivetrain.metrics.base import Metric, Table, count, rows
+from drivetrain.core.trees import Tree
+from drivetrain.metrics.base import Metric, Table, count, probabilities, rows
 
 if TYPE_CHECKING:
+    import torchmetrics
+
+    from drivetrain.core.context import BuildContext
     from drivetrain.metrics.states import State
+
 
 Average = Literal["macro", "micro", "weighted"]
 
@@ -231,3 +242,204 @@ class ConfusionMatrix(_Counted):
 def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
     """Return the ratio; 0 where nothing is counted."""
     return numerator / denominator.clamp(min=1)
+
+
+class _Curve(Metric):
+    """The area under a curve of each class against the rest, or of each label; the mean over those that both occur and do not.
+
+    Without `thresholds` it is exact, and all probabilities of the set are kept on the device.
+    """
+
+    by_torchmetrics = True
+    takes = ("class", "labels")
+    needs_real_tensors = "the points of an exact curve are as many as there are different probabilities"
+
+    def __init__(self, thresholds: Bins | None = None) -> None:
+        self.thresholds = thresholds
+
+    def setup(self, context: BuildContext) -> None:
+        from drivetrain.metrics.states import Sums, place
+
+        super().setup(context)
+        self._there = place(Sums((2, self.classes)), context.device, context.parallel)
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        import torchmetrics.classification
+
+        targets = "Multilabel" if self.kind == "labels" else "Multiclass"
+        kind = getattr(torchmetrics.classification, targets + type(self).__name__)
+        state: torchmetrics.Metric = kind(self.classes, thresholds=self.thresholds, average="none", validate_args=False)
+        return state
+
+    def reset(self) -> None:
+        super().reset()
+        self._there.reset()
+
+    def update(self, output: Tree, target: Tree, batch: MicroBatch | None = None) -> None:
+        super().update(output, target)
+        of_labels = self.kind == "labels"
+        there = (target > 0.5).sum(0) if of_labels else count(target, torch.ones_like(target), self.classes)
+        self._there.update(torch.stack([there, len(target) - there]))
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return probabilities(output, self.kind), target.long()
+
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        there, absent = self._there.compute()
+        values = computed.cpu().double()[(there > 0) & (absent > 0)]
+        return {self.name: float(values.mean())}
+
+    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
+        with warnings.catch_warnings():  # of classes that do not occur, which are left out here
+            warnings.simplefilter("ignore")
+            return super().result()
+
+
+class AUROC(_Curve):
+    """The area under the receiver operating characteristic."""
+
+    name = "auroc"
+
+
+class AveragePrecision(_Curve):
+    """The area under the curve of precision against recall."""
+
+    name = "average_precision"
+
+
+class CalibrationError(Metric):
+    """The distance between the probability of the predicted class and the share that is right: the mean over bins of probability.
+
+    It is the expected calibration error (Naeini et al. 2015). Of several labels, that of each label's probability.
+    """
+
+    by_torchmetrics = True
+    name = "calibration_error"
+    takes = ("class", "labels")
+    better = "min"
+
+    def __init__(self, bins: Bins = 15) -> None:
+        self.bins = bins
+
+    def create(self, context: BuildContext) -> torchmetrics.Metric:
+        from torchmetrics.classification import BinaryCalibrationError
+
+        self._dtype = sum_dtype(context.device)
+        # The probability of the predicted class is one of "right": so the binary form serves any number of classes.
+        return BinaryCalibrationError(n_bins=self.bins, norm="l1", validate_args=False)
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.kind == "labels":
+            return probabilities(output, self.kind).flatten().to(self._dtype), target.flatten().long()
+        logits, target = rows(output, target, self.kind)
+        confidence, predicted = probabilities(logits, self.kind).max(-1)
+        return confidence.to(self._dtype), (predicted == target).long()
+
+
+class Perplexity(Metric):
+    """The exponential of the mean loss of a token in nats."""
+
+    name = "perplexity"
+    takes = ("tokens",)
+    better = "min"
+
+    def create(self, context: BuildContext) -> State:
+        from drivetrain.metrics.states import Sums
+
+        self._dtype = sum_dtype(context.device)
+        return Sums((2,), self._dtype)
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits, tokens = rows(output, target, self.kind)
+        nats = torch.nn.functional.cross_entropy(logits, tokens, reduction="sum")  # of -100 (padding) there is none
+        return (torch.stack([nats.to(self._dtype), self.amount(tokens).sum().to(self._dtype)]),)
+
+    def amount(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return what each token counts, (n,); 0 for padding."""
+        return tokens >= 0
+
+    def figures(self, computed: Any) -> dict[str, float]:
+        nats, tokens = computed.tolist()
+        return {self.name: math.exp(min(nats / tokens, 700.0))}  # the exponential of more is no float
+
+
+class BitsPerByte(Perplexity):
+    """The loss in bits for each byte of the text, which compares models of different tokenizers.
+
+    `Splits.token_bytes` are the bytes of each token of the vocabulary; without it a token is a byte.
+    """
+
+    name = "bits_per_byte"
+
+    def create(self, context: BuildContext) -> State:
+        given = context.data.token_bytes
+        self._bytes = None if given is None else given.to(context.device)
+        return super().create(context)
+
+    def amount(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens >= 0 if self._bytes is None else self._bytes[tokens.clamp(min=0)] * (tokens >= 0)
+
+    def figures(self, computed: Any) -> dict[str, float]:
+        nats, length = computed.tolist()
+        return {self.name: nats / math.log(2) / length}
+
+
+class _OfValues(Metric):
+    """A metric of outputs and targets of one number for each sample, or of several."""
+
+    takes = ("values",)
+
+    def validate(self, run: RunSpec) -> Iterator[str]:
+        yield from super().validate(run)
+        if (outputs := run.loss.outputs(1)) != 1:
+            yield (
+                f"metrics=[{self.name}] compares each value with one output, and {run.named('loss')} gives {outputs} for each: "
+                "set metrics=[] select=loss (the loss reports its own figures)"
+            )
+
+    def create(self, context: BuildContext) -> State:
+        from drivetrain.metrics.states import Sums
+
+        self._dtype = sum_dtype(context.device)
+        return Sums()
+
+    def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the sums over the samples, (5, numbers): of targets, their squares, errors' sizes and squares, and samples."""
+        output, target = (t.reshape(len(t), -1).to(self._dtype) for t in (output, target))
+        error = output - target
+        return (torch.stack([part.sum(0) for part in (target, target**2, error.abs(), error**2, torch.ones_like(error))]),)
+
+
+class MAE(_OfValues):
+    """The mean absolute error."""
+
+    name = "mae"
+    better = "min"
+
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        return {self.name: float(computed[2].sum() / computed[4].sum())}
+
+
+class RMSE(_OfValues):
+    """The root of the mean squared error."""
+
+    name = "rmse"
+    better = "min"
+
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        return {self.name: float((computed[3].sum() / computed[4].sum()).sqrt())}
+
+
+class R2(_OfValues):
+    """The coefficient of determination: the share of the targets' variance that the outputs explain; the mean over numbers."""
+
+    name = "r2"
+
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
+        total, squares, _, wrong, samples = computed
+        if samples[0] < 2:
+            raise UserError("metrics=[r2] cannot be computed of one sample: evaluate on more samples, or take it out")
+        spread = squares - total**2 / samples
+        # Of targets that are all equal: 1 where they are met, else 0, as in torchmetrics and scikit-learn.
+        share = torch.where(spread > 0, 1 - wrong / spread, (wrong == 0).double())
+        return {self.name: float(share.mean())}
