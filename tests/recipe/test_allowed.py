@@ -264,7 +264,7 @@ def test_a_teachers_config_is_held_to_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     context: Any = SimpleNamespace(run=SimpleNamespace(values={"trust": []}))
     with pytest.raises(UserError, match=r"model\.kwargs\.checkpoint_path"):
-        distill.load(tmp_path, "loss.teacher", context)
+        distill.trained_model(tmp_path, "loss.teacher", context)
 
 
 # --- the rules themselves ---
