@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -48,31 +49,41 @@ class Samples(torch.utils.data.Dataset):
 """
 
 
-def theirs(model: Any, kind: str, samples: Any, variant: str, updates: int, folder: Path) -> list[float]:
+def theirs(
+    model: Any, samples: Any, collate: Any, updates: int, folder: Path, split: int = 1, max_norm: float = 0.0
+) -> list[float]:
     """The losses that the Trainer of transformers logs at each update."""
-    split = 4 if variant == "accumulated" and kind in LANGUAGE else 1  # of classification it logs 4 times the loss
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH // split, gradient_accumulation_steps=split,
         max_steps=updates, learning_rate=0.003, weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch",
-        logging_steps=1, max_grad_norm=0.3 if variant == "clipped" else 0.0, train_sampling_strategy="sequential", report_to=[],
-        save_strategy="no", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False,
+        logging_steps=1, max_grad_norm=max_norm, train_sampling_strategy="sequential", report_to=[], save_strategy="no",
+        use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False,
     )  # fmt: skip
-
-    def collate(batch: list[Any]) -> dict[str, torch.Tensor]:
-        x, y = zip(*batch, strict=True)
-        if kind == "vit":
-            return {"pixel_values": torch.stack(x), "labels": torch.stack(y)}
-        ids = torch.nn.utils.rnn.pad_sequence([each["input_ids"] for each in x], batch_first=True)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each["input_ids"]) for each in x], batch_first=True)
-        labels = ids.masked_fill(mask == 0, -100) if kind in LANGUAGE else torch.stack(y)
-        if kind == "gpt2":  # of GPT-2 it counts the first token of a text, which is no target: this label tells it so
-            labels[:, 0] = -100
-        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples, data_collator=collate)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
     trainer.train()
     return [record["loss"] for record in trainer.state.log_history if "loss" in record]
+
+
+def compare(trainer: Any, expected: list[float], updates: int) -> None:
+    """Each update of the trained run has their loss."""
+    own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
+    assert len(own) == len(expected) == updates
+    assert own == pytest.approx(expected, rel=0, abs=1e-5)
+    assert own[0] != own[-1]
+
+
+def collated(kind: str, batch: list[Any]) -> dict[str, torch.Tensor]:
+    """A batch of `Samples` as their model takes it."""
+    x, y = zip(*batch, strict=True)
+    if kind == "vit":
+        return {"pixel_values": torch.stack(x), "labels": torch.stack(y)}
+    ids = torch.nn.utils.rnn.pad_sequence([each["input_ids"] for each in x], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(each["input_ids"]) for each in x], batch_first=True)
+    labels = ids.masked_fill(mask == 0, -100) if kind in LANGUAGE else torch.stack(y)
+    if kind == "gpt2":  # of GPT-2 it counts the first token of a text, which is no target: this label tells it so
+        labels[:, 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def with_peft(model: Any, ours: torch.nn.Module, kind: str) -> Any:
@@ -140,11 +151,10 @@ def test_each_update_has_the_loss_of_their_trainer(kind, variant, updates, make,
         theirs_model = with_peft(theirs_model, trainer.model, kind)
     start = copy.deepcopy(trainer.model.state_dict())
     trainer.fit()
-    own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
-    expected = theirs(theirs_model, kind, samples.Samples("train"), variant, updates, tmp_path / "theirs")
-    assert len(own) == len(expected) == updates
-    assert own == pytest.approx(expected, rel=0, abs=1e-5)
-    assert own[0] != own[-1]
+    split = 4 if variant == "accumulated" and kind in LANGUAGE else 1  # of classification it logs 4 times the loss
+    max_norm = 0.3 if variant == "clipped" else 0.0
+    drawn, collate = samples.Samples("train"), functools.partial(collated, kind)
+    compare(trainer, theirs(theirs_model, drawn, collate, updates, tmp_path / "theirs", split, max_norm), updates)
     assert any(not torch.equal(tensor, start[key]) for key, tensor in trainer.model.state_dict().items())
 
 
@@ -193,20 +203,8 @@ def test_answers_alone_are_learnt_as_their_trainer_learns_them(variant, updates,
         padded = (pad(list(part), batch_first=True, padding_value=fillers[k]) for k, part in zip(fillers, parts, strict=True))
         return dict(zip(fillers, padded, strict=True))
 
-    split = 4 if "accumulated" in variant else 1
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "theirs"), per_device_train_batch_size=BATCH // split, gradient_accumulation_steps=split,
-        max_steps=updates, learning_rate=0.003, weight_decay=0.01, lr_scheduler_type="constant", optim="adamw_torch",
-        logging_steps=1, max_grad_norm=0.0, train_sampling_strategy="sequential", report_to=[], save_strategy="no", use_cpu=True,
-        disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False,
-    )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    given = transformers.Trainer(model=model, args=arguments, train_dataset=range(len(rows)), data_collator=collate)
-    given.remove_callback(transformers.trainer_callback.PrinterCallback)
-    given.train()
-    expected = [record["loss"] for record in given.state.log_history if "loss" in record]
+    split = 4 if "accumulated" in variant else 1
+    expected = theirs(model, range(len(rows)), collate, updates, tmp_path / "theirs", split)
     trainer.fit()
-    own = [record["loss"] for record in trainer.log.writers[0] if record["event"] == "train"]
-    assert len(own) == len(expected) == updates
-    assert own == pytest.approx(expected, rel=0, abs=1e-5)
-    assert own[0] != own[-1]
+    compare(trainer, expected, updates)

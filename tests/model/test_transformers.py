@@ -91,8 +91,11 @@ def test_it_trains_goes_on_and_predicts(case, tiny):
     assert output.shape[-1] == len(loaded.classes)
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("case", ["bert", "llama", "vit"])
+IN_SHORT = {"bert": {"ema", "accumulate", "lora"}, "llama": {"bf16", "blocks", "dora", "freeze"}, "vit": {"bf16_pure", "lora"}}
+PAIRS = [(case, technique) for case in IN_SHORT for technique in TECHNIQUES]
+
+
+@pytest.mark.parametrize(("case", "technique"), slow.but(lambda pair: pair[1] in IN_SHORT[pair[0]], PAIRS, " ".join))
 def test_techniques(case, technique, train):
     result = train(*CASES[case], *TECHNIQUES[technique])
     assert result.status == "completed", result.error
@@ -218,12 +221,9 @@ def test_adapters_leave_gpt2s_own_layers_or_correct_them(make):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_attention_is_chosen(attention, make):
-    assert make(*CASES["llama"], f"model.attention={attention}").model.config._attn_implementation == attention
-
-
-def test_a_cache_is_not_kept_in_training(make):
-    assert make(*CASES["llama"]).model.config.use_cache is False
+def test_attention_is_chosen_and_a_cache_is_not_kept_in_training(attention, make):
+    config = make(*CASES["llama"], f"model.attention={attention}").model.config
+    assert (config._attn_implementation, config.use_cache) == (attention, False)
 
 
 def test_what_only_transformers_forward_takes_comes_in_a_dict(make, monkeypatch, tmp_path):
