@@ -240,7 +240,6 @@ OF_GPT = ["data=stdlib", "data.max_files=10", "loss=next_token", "model=gpt", "m
         ([*OF_GPT, "model.drop_path=0.1", "model.depth=1"], "model.drop_path=0.1 has no effect with model.depth=1"),
         (["model=timm", "model.name=resnet9000"], "model.name=resnet9000 is no model of timm"),
         *((["model=resnet9", f"data.shape={s}"], "model=resnet9 wants images of at least 8×8") for s in ("[3,4,4]", "[12]")),
-        (["model=unet", "data.shape=[3,2,2]"], "model=unet with model.depth=2 wants images of at least 4×4"),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
