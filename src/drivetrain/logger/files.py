@@ -7,17 +7,14 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from drivetrain.core import files
+from drivetrain.core.option import BuildContext
 from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
 from drivetrain.run import records
 from drivetrain.run.directory import RunDirHandle
 from drivetrain.saving import space
-
-if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
 
 ABOUT = {"event", "update", "epoch", "time", "set", "weights"}  # keys of a record that are no figures
 

@@ -20,7 +20,6 @@ from drivetrain.metrics.base import Metric, Table, count, probabilities, rows
 if TYPE_CHECKING:
     import torchmetrics
 
-    from drivetrain.core.context import BuildContext
     from drivetrain.metrics.states import State
 
 
