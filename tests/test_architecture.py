@@ -342,7 +342,7 @@ OPEN_THEMSELVES = {
     "run.directory": "the run's directory itself, as a directory",
     "saving.checkpoint_io": "weights that were verified just before, and a handle to sync what was written",
     "ema.profiles": "averages that were verified just before",
-    "logger.tensorboard": "a picture that this process has drawn just before",
+    "logger.trackers": "a picture that this process has drawn just before",
     "debug.profile": "files that this process has written just before, at places that core.files gave",
     "launch.launcher": "a file in a temporary folder of this process",
     "launch.elastic": "/dev/null, and the kernel's /proc",
