@@ -8,9 +8,10 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from drivetrain.cli import from_timm
 from drivetrain.cli.arguments import Command, overrides
 from drivetrain.cli.measuring import measuring
-from drivetrain.config import catalog, from_timm
+from drivetrain.config import catalog
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core import files

@@ -21,9 +21,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from drivetrain.core import trees
+from drivetrain.core import groups, trees
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.protocols import Strategy
 from drivetrain.core.step import Step
 from drivetrain.core.torch_patches import compiling
 from drivetrain.core.typed import StateDict
@@ -124,7 +123,7 @@ class WholeStep:
         cudagraph: bool,
         update_state: Callable[[], list[torch.Tensor]] = list,
         log_sums: Callable[[], dict[str, torch.Tensor]] = dict,
-        parallel: Strategy | None = None,
+        parallel: groups.Parallel | None = None,
     ) -> None:
         self.inner, self._model, self._optimizer, self._update_state = inner, model, optimizer, update_state
         self._fallback, self._cudagraph, self._log_sums, self._parallel = fallback, cudagraph, log_sums, parallel

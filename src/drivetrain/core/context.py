@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from drivetrain.core import protocols
+from drivetrain.core import groups
 from drivetrain.core.horizon import Horizon, Progress
 from drivetrain.core.lazy import torch
 from drivetrain.core.model_call import ModelCall
@@ -55,20 +55,20 @@ class BuildContext:
 
     device: torch.device = field(init=False)
     seed: int = field(init=False)
-    parallel: Any = field(init=False)  # parallel.base.Parallel; other groups know it as protocols.Strategy
+    parallel: groups.Parallel = field(init=False)
     loaded: Any = field(init=False)  # data.base.Splits, as they were read
     data: Any = field(init=False)  # data.base.Splits, as the loss takes them
     train_source: Source = field(init=False)
-    batch: protocols.Batch = field(init=False)
+    batch: groups.Batch = field(init=False)
     horizon: Horizon = field(init=False)
-    precision: Any = field(init=False)
+    precision: groups.Precision = field(init=False)
     model: torch.nn.Module = field(init=False)
     model_call: ModelCall = field(init=False)  # how the forward is called with a batch's inputs
     example: Tree = field(init=False)  # two samples of zeros, as `trees.call` calls the model with them
     memory_format: torch.memory_format = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
-    loss: protocols.Loss = field(init=False)
-    loader: protocols.Loader = field(init=False)
+    loss: groups.Loss = field(init=False)
+    loader: groups.Loader = field(init=False)
     train_data: Any = field(init=False)  # loader.Pipeline
     # The sets that are evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
     evaluated: Mapping[str, Mapping[str, Any]] = field(init=False)

@@ -7,8 +7,9 @@ those of the base class.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.lazy import torch
@@ -17,9 +18,11 @@ from drivetrain.core.order import Order, Sampling
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Forward, Tree
-from drivetrain.core.typed import JsonMapping
+from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.core.world import World
 
+T = TypeVar("T")
+Sums = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 Better = Callable[[float, float], float]  # min or max: returns the better of two values
 
 
@@ -196,7 +199,7 @@ class Loader:
 
     @abstractmethod
     def stream(
-        self, pipeline: Any, requests: Iterator[Request], device: torch.device, memory_format: torch.memory_format
+        self, pipeline: Any, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of `requests`, in order, on the device."""
 
@@ -323,6 +326,87 @@ class Parallel:
         """Return the number of data-parallel ranks, which split the samples of an update."""
         return self.ranks()
 
+    @abstractmethod
+    def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
+        """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/content.py)."""
+
+    def evaluation_context(self) -> AbstractContextManager[object]:
+        """Return the context for evaluation: no gradients."""
+        return torch.no_grad()
+
+    def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the data-parallel ranks."""
+        return sums
+
+    def inference_model(self, model: torch.nn.Module) -> Forward:
+        """Return the callable that evaluation calls; every rank gets its outputs."""
+        return model
+
+    def whole_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """A context, within that of `plain_parameters`, in which they are whole, for an optimizer that needs that."""
+        return nullcontext()
+
+    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a whole tensor that belongs to a weight."""
+        return tensor
+
+    def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
+        """Note that the optimizer has a copy of a parameter in its place."""
+
+    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's, or the model's."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.zeros(())
+        # torch's get_total_norm first groups them by device and type, which takes as long as the norm of a small model.
+        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
+        return torch.linalg.vector_norm(norms, norm_type)  # type: ignore[no-any-return]
+
+    def layer_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
+        """Return a function that adds up numbers of these parameters over the ranks that hold their parts.
+
+        It takes and returns a list with a tensor for each parameter. None: no other rank holds a part of one.
+        """
+        return None
+
+    def row_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
+        """Return `layer_sums` for numbers of each row (a vector is one row)."""
+        return None
+
+    def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
+        """Return the maximum over all ranks that hold parts of one gradient, 0-d: an overflow in one part counts for all."""
+        return found
+
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
+        """Broadcast rank 0's buffers, so that all ranks evaluate the model that is saved."""
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks rank 0's values of these tensors, in place."""
+
+    def gather_object(self, value: T) -> list[T]:
+        """Return a list of every rank's value, on rank 0."""
+        return [value]
+
+    def broadcast_object(self, value: T) -> T:
+        """Return rank 0's value, on every rank."""
+        return value
+
+    def full_state_dict(self, model: torch.nn.Module, state: StateDict) -> tuple[StateDict, StateDict]:
+        """Return the full, unsharded weights and training state, on rank 0."""
+        return model.state_dict(), state
+
+    def with_states_of_all(self, state: StateDict) -> StateDict:
+        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
+        return state
+
+    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return an empty tensor into which this rank's parts of one of this shape are read; a meta tensor, where it has none."""
+        return torch.empty(shape, dtype=dtype)
+
+    def saving_group(self) -> torch.distributed.ProcessGroup | None:
+        """Return a process group of all ranks for the threads that save."""
+        return None
+
 
 class Precision:
     """The number formats of a step."""
@@ -334,6 +418,18 @@ class Precision:
     divides_weights = False  # can keep copies of a rank's parts of the weights
     replaces_linears = False  # puts layers of its own in the place of Linear layers
     frees_weights = False  # frees these copies between updates
+
+    @abstractmethod
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context for forward and loss."""
+
+    @abstractmethod
+    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to call backward on, where the caller does so itself."""
+
+    def update_state(self) -> list[torch.Tensor]:
+        """Return the tensors that an update changes besides those of the model and the optimizer."""
+        return []
 
 
 class Runtime:

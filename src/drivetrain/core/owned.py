@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from drivetrain.core import groups
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.protocols import Strategy
 from drivetrain.core.typed import StateDict
 
 MOST = 10_000  # objects that are looked at
@@ -96,7 +96,7 @@ class OwnState:
     """The state of a run's own objects on all ranks: once where it is the same on all of them, else that of each."""
 
     owners: Mapping[str, Stateful] = field(default_factory=dict)
-    parallel: Strategy | None = None
+    parallel: groups.Parallel | None = None
 
     def check(self) -> None:
         """Raise UserError where a checkpoint cannot hold a state: it is loaded without code."""

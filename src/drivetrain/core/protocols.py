@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,12 +10,10 @@ from typing import Any, Protocol
 from drivetrain.core.horizon import Progress
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.order import Order
 from drivetrain.core.run_spec import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.trees import Forward
 from drivetrain.core.typed import StateDict
-from drivetrain.core.world import World
 
 
 class Pipeline(Protocol):
@@ -35,68 +33,6 @@ class LossStep(Protocol):
         """Run the forward on a micro-batch's inputs, and return its mean loss, 0-d."""
 
 
-class Loss(LossStep, Protocol):
-    """The training loss."""
-
-    takes_trees: bool  # outputs and targets may be trees of tensors
-    compares_samples: bool  # it is computed from the whole batch of all ranks
-    runs_model: bool  # it calls the model itself, as often as it likes
-
-    def of_phase(self, name: str) -> Loss:
-        """Return the loss of a phase of the updates."""
-
-    def joined(self, x: Tree) -> Any:
-        """Return a batch's inputs as the model takes them: several views of a sample become as many inputs."""
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Return running sums of its named parts, which a step adds to; 0-d."""
-
-    def keeps(self) -> dict[str, Any]:
-        """Return by name what a user brought."""
-
-    def output_problem(self, output: tuple[int, ...], classes: int) -> str | None:
-        """Return what is wrong with the shape of the model's output for two samples; None: nothing."""
-
-
-class Strategy(Protocol):
-    """A parallel strategy in a run: this process among the ranks that train together."""
-
-    world: World  # among all ranks
-    data_world: World  # among the data-parallel ranks, which split the samples of a batch
-    data_group: Any  # the process group of the data-parallel ranks; None: that of all ranks
-    lockstep_evaluation: bool  # a forward needs all ranks, so all evaluate the same number of batches
-
-    def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over all ranks that hold parts of one gradient, 0-d."""
-
-    def full_state_dict(self, model: torch.nn.Module, state: dict[str, object]) -> tuple[StateDict, StateDict]:
-        """Return the full, unsharded weights and training state, on rank 0."""
-
-    def broadcast_buffers(self, model: torch.nn.Module) -> None:
-        """Give all ranks rank 0's buffers, such as BatchNorm's statistics."""
-
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all ranks rank 0's values of these tensors, in place."""
-
-    def with_states_of_all(self, state: dict[str, object]) -> StateDict:
-        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
-
-    def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Any:
-        """Return a tensor that belongs to the weight `name` as this rank's parts of it (saving/content.py)."""
-
-    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor into which this rank's parts of one of this shape are read."""
-
-    def saving_group(self) -> Any:
-        """Return a process group of all ranks for the threads that save."""
-
-    def gather_object(self, value: object) -> list[Any]:
-        """Return a list of every rank's value, on rank 0."""
-
-    def broadcast_object(self, value: object) -> Any:
-        """Return rank 0's value, on every rank."""
-
-
 class PrecisionStep(Protocol):
     """The methods that a step calls on a precision."""
 
@@ -108,56 +44,6 @@ class PrecisionStep(Protocol):
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         """Clip and update. Returns False if the update was skipped."""
-
-
-class Precision(PrecisionStep, Protocol):
-    """The number formats of a step, in a run."""
-
-    def scaled(self, loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to call backward on, where the caller does so itself, such as a pipeline schedule."""
-
-
-class Batch(Protocol):
-    """Splits the samples into updates and micro-batches."""
-
-    accumulation_steps: int
-    order: Order  # of the training samples
-    lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
-    weighs_by_length: bool  # micro-batches are weighted by their tokens; else by their samples
-
-    def lr_factor(self) -> float:
-        """Return the factor by which the batch size scales the learning rate."""
-
-    def decay_factor(self) -> float:
-        """Return the factor by which the batch size scales the weight decay."""
-
-    def micro_batch(self, world: World) -> int:
-        """Return the maximum number of samples in one rank's forward."""
-
-    def size(self, epoch: int) -> int:
-        """Return the samples of one update in an epoch."""
-
-    def updates(self, samples: int, epoch: int, drop_last: bool) -> int:
-        """Return the number of updates in an epoch."""
-
-    def requests(
-        self,
-        seed: int,
-        epoch: int,
-        world: World,
-        drop_last: bool,
-        skip: int = 0,
-    ) -> Iterator[Request]:
-        """Yield the micro-batches of one rank in an epoch, in order, from update number `skip` on."""
-
-
-class Loader(Protocol):
-    """Loads requested samples to the device."""
-
-    def stream(
-        self, pipeline: Any, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of `requests`, in order, on the device."""
 
 
 class LogWriter(Protocol):

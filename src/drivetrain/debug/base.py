@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import BuildContext, Count, Effect, Option, Positive, RunSpec
 from drivetrain.core.order import index_of
-from drivetrain.core.protocols import Loss, Pipeline
+from drivetrain.core.protocols import Pipeline
 from drivetrain.core.source import Subset
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.core.world import World
@@ -25,7 +25,7 @@ class Debug(Option, groups.Debug):
     why_fixed: ClassVar[str] = "it watches the whole run"
     effect: ClassVar[Effect] = "exact"
 
-    def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
+    def check_model(self, model: torch.nn.Module, loss: groups.Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
     def choose_data(self, train: object, evaluated: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, Any]]:

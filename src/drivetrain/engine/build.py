@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -174,6 +175,11 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     return trainer
 
 
+def _whole(context: BuildContext) -> tuple[Parallel, Precision, Loss]:
+    """Return what the context has as the other groups know it, with all that the engine calls."""
+    return cast(tuple[Parallel, Precision, Loss], (context.parallel, context.precision, context.loss))
+
+
 def _step(
     context: BuildContext,
     loss: Loss,
@@ -187,13 +193,13 @@ def _step(
     The step of one process, gradient synchronisation, one graph of both, and a whole update for losses that need it: each of
     its micro-batches passes through all of those. An update with phases has such a step for each of them.
     """
-    run, parallel, model = context.run, context.parallel, context.model
-    runtime = Runtime.of(run)
+    run, model, runtime = context.run, context.model, Runtime.of(context.run)
+    parallel, _, _ = _whole(context)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def graph(loss: Loss, clip: Callable[[], None]) -> Step:
         of_ranks = parallel.wrap_loss(loss, model, context)
-        given = forward, of_ranks, context.precision, context.optimizer, clip
+        given = forward, of_ranks, _whole(context)[1], context.optimizer, clip
         wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: runtime.zero(parameters)), context)
         return compiler.wrap_step(wrapped, context)
 
@@ -213,11 +219,12 @@ def _step(
 
 def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callable[..., Tree], context: BuildContext) -> Step:
     """Wrap the step for a loss that has to see all micro-batches of an update, or for an optimizer that runs them itself."""
-    passes: Passes | None = Weighed(loss, context.parallel) if loss.counted else None
+    parallel, precision, _ = _whole(context)
+    passes: Passes | None = Weighed(loss, parallel) if loss.counted else None
     if isinstance(loss, ComparingLoss):
-        passes = TwoPasses(loss, forward, context.model, context.precision)
+        passes = TwoPasses(loss, forward, context.model, precision)
     if context.run.optimizer.takes_closure:
-        return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.parts)
+        return ClosureStep(step, passes or Passes(), context.optimizer, clip, parallel, context.parts)
     return step if passes is None else UpdateStep(step, passes)
 
 
@@ -225,7 +232,7 @@ def _with_noise_scale(
     step: Step, batch: Batch, parameters: Sequence[torch.nn.Parameter], context: BuildContext
 ) -> tuple[NoiseScale | None, Step]:
     """Measure the gradient noise scale where updates have several micro-batches whose gradients are independent estimates."""
-    parallel, compiler = context.parallel, context.run.compile
+    (parallel, _, _), compiler = _whole(context), context.run.compile
     several = batch.accumulation_steps > 1 or batch.grow_every is not None or parallel.data_world.size > 1
     # A graph of the whole step has used and cleared the gradients when it returns, and calls no hooks. Within a compiled
     # forward nothing can watch the weights that are gathered for it.
@@ -292,7 +299,8 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
 
     Return it and the operations that a sample takes.
     """
-    run, world = context.run, context.parallel.data_world
+    run, (parallel, precision, _) = context.run, _whole(context)
+    world = parallel.data_world
     model = _edited_model(context)
     example = context.example
     # Adapters come after all edits, on the final layers.
@@ -305,13 +313,13 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     if model_flops.output is not None:
         _check_output(context, context.model_call.output_of(model_flops.output))
     model_flops = model_flops._replace(output=None)  # which may be large, and whose graph holds the parameters
-    model = context.precision.convert(model, example)
+    model = precision.convert(model, example)
     # Gradcheck copies the modules, so it runs before anything patches their forwards.
     debug.check_model(model, context.loss, context.train_data)
     # Activation checkpointing patches forwards in place, inside what compile traces and DDP wraps; parameter names stay plain.
     Checkpointing.of(run).apply(model)
     # Sharding is in place too; compile traces the sharded modules.
-    context.parallel.shard(model, context.precision.gathered_dtype(), example)
+    parallel.shard(model, precision.gathered_dtype(), example)
     _log(partial_statistics(model, context.batch.micro_batch(world), context.batch.size(0), world.size))
     context.model = model
     return model, model_flops
@@ -361,8 +369,7 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     context.parallel, context.data = Parallel.of(run).build(context), data
     context.precision = Precision.of(run).build(context)
     model = _edited_model(context)
-    converted: torch.nn.Module = context.precision.convert(model, context.example)
-    return converted.eval()
+    return _whole(context)[1].convert(model, context.example).eval()
 
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:

@@ -16,9 +16,9 @@ from drivetrain.core import owned, rng, streams
 from drivetrain.core.callback import AVERAGE, PLAIN
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
+from drivetrain.core.groups import Loader
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.owned import OwnState
-from drivetrain.core.protocols import Loader
 from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Augmentation

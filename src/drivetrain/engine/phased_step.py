@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 
@@ -51,7 +52,7 @@ def alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Pa
 
 def build(context: BuildContext) -> list[Phase]:
     """Build the phases of a run, in their order; [] where it has none. Raises UserError where they divide no parameters."""
-    found, run, precision = settings.of(context.run), context.run, context.precision
+    found, run, precision = settings.of(context.run), context.run, cast(Precision, context.precision)
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
     built = []
     for name, names in settings.divided(found, trained).items() if found else ():

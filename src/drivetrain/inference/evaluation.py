@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.files import read_json, write_json
+from drivetrain.core.groups import Loader
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.signals import StopFlag
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import torch
 
     from drivetrain.core.microbatch import MicroBatch, Request
-    from drivetrain.core.protocols import Loader
     from drivetrain.engine.trainer import Trainer
 
 TOLD = "evaluated.json"  # in the evaluation's own folder: the number of samples, and where they come from
@@ -146,7 +146,7 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, ki
         trainer.progress.record_evaluation(evaluator.evaluate(), *trainer.selection)
 
 
-class Counted:
+class Counted(Loader):
     """A loader that shows how many samples it has delivered."""
 
     def __init__(self, loader: Loader, show: Callable[[int], None]) -> None:

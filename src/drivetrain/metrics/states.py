@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.core import trees
+from drivetrain.core import groups, trees
 from drivetrain.core.errors import UserError
-from drivetrain.core.protocols import Strategy
 from drivetrain.core.trees import Tree
 from drivetrain.core.typed import StateDict
 
 
-def place(state: Any, device: torch.device, parallel: Strategy) -> Any:
+def place(state: Any, device: torch.device, parallel: groups.Parallel) -> Any:
     """Put a State or a torchmetrics.Metric on a device, and let its `compute` be over the data-parallel ranks."""
     several = parallel.data_world.size > 1
     state.distributed_available_fn = lambda: several

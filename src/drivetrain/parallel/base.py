@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from drivetrain.core import groups
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import BuildContext, Effect, Option, RunSpec
-from drivetrain.core.protocols import Loss, LossStep
+from drivetrain.core.protocols import LossStep
 from drivetrain.core.step import Step
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel.environment import launched
 from drivetrain.saving.content import Divided, whole
@@ -20,7 +20,6 @@ from drivetrain.saving.content import Divided, whole
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
     from torch.utils.hooks import RemovableHandle
 
@@ -107,22 +106,11 @@ class Parallel(Option, groups.Parallel):
         """A context in which the model's parameters are plain tensors: this rank's shards, for optimizer and EMA."""
         return _NULL
 
-    def whole_parameters(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """A context, within that of `plain_parameters`, in which they are whole, for an optimizer that needs that."""
-        return _NULL
-
-    def own_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor that belongs to a weight."""
-        return tensor
-
-    def stands_for(self, copy: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Note that the optimizer has a copy of a parameter in its place."""
-
     def wrap_model(self, model: torch.nn.Module, context: BuildContext) -> torch.nn.Module:
         """Return the callable that training calls, such as DistributedDataParallel around the model."""
         return model
 
-    def wrap_loss(self, loss: Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
+    def wrap_loss(self, loss: groups.Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
         """Wrap the loss, where ranks have to know of all that it does with the model and the strategy wraps no forward."""
         return loss
 
@@ -132,15 +120,6 @@ class Parallel(Option, groups.Parallel):
     def wrap_step(self, step: Step, context: BuildContext) -> Step:
         """Wrap the step, where the strategy synchronises gradients outside of the model."""
         return step
-
-    def norm(self, parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-        """Return the norm of the whole model's gradients, 0-d; `parameters` are the optimizer's, or the model's."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            return torch.zeros(())
-        # torch's get_total_norm first groups them by device and type, which takes as long as the norm of a small model.
-        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
-        return torch.linalg.vector_norm(norms, norm_type)  # type: ignore[no-any-return]
 
     @property
     def keeps_own_gradients(self) -> bool:
@@ -161,31 +140,12 @@ class Parallel(Option, groups.Parallel):
         finally:
             own.leave()
 
-    def layer_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
-        """Return a function that adds up numbers of these parameters over the ranks that hold their parts.
-
-        It takes and returns a list with a tensor for each parameter. None: no other rank holds a part of one.
-        """
-        return None
-
-    def row_sums(self, parameters: Sequence[torch.Tensor]) -> Sums | None:
-        """Return `layer_sums` for numbers of each row (a vector is one row)."""
-        return None
-
-    def evaluation_context(self) -> AbstractContextManager[object]:
-        """Return the context for evaluation: no gradients."""
-        return torch.no_grad()
-
     def rank_metrics(self, seconds: float, waited: float) -> dict[str, float]:
         """Return figures about the ranks for a log record. Called on all ranks.
 
         `seconds` is the time of the steps since the last record; `waited` is how long this rank has waited for data in all.
         """
         return {}
-
-    def all_reduce_max(self, found: torch.Tensor) -> torch.Tensor:
-        """Return the maximum over all ranks that hold parts of one gradient, 0-d: an overflow in one part counts for all."""
-        return found
 
     def all_reduce_flag(self, flag: int) -> int:
         """Return the highest `flag` of all ranks, so that all of them stop or save at the same update."""
@@ -194,51 +154,13 @@ class Parallel(Option, groups.Parallel):
     def finish_collectives(self) -> None:
         """Wait until this rank has no collective under way on the host, so that it may stand still for any time."""
 
-    def all_reduce_sum(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the data-parallel ranks."""
-        return sums
-
-    def broadcast_buffers(self, model: torch.nn.Module) -> None:
-        """Broadcast rank 0's buffers, so that all ranks evaluate the model that is saved."""
-
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all ranks rank 0's values of these tensors, in place."""
-
-    def gather_object(self, value: T) -> list[T]:
-        """Return a list of every rank's value, on rank 0."""
-        return [value]
-
-    def broadcast_object(self, value: T) -> T:
-        """Return rank 0's value, on every rank."""
-        return value
-
-    def full_state_dict(self, model: torch.nn.Module, state: StateDict) -> tuple[StateDict, StateDict]:
-        """Return the full, unsharded weights and training state, on rank 0."""
-        return model.state_dict(), state
-
-    def with_states_of_all(self, state: StateDict) -> StateDict:
-        """Return, on rank 0, the state with the optimizer's of all ranks, where ranks have the state of other weights."""
-        return state
-
     def divided(self, kind: str, name: str, tensor: torch.Tensor) -> Divided:
         """Return a tensor that belongs to the weight `name` as this rank's parts of it: see `Shards`, also for `kind`."""
         return whole(tensor)
 
-    def empty_shard(self, kind: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor into which this rank's parts of one of this shape are read; a meta tensor, where it has none."""
-        return torch.empty(shape, dtype=dtype)
-
-    def saving_group(self) -> ProcessGroup | None:
-        """Return a process group of all ranks for the threads that save."""
-        return None
-
     def shard_state_dict(self, weights: StateDict, state: StateDict) -> tuple[StateDict, StateDict]:
         """Return this rank's shards of what `full_state_dict` gave, maybe under another strategy."""
         return weights, state
-
-    def inference_model(self, model: torch.nn.Module) -> Forward:
-        """Return the callable that evaluation calls; every rank gets its outputs."""
-        return model
 
     def shutdown(self) -> None:
         """Leave the process group."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from drivetrain.core import groups
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, Count, Effect, Positive, RunSpec
-from drivetrain.core.protocols import Loss, LossStep
+from drivetrain.core.protocols import LossStep
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.trees import Forward
 from drivetrain.parallel.process_group import ProcessGroupStrategy
@@ -108,7 +109,7 @@ class Ddp(ProcessGroupStrategy):
         # A loss that runs the model may call parts of it, and does so several times: it is wrapped as a whole instead.
         return model if _reduces_in_step(context) or context.loss.runs_model else self._distributed(model)
 
-    def wrap_loss(self, loss: Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
+    def wrap_loss(self, loss: groups.Loss, model: torch.nn.Module, context: BuildContext) -> LossStep:
         if _reduces_in_step(context) or not loss.runs_model:
             return loss
 

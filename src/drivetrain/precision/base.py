@@ -145,10 +145,6 @@ class Precision(Option, groups.Precision):
         """Return what sharded weights may be gathered in, None for their own. Call it after `convert`."""
         return self.dtype
 
-    def update_state(self) -> list[torch.Tensor]:
-        """Return the tensors that an update changes besides those of the model and the optimizer."""
-        return []
-
     def state_dict(self) -> StateDict:
         """Return what a resumed run needs."""
         return {}

@@ -17,7 +17,7 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 
 if TYPE_CHECKING:
-    from drivetrain.core.protocols import Strategy
+    from drivetrain.core import groups
 
 
 FILES = (  # what a run or a sweep writes into its directory
@@ -89,7 +89,7 @@ def remove(path: Path) -> None:
             folder.rmdir()
 
 
-def same_on_all_ranks(path: Path, parallel: Strategy) -> Path:
+def same_on_all_ranks(path: Path, parallel: groups.Parallel) -> Path:
     """Rank 0's directory, on every rank. Raises UserError on all ranks where one of them cannot see it."""
     mark = f".seen-{secrets.token_hex(8)}"
     path, mark = parallel.broadcast_object((path, mark))

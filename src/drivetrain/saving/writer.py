@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from drivetrain.core import groups
 from drivetrain.core.errors import CannotSave
-from drivetrain.core.protocols import Checkpointed, Strategy
+from drivetrain.core.protocols import Checkpointed
 from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.run import directory
 from drivetrain.run.directory import RunDirHandle
@@ -58,7 +59,7 @@ class Writer:
         self,
         run_dir: Path,
         saving: Saving,
-        parallel: Strategy,
+        parallel: groups.Parallel,
         eval_weights: Callable[[], AbstractContextManager[None]],
         about: JsonMapping | None = None,
     ) -> None:

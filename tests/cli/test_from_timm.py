@@ -8,7 +8,7 @@ import yaml
 
 import drivetrain
 from drivetrain.cli import main
-from drivetrain.config.from_timm import OF_SCHEDULES, SILENT, translate
+from drivetrain.cli.from_timm import OF_SCHEDULES, SILENT, translate
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.recipe.places import read
