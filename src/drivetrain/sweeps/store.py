@@ -46,7 +46,7 @@ class SweepJob:
     label: str  # the overrides that differ from job to job
     overrides: list[str]
     job: Job | None
-    problems: list[str]
+    problems: list[str] = field(default_factory=list)
     cell: JsonObject = field(default_factory=dict)  # values from a recipe's `sweep:`, also the last of the overrides
 
 
@@ -79,7 +79,7 @@ def prepare_one(
     cell, recipe = cell or {}, _recipe_of(overrides)
     of_cell = recipe.cell(cell, options(config_dirs)) if recipe is not None and recipe.sweep else None
     extra = [f"{k}={format_value(v)}" for k, v in cell.items()]
-    made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, [], cell)
+    made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, cell=cell)
     try:
         made.job = prepare_job(overrides, config_dirs, of_cell, extra)
     except UserError as error:

@@ -31,7 +31,6 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.sweeps.launchers import SignalForwarder, run_one
-from drivetrain.sweeps.store import SweepJob
 
 MEBIBYTE = 2**20
 
@@ -262,7 +261,7 @@ def trainings(
                     result = _run_alone(job, place, signals)
                 else:
                     told.add(spec.label)
-                    _, result = run_one(SweepJob(spec.label, job.composed.overrides, job, []), place, signals, quiet=True)
+                    _, result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
                 if signals.raised:
                     raise Interrupted("stopped by a signal while variants were trained")
                 found = replace(read(place), result=result, status=result.status)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
@@ -22,13 +22,9 @@ NO_SAVING = ("saving=none",)
 
 
 @dataclass
-class VariantSpec:
+class VariantSpec(SweepJob):
     """A variant to run: its label and its job, or why it cannot run."""
 
-    label: str
-    overrides: list[str]
-    job: Job | None
-    problems: list[str] = field(default_factory=list)
     composes: Callable[[Sequence[str]], Job] | None = None  # makes its job of overrides, where it is not `prepare_job`
 
     def again(self, words: Sequence[str]) -> Job:
@@ -114,7 +110,7 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
                 continue
             notes.append(f"{' '.join(foreign)} is not for the variant {job.label}, whose option has no such key: it runs without")
         found.append(job)
-    return [VariantSpec(job.label, job.overrides, job.job, job.problems) for job in found], notes
+    return [VariantSpec(**vars(job)) for job in found], notes
 
 
 def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[SweepJob]:
