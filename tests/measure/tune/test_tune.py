@@ -43,14 +43,48 @@ def test_words_over_words():
     assert words[3] in changes.apply(words, ["batch=accumulate", "batch.accumulation_steps=2"])
 
 
+def tried(stage, *words):
+    """The candidates of a stage of `tune what=all` for a run."""
+    _, specs = tune.Tuning(tune.Settings(), list(words), ()).candidates(tune.STAGES["all"][stage])
+    return [spec.label for spec in specs]
+
+
+LOADERS, ARITHMETIC, UPDATES, SPLITS, COMPILERS = range(5)
+MLP = ["data=digits", "model=mlp", "batch.global_batch=12"]
+
+
 def test_whatever_loads_or_compiles_is_tried():
     """A new option is tried without a word anywhere else."""
-    job = prepare(["data=digits", "loader=sync"])
-    assert {w.split()[0] for w in tune.loaders(job)} == {f"loader={o}" for o in options()["loader"]} - {
-        "loader=sync",
-        "loader=auto",
-    }
-    assert set(tune.compilers(job)) == {f"compile={o}" for o in options()["compile"]} - {"compile=none"}
+    found = {word.split()[0].partition("=")[2] for word in tried(LOADERS, "data=digits", "loader=sync")}
+    assert found <= {*options()["loader"]} - {"sync", "auto"}
+    assert found >= {"threads", "workers", "resident"}
+    assert set(tune.compilers(prepare([]))) == {f"compile={option}" for option in options()["compile"]}
+
+
+@pytest.mark.parametrize(
+    ("stage", "words", "candidates"),
+    [
+        (SPLITS, MLP, ["batch=accumulate batch.accumulation_steps=2", "batch=accumulate batch.accumulation_steps=4"]),
+        (
+            SPLITS,
+            [*MLP, "batch=accumulate", "batch.accumulation_steps=2"],
+            ["batch=fixed", "batch=accumulate batch.accumulation_steps=4"],
+        ),
+        (SPLITS, ["data=digits", "batch=auto", "batch.memory_gb=4"], []),
+        (ARITHMETIC, ["data=digits", "precision=bf16"], ["surgery=[channels_last]"]),
+        (ARITHMETIC, [*MLP, "precision=bf16"], []),  # no convolution whose layout matters
+        (UPDATES, [*MLP, "optimizer.fused=false", "checkpointing=blocks"], ["optimizer.fused=true", "checkpointing=none"]),
+        (UPDATES, [*MLP, "optimizer.fused=null"], []),  # already the fastest
+    ],
+)
+def test_what_the_run_has_is_not_tried(stage, words, candidates):
+    assert tried(stage, *words) == candidates
+
+
+def test_another_number_of_readers_is_tried():
+    found = tried(LOADERS, *MLP, "loader=threads", "loader.num_threads=1")
+    assert "loader=threads loader.num_threads=1" not in found
+    assert "loader=threads loader.num_threads=2" in found
 
 
 def test_a_whole_step_is_tried_with_what_it_wants():
@@ -69,19 +103,6 @@ def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
     assert tuning.accepted == {"loaders": "loader=threads loader.num_threads=2", "compiling": "compile=step optimizer.fused=null"}
     tuning._accept("loaders", "loader=workers")
     assert tuning.current() == ["compile=step", "optimizer.fused=null", "loader=workers"]
-
-
-def test_what_the_run_has_is_not_tried():
-    job = prepare(["data=digits", "model=mlp", "loader=threads", "loader.num_threads=1", "batch.global_batch=12"])
-    assert "loader=threads loader.num_threads=1" not in tune.loaders(job)
-    assert "loader=threads loader.num_threads=2" in tune.loaders(job)
-    assert tune.micro_batches(job) == [
-        "batch=accumulate batch.accumulation_steps=2",
-        "batch=accumulate batch.accumulation_steps=4",
-    ]
-    assert tune.micro_batches(prepare(["data=digits", "batch=auto", "batch.memory_gb=4"])) == []
-    assert tune.arithmetic(prepare(["data=digits", "precision=bf16"])) == ["surgery=[channels_last]"]
-    assert tune.arithmetic(prepare(["model=mlp", "precision=bf16"])) == []  # no convolution whose layout matters
 
 
 # --- the range test ---
@@ -235,8 +256,7 @@ def test_the_end_of_the_time_is_said(monkeypatch, capsys):
         return Comparison(rows, [], [], settings, {}, 1.0)
 
     monkeypatch.setattr(tune.comparison, "measure", measured)
-    monkeypatch.setattr(tuning, "_variant", lambda label, overrides: SimpleNamespace(label=label, job=object()))
-    monkeypatch.setattr(tune.variants, "baseline_job", lambda specs: None)
+    monkeypatch.setattr(tuning, "candidates", lambda stage: (Row("as it is", []), [Row("loader=threads", [])]))
     left = iter([10.0, 1.0])  # the search may start, and its time is over after some rounds
     monkeypatch.setattr(tuning, "seconds_left", lambda: next(left))
     tuning.run(tune.Stage("how data is read", lambda job: ["loader=threads"]))

@@ -311,7 +311,8 @@ def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
 
 def check(plan: Plan, job: Job, quality: bool) -> None:
     """Raise UserError where a figure of `judge` cannot be judged, or nothing is."""
-    given = [f"{key}={value}" for key in ("judge", "target", "quality_s") if (value := getattr(plan, key)) is not None]
+    of_quality = {"judge": plan.judge, "target": plan.target, "quality_s": plan.quality_s}
+    given = [f"{key}={value}" for key, value in of_quality.items() if value is not None]
     if given and not quality:
         raise UserError(f"{' '.join(given)} is for verdicts on quality, which need quality=true")
     if quality:

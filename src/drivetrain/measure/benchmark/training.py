@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
 from drivetrain.core import accelerators, process
 from drivetrain.core.errors import Interrupted
 from drivetrain.core.overrides import format_value
 from drivetrain.core.selection import Figure, Reach
-from drivetrain.core.typed import JsonObject
+from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.launch.job import Job
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.intervals import Interval, ratio
@@ -90,14 +90,9 @@ def final_figures(of_set: object) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def number(value: object) -> float | None:
+def number(value: Any) -> float | None:
     """The value, if it is a finite number."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    return float(value) if is_number(value) and math.isfinite(value) else None
 
 
 def text(value: object) -> str | None:

@@ -228,7 +228,7 @@ def loaders(job: Job) -> list[str]:
     for option in options()["loader"]:
         counted = sorted(key for key in option_keys("loader", option, ()) if key.startswith("num_"))
         found += [f"loader={option} loader.{counted[0]}={n}" for n in counts] if counted else [f"loader={option}"]
-    return _not_current([c for c in found if c != "loader=auto"], job, "loader")  # auto itself chooses among the others
+    return [c for c in found if c != "loader=auto"]  # auto itself chooses among the others
 
 
 def micro_batches(job: Job) -> list[str]:
@@ -238,7 +238,7 @@ def micro_batches(job: Job) -> list[str]:
     ranks, size = job.run.parallel.data_ranks(), job.run.batch.size(0)
     powers = (2**k for k in range(1, MAX_ACCUMULATION_STEPS.bit_length()))
     steps = [n for n in powers if size % (n * ranks) == 0]
-    return _not_current(["batch=fixed", *(f"batch=accumulate batch.accumulation_steps={n}" for n in steps)], job, "batch")
+    return ["batch=fixed", *(f"batch=accumulate batch.accumulation_steps={n}" for n in steps)]
 
 
 def arithmetic(job: Job) -> list[str]:
@@ -253,27 +253,13 @@ def arithmetic(job: Job) -> list[str]:
 def compilers(job: Job) -> list[str]:
     """Every way to compile the step; a captured step gets the keys reset that would make parts of it run op by op."""
     reset = {"step": "".join(f" {key}={free}" for key, (_, free) in eager_only_settings(job.run).items())}
-    return _not_current([f"compile={option}{reset.get(option, '')}" for option in options()["compile"]], job, "compile")
+    return [f"compile={option}{reset.get(option, '')}" for option in options()["compile"]]
 
 
 def updates(job: Job) -> list[str]:
     """The optimizer's step in one kernel, and no recomputation in the backward."""
-    found = ["optimizer.fused=true"] if getattr(job.run.optimizer, "fused", None) is False else []  # null: already the fastest
-    return found + (["checkpointing=none"] if job.run.checkpointing.active else [])
-
-
-def _not_current(candidates: Sequence[str], job: Job, group: str) -> list[str]:
-    """The candidates without the one that the run already uses."""
-
-    def is_current(candidate: str) -> bool:
-        option, *keys = candidate.split()
-        settings = [key.partition("=") for key in keys]
-        current = getattr(job.run, group)
-        return option == job.run.named(group) and all(
-            str(getattr(current, key.partition(".")[2], None)) == value for key, _, value in settings
-        )
-
-    return [candidate for candidate in candidates if not is_current(candidate)]
+    fused = job.composed.plain["optimizer"].get("fused", True)  # null: already the fastest
+    return [*(["optimizer.fused=true"] if fused is False else []), "checkpointing=none"]
 
 
 logger = logging.getLogger(__name__)
@@ -286,7 +272,7 @@ SUSPECTS = ("precision", "batch", "compile", "surgery", "checkpointing")  # grou
 
 
 class Stage(NamedTuple):
-    """Candidates that exclude each other, compared with the run as it is by then."""
+    """Candidates that exclude each other, compared with the run as it is by then; those that change nothing are left out."""
 
     title: str
     candidates: Callable[[Job], list[str]]
@@ -375,15 +361,18 @@ class Tuning:
         """True if the time for searching is over: the rest is for the proof."""
         return self.seconds_left() < (1 - SEARCH_BUDGET) * self.settings.budget_s
 
-    def run(self, stage: Stage) -> None:
-        """Compare a stage's candidates with the current run, and accept the fastest of those that are likely faster."""
+    def candidates(self, stage: Stage) -> tuple[VariantSpec, list[VariantSpec]]:
+        """The run as it is by now, and those candidates of a stage that can run and change something."""
         overrides = self.current()
         base = self._variant("as it is", overrides)
-        composed = [
-            self._variant(c, apply(overrides, c.split(), self.config_dirs))
-            for c in stage.candidates(variants.baseline_job([base]))
-        ]
-        specs = [spec for spec in composed if spec.job is not None]
+        job = variants.baseline_job([base])
+        composed = [self._variant(c, apply(overrides, c.split(), self.config_dirs)) for c in stage.candidates(job)]
+        now = job.composed.choices, job.composed.plain
+        return base, [s for s in composed if s.job is not None and (s.job.composed.choices, s.job.composed.plain) != now]
+
+    def run(self, stage: Stage) -> None:
+        """Compare a stage's candidates with the current run, and accept the fastest of those that are likely faster."""
+        base, specs = self.candidates(stage)
         if not specs:
             return
         if self.is_over():
@@ -535,7 +524,9 @@ def _report(
         echo(f"{recipe} is not written" if recipe else "no candidate is kept")
     content: JsonObject = {title: done.as_dict() for title, done in tuning.comparisons.items()}
     if tested is not None:
-        content["range test"] = {name: getattr(tested, name) for name in ("rates", "losses", "steepest", "bound")}
+        content["range test"] = {
+            "rates": tested.rates, "losses": tested.losses, "steepest": tested.steepest, "bound": tested.bound,
+        }  # fmt: skip
     found = sheet(tuning, conclusion(tuning, proof, tested), told, tested)
     echo(sentence(found.answer))
     verbs.write(place, "tune", found, ["tune", *argv], content)
