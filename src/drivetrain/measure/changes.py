@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,46 +52,30 @@ def with_channels_last(run: RunSpec) -> list[str]:
 
 def between(first: Job, other: Job) -> tuple[Effect, list[str]]:
     """The claim of the difference of two runs: the weakest among the settings that differ, and those that make it."""
-    found = list(_differences(first, other))
+    found = [claim for change in Changes(first, other).found() for claim in _claims(change, first, other)]
     weakest = max((effect for _, effect in found), key=STRICTNESS.index, default=STRICTNESS[0])
-    return weakest, [name for name, effect in found if effect == weakest]
+    return weakest, list(dict.fromkeys(name for name, effect in found if effect == weakest))
 
 
-def _differences(first: Job, other: Job) -> Iterator[tuple[str, Effect]]:
-    """Each setting that differs, as a user writes it, and its effect."""
-    old, new = first.composed.plain, other.composed.plain
-    for group in other.composed.choices:  # a group of which several options are chosen has no section where none is
-        yield from _in_group(group, first, other, old.get(group) or {}, new.get(group) or {})
-    for key in new.keys() - other.composed.choices.keys():
-        if old.get(key) != new[key]:
-            yield key, "exact" if key in WITHOUT_EFFECT else "changes"
-
-
-def _in_group(group: str, first: Job, other: Job, old: Any, new: Any) -> Iterator[tuple[str, Effect]]:
+def _claims(change: Change, first: Job, other: Job) -> Iterator[tuple[str, Effect]]:
+    """The settings that a change sets, as a user writes them, and the effect of each."""
+    group, *names = re.split("[.=]", change.item[0] if change.item else change.key)
+    if group not in other.composed.choices:
+        yield group if change.item else change.key, "exact" if change.key in WITHOUT_EFFECT else "changes"
+        return
     before, after = _options(first, group), _options(other, group)
-    if group in LISTS or list(before) == list(after):
-        for name in before.keys() & after.keys():
-            settings = (old[name], new[name]) if group in LISTS else (old, new)
-            prefix = f"{group}.{name}" if group in LISTS else group
-            yield from _in_option(prefix, before[name], after[name], *settings)
-        if list(before) != list(after):  # other options, or the same ones in another order
-            apart = {name: option for name, option in (before | after).items() if (name in before) != (name in after)}
-            yield other.run.named(group), _weakest((apart or after).values())
-    else:
-        yield other.run.named(group), _weakest([*before.values(), *after.values()])
+    if names:  # a setting of an option that both have
+        name, *settings = names if group in LISTS else [*after, *names]
+        effect = after[name].key_effects.get(settings[0]) if settings else None
+        yield change.key, effect or _weakest([before[name], after[name]])
+        return
+    apart = {name: option for name, option in (before | after).items() if (name in before) != (name in after)}
+    yield other.run.named(group), _weakest((apart or after).values())  # or the same ones in another order
+    if group not in LISTS:
         (option,) = after.values()
-        for setting in (k for k in option.key_effects if k in old and k in new and old[k] != new[k]):
+        old, new = (job.composed.plain[group] for job in (first, other))
+        for setting in (key for key in option.key_effects if key in old and key in new and old[key] != new[key]):
             yield f"{group}.{setting}", option.key_effects[setting]
-
-
-def _in_option(
-    prefix: str, before: Option, after: Option, old: dict[str, object], new: dict[str, object]
-) -> Iterator[tuple[str, Effect]]:
-    """The settings of one option that differ."""
-    old, new = flatten(old), flatten(new)
-    for setting in (k for k in {**old, **new} if old.get(k) != new.get(k)):
-        effect = after.key_effects.get(setting.split(".")[0]) or _weakest([before, after])
-        yield f"{prefix}.{setting}", effect
 
 
 def _options(job: Job, group: str) -> dict[str, Option]:
@@ -100,7 +84,7 @@ def _options(job: Job, group: str) -> dict[str, Option]:
     return dict(zip(job.run.names(group), parts, strict=True)) if group in LISTS else {str(job.composed.choice(group)): parts}
 
 
-def _weakest(options: Any) -> Effect:
+def _weakest(options: Iterable[Option]) -> Effect:
     """The weakest claim of several options."""
     return max((option.effect_as_set() for option in options), key=STRICTNESS.index)
 

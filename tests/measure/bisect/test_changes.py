@@ -295,6 +295,25 @@ def test_what_makes_training_diverge_is_bad():
     assert search.causes == [(4,)]
 
 
+def test_a_subset_is_measured_until_its_question_is_decided_and_goes_on_with_its_pairs():
+    class Made(Speed):
+        ends: str | None = None
+
+        def add(self, variant, mine, base, is_over):
+            while self.ends is None and not is_over():
+                mine.append(1.2 + len(mine) % 2 / 100), base.append(1.0)
+            return self.ends
+
+    subsets = SimpleNamespace(variant=lambda chosen: VariantSpec("", [], "a job"))
+    measurer, late = (Made(subsets, Settings(rounds=8), until) for until in (math.inf, 0.0))
+    found = measurer.measure(frozenset({0}), lambda found: True)
+    assert (found.pairs, found.effect.low > 0.18) == (6, True)
+    assert measurer.measure(frozenset({0}), lambda found: False).pairs == 8, "as many as rounds="
+    assert late.measure(frozenset({0}), lambda found: True) == Measured(UNKNOWN)
+    measurer.ends = "diverged: the loss is nan"
+    assert measurer.measure(frozenset({1}), lambda found: True) == Measured(None, 1, "diverged: the loss is nan", True)
+
+
 def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
     class Failing(Speed):
         def add(self, variant, mine, base, is_over):
