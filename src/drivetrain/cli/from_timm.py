@@ -45,20 +45,20 @@ SILENT = (  # of this machine, or what follows from the data, or what only names
 DEFAULTS = {"worker_seeding": "all", "lr_k_decay": 1, "sched_on_updates": True, "input_img_mode": "RGB", "bce_sum": False}
 BELOW = {"naflex_": "naflex_loader", "kd_": "kd_model_name"}  # beginning of arguments → the one without which they are off
 MOST_CYCLES = 100
-OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+OFF: tuple[object, ...] = (None, False, 0, "", [], {})
 
 
 @dataclass
 class Translation:
     """The words of a recipe, those that its user says beside it, and what is left out."""
 
-    options: dict[str, Any] = field(default_factory=dict)  # group → option
-    values: dict[str, Any] = field(default_factory=dict)  # dotted key → value
+    options: dict[str, object] = field(default_factory=dict)  # group → option
+    values: dict[str, object] = field(default_factory=dict)  # dotted key → value
     words: list[str] = field(default_factory=list)  # of the machine, which no recipe sets
     left: list[str] = field(default_factory=list)  # a sentence for each argument that has no word here, or another meaning
 
 
-def translate(args: Mapping[str, Any], devices: int = 1) -> Translation:
+def translate(args: Mapping[str, object], devices: int = 1) -> Translation:
     """The run that timm trained on so many devices with these arguments. Raises UserError where they are none of timm's."""
     if not isinstance(args, Mapping) or not isinstance(args.get("model"), str) or "opt" not in args:
         raise UserError(
@@ -70,7 +70,7 @@ def translate(args: Mapping[str, Any], devices: int = 1) -> Translation:
 class _Run:
     """The arguments, of which each is read once."""
 
-    def __init__(self, args: Mapping[str, Any], devices: int) -> None:
+    def __init__(self, args: Mapping[str, object], devices: int) -> None:
         self.args, self.devices = args, devices
         self.read = {*SILENT, *OF_SCHEDULES}
         self.found = Translation()
@@ -98,7 +98,7 @@ class _Run:
             raise UserError(f"{name}: {value} is no list of {least} numbers or more, as timm's train.py writes one")
         return list(value)
 
-    def mapping(self, name: str) -> dict[str, Any]:
+    def mapping(self, name: str) -> dict[str, object]:
         """An argument that is a mapping. Raises UserError."""
         value = self.get(name, {})
         if not isinstance(value, dict):
@@ -132,7 +132,7 @@ class _Run:
         self.found.words.append(f"data.{'train' if option == 'webdataset' else 'root'}={_word(root)}")
         if option == "cifar10":
             return
-        known = _pretrained(self.args["model"])
+        known = _pretrained(str(self.args["model"]))
         shape = self.numbers("input_size", known.get("input_size") or [3, 224, 224], 3)
         size = int(self.number("img_size", shape[-1]))
         if shape[-1] != shape[-2]:
@@ -274,11 +274,11 @@ class _Run:
         if mixing and off:
             self.values["stages"] = [{"until": f"{off}ep"}, {"augment": [*steps]}]
 
-    def images(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def images(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield what is drawn for each image."""
         if (mode := self.get("train_crop_mode", "rrc")) != "rrc":
             self.left.append(f"train_crop_mode={mode}: augment.random_resized_crop takes its place")
-        crop: dict[str, Any] = {"scale": self.numbers("scale", [0.08, 1.0]), "ratio": self.numbers("ratio", [3 / 4, 4 / 3])}
+        crop: dict[str, object] = {"scale": self.numbers("scale", [0.08, 1.0]), "ratio": self.numbers("ratio", [3 / 4, 4 / 3])}
         drawn = self.get("train_interpolation", "random")
         if drawn not in ("bilinear", "bicubic"):
             self.left.append(f"train_interpolation={drawn}: it is bicubic for every image")
@@ -304,9 +304,9 @@ class _Run:
                 self.left.append(f"recount={count:g}: augment=[random_erasing] erases one box of an image")
         self.read |= {"remode", "recount"}
 
-    def randaugment(self, policy: str) -> dict[str, Any]:
+    def randaugment(self, policy: str) -> dict[str, object]:
         """The keys of augment.randaugment that are in timm's words, such as rand-m9-mstd0.5-inc1."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         ignored = []
         for part in filter(None, policy.split("-")[1:]):
             key, value = part[0], part[1:]
@@ -320,7 +320,7 @@ class _Run:
             )
         return found
 
-    def mixing(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def mixing(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield mixup and cutmix, with the share of the samples that each one mixes."""
         alphas = {name: alpha for name in ("mixup", "cutmix") if (alpha := self.number(name)) > 0}
         share, cut, mode = self.number("mixup_prob", 1), self.number("mixup_switch_prob", 0.5), self.get("mixup_mode", "batch")
@@ -372,7 +372,7 @@ class _Run:
             self.found.words.append("logger=[files,wandb]")
 
 
-def _word(path: Any) -> str:
+def _word(path: object) -> str:
     """A path as the value of an override."""
     return str(path) if re.fullmatch(r"[\w./~-]+", str(path)) else format_value(path)
 
