@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 import drivetrain
 from drivetrain.cli.main import main
 from drivetrain.config import catalog
-from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.config.elsewhere import ELSEWHERE
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, split, translated
 from drivetrain.core.errors import UserError
+from drivetrain.launch.composed_elsewhere import overrides_of
 from drivetrain.launch.job import prepare, prepare_run
 from drivetrain.run import directory
 from drivetrain.run.result import Result

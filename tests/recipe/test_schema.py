@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from drivetrain.cli import main
+from drivetrain.cli.recipe_schema import NAMES_CODE, recipe_schema
 from drivetrain.config.catalog import LISTS, options
 from drivetrain.config.compose import compose
-from drivetrain.config.recipe_schema import NAMES_CODE, recipe_schema
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import recipes_dir
 from drivetrain.launch.job import prepare
@@ -126,7 +126,7 @@ def test_an_editor_is_told_what_the_files_say():
 
 
 def test_the_command_writes_it(capsys, monkeypatch):
-    monkeypatch.setattr("drivetrain.config.recipe_schema.recipe_schema", lambda dirs: {"given": dirs})
+    monkeypatch.setattr("drivetrain.cli.recipe_schema.recipe_schema", lambda dirs: {"given": dirs})
     assert main.main(["recipe", "schema"]) == 0
     printed = capsys.readouterr().out
     assert json.loads(printed) == {"given": []}

@@ -153,7 +153,7 @@ def _fetch(argv: Sequence[str]) -> int:
 
 def _schema(given: argparse.Namespace) -> int:
     """Print the JSON Schema of recipes, or write it to FILE, which it replaces. An editor uses it as docs/recipes.md says."""
-    from drivetrain.config.recipe_schema import recipe_schema
+    from drivetrain.cli.recipe_schema import recipe_schema
 
     if len(given.overrides) > 1:
         raise UserError(f"drivetrain recipe schema writes one file: leave out {' '.join(given.overrides[1:])}")

@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from drivetrain.config import callbacks, recipe_checks, schema, stages
+from drivetrain.config import callbacks, recipe_checks, schema, stage_configs
 from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
 from drivetrain.config.composed import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.schema import Schema, Where
-from drivetrain.config.stages import Planned
+from drivetrain.config.stage_configs import Planned
 from drivetrain.core import paths, phases, selection, user_code
 from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError
@@ -95,8 +95,8 @@ def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
         return []
     made = []
     bases = {group: _base_of(user_code.import_name(min(shipped_targets(group)))) for group in options()}
-    plan = stages.plan(whole.composed, bases, problems)
-    whole.composed.notices += stages.repeated(plan)
+    plan = stage_configs.plan(whole.composed, bases, problems)
+    whole.composed.notices += stage_configs.repeated(plan)
     for planned in plan:
         wrong = list(planned.composed.problems)
         made.append(_make_run(planned.composed, own, wrong, planned))

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.config.composed_elsewhere import overrides_of
 from drivetrain.core import process
 from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import BAD_CONFIG, UserError
@@ -23,6 +22,7 @@ from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag, signals_sent_to
 from drivetrain.core.world import World
 from drivetrain.launch import elastic, trials
+from drivetrain.launch.composed_elsewhere import overrides_of
 from drivetrain.launch.job import Job, device_problems, prepare_run
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +13,7 @@ from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value
 
 
-def overrides_of(config: Mapping[str, Any] | DictConfig, config_dirs: Sequence[str] = ()) -> list[str]:
+def overrides_of(config: Mapping[str, object] | DictConfig, config_dirs: Sequence[str] = ()) -> list[str]:
     """The overrides that make this config.
 
     A group is the name of an option (`optimizer: sgd`), or a section that Hydra composed from drivetrain's conf/, whose
@@ -40,7 +39,7 @@ def overrides_of(config: Mapping[str, Any] | DictConfig, config_dirs: Sequence[s
     return words
 
 
-def _resolved(config: DictConfig) -> dict[str, Any]:
+def _resolved(config: DictConfig) -> dict[str, object]:
     """The config as plain dicts and lists. Raises UserError."""
     from omegaconf.resolvers import oc
 
@@ -53,14 +52,14 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
-def _keep(name: str, *default: Any) -> str:
+def _keep(name: str, *default: object) -> str:
     """Stands in for the resolver oc.env: the reference itself."""
     return f"${{oc.env:{','.join([name, *map(str, default)])}}}"
 
 
-def _group(group: str, value: Any, config_dirs: Sequence[str]) -> Iterator[str]:
+def _group(group: str, value: object, config_dirs: Sequence[str]) -> Iterator[str]:
     """The overrides of one group. Raises UserError."""
-    if value is None or isinstance(value, str | list):
+    if not isinstance(value, Mapping):
         yield f"{group}={format_value(value)}"
     elif group in LISTS:
         sections = {name: section for name, section in value.items() if name != "_target_"}
@@ -75,7 +74,7 @@ def _group(group: str, value: Any, config_dirs: Sequence[str]) -> Iterator[str]:
         yield from _values(group, value)
 
 
-def _option_of(group: str, section: Mapping[str, Any], config_dirs: Sequence[str]) -> str:
+def _option_of(group: str, section: Mapping[str, object], config_dirs: Sequence[str]) -> str:
     """The option that a section was composed from: of those with its class, the one that most of its values agree with."""
     sections = {name: _section(group, name, config_dirs) for name in options(config_dirs)[group]}
     same = [name for name, known in sections.items() if known.get("_target_") == section["_target_"]]
@@ -88,13 +87,13 @@ def _option_of(group: str, section: Mapping[str, Any], config_dirs: Sequence[str
     return max(same, key=lambda name: sum(section.get(setting) == value for setting, value in sections[name].items()))
 
 
-def _section(group: str, option: str, config_dirs: Sequence[str]) -> dict[str, Any]:
+def _section(group: str, option: str, config_dirs: Sequence[str]) -> dict[str, object]:
     """The content of an option's file; none where there is no such option."""
     file = option_files(config_dirs)[group].get(option)
     return dict(content(file)) if file is not None else {}
 
 
-def _settings(group: str, place: str, option: str, section: Mapping[str, Any], config_dirs: Sequence[str]) -> Iterator[str]:
+def _settings(group: str, place: str, option: str, section: Mapping[str, object], config_dirs: Sequence[str]) -> Iterator[str]:
     """The settings that differ from those of the option's file."""
     known = _section(group, option, config_dirs)
     for setting, value in section.items():
@@ -102,7 +101,7 @@ def _settings(group: str, place: str, option: str, section: Mapping[str, Any], c
             yield from _values(f"{place}.{setting}", value)
 
 
-def _values(key: str, value: Any) -> Iterator[str]:
+def _values(key: str, value: object) -> Iterator[str]:
     """A value, or each value of a mapping, as overrides; a mapping whose keys are the user's stays whole."""
     if isinstance(value, Mapping) and value and key.rpartition(".")[2] not in OPEN:
         for name, inner in value.items():

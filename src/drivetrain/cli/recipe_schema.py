@@ -100,7 +100,7 @@ def _declared(hint: Any) -> Schema:
     return TypeAdapter(hint).json_schema()
 
 
-def _about(hint: Any) -> Schema:
+def _about(hint: object) -> Schema:
     texts = [
         text for rule in getattr(hint, "__metadata__", ()) for name in ("about", "comment") if (text := getattr(rule, name, ""))
     ]
@@ -125,7 +125,7 @@ def _values() -> dict[str, Schema]:
     return described((conf_dir() / "config.yaml").read_text(encoding="utf-8").splitlines(), values, VALUES.hints)
 
 
-def described(lines: Sequence[str], values: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Schema]:
+def described(lines: Sequence[str], values: Mapping[str, object], kinds: Mapping[str, object]) -> dict[str, Schema]:
     """Key → the schema of its value, with its default and the comment beside it."""
     comments = {found["key"]: found["text"].strip() for line in lines if (found := _COMMENT.match(line))}
     return {
@@ -161,7 +161,7 @@ def _section(group: str, options: Mapping[str, Mapping[str, Schema]]) -> Schema:
     return _object({**settings, **below, "weights": _kind(list[float] | None)} if group in SUMS else settings)
 
 
-def _fitting(of_options: Mapping[str, Mapping[str, Any]]) -> Iterator[Schema]:
+def _fitting(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> Iterator[Schema]:
     """For each option: where it is chosen, the group's settings are its own."""
     for group, names in of_options.items():
         for name in names if group not in LISTS else ():
@@ -197,7 +197,7 @@ def _defaults(groups: Collection[str]) -> Schema:
     return {"type": "array", "items": {"anyOf": [entry, {"const": "_self_"}]}, "description": "the options of the groups"}
 
 
-def _dotted(of_options: Mapping[str, Mapping[str, Any]]) -> dict[str, Schema]:
+def _dotted(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> dict[str, Schema]:
     """The settings written as `group.setting: value`, whose values the editor does not check."""
     found: dict[str, Schema] = {}
     for group, names in of_options.items():
@@ -208,7 +208,7 @@ def _dotted(of_options: Mapping[str, Mapping[str, Any]]) -> dict[str, Schema]:
     return found
 
 
-def _sweep(of_options: Mapping[str, Mapping[str, Any]]) -> Schema:
+def _sweep(of_options: Mapping[str, Mapping[str, Mapping[str, Schema]]]) -> Schema:
     """The grid: for each key or group the values to go through."""
     groups = {g: {"anyOf": [{"type": "array", "minItems": 1, "items": _chosen(g)}, _chosen(g)]} for g in of_options}
     return {
