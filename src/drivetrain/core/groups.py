@@ -22,7 +22,7 @@ from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.core.world import World
 
 T = TypeVar("T")
-Sums = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+Sums = Callable[[Sequence["torch.Tensor"]], list["torch.Tensor"]]  # adds up numbers of parameters over ranks
 Better = Callable[[float, float], float]  # min or max: returns the better of two values
 
 
