@@ -1,4 +1,4 @@
-"""Does the doctor name a cost that nobody told it of, with its right share? And does it call a clean model clean?
+"""Planted costs of which nobody told the doctor: does it name them with their right share, and call a clean model clean?
 
     python -m bench.attribution --seeds 20
 
@@ -317,7 +317,7 @@ def summary(seeds: dict[str, Any]) -> dict[str, Any]:
 
 
 def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
-    """What the planted line costs, what the doctor says of it, and what it says of the program without it."""
+    """The cost of the planted line, and the doctor's words on it and on the program without it."""
     from drivetrain.engine import child
     from drivetrain.launch.job import prepare
     from drivetrain.measure.profile.doctor import diagnose
@@ -352,7 +352,7 @@ def sevenths(profile_s: float) -> dict[str, str]:
 
 
 def _threads(profile_s: float) -> str:
-    """What the doctor says of a step that sets its threads to 1; "" where it does not name that line."""
+    """The doctor's words on a step that sets its threads to 1; "" where it does not name that line."""
     from drivetrain.engine import child
     from drivetrain.launch.job import prepare
     from drivetrain.measure.profile.doctor import diagnose

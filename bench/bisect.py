@@ -1,4 +1,4 @@
-"""Does `drivetrain bisect` name the right settings? Planted causes among 15 changes, many times over.
+"""Planted causes among 15 changes, many times over: does `drivetrain bisect` name the right settings?
 
     python -m bench.bisect                       # 40 repeats of each kind, with simulated rounds: a minute
     python -m bench.bisect --true single,pair    # and these kinds once more with true processes: minutes each; --quality KINDS

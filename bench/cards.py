@@ -1,4 +1,4 @@
-"""What each technique brings beside the option that is off: time and memory of an update, in a case that it is made for.
+"""Time and memory of an update with each technique, beside the option that is off, in a case that it is made for.
 
 `python -m bench.cards [--minutes N] [--rounds N] [--block-s S] [--cards OVERRIDE …] [--out FILE]` measures the options that the
 file does not hold yet, those of most worth first, and stops when the time is over: called again, it goes on. It writes
@@ -46,7 +46,7 @@ OWN = ("data=synthetic", "data.shape=[512]", "data.samples=2048", "model=own", "
 
 
 class Case(NamedTuple):
-    """What all have, what the first one has, and what the option wants beside itself."""
+    """The words that all have, those of the first one, and those that the option wants beside itself."""
 
     base: tuple[str, ...]
     off: str
@@ -149,7 +149,7 @@ def measured(case: Case, words: Sequence[str], folder: Path, rounds: int, block_
 
 
 def figures(first: Any, row: Any, case: Case) -> dict[str, Any]:
-    """How many times as fast an option is, and how much more memory it takes, with 95 % intervals."""
+    """The ratio of an option's speed, and the memory that it takes more, with 95 % intervals."""
     from drivetrain.measure import intervals
 
     if row.error is not None or row.ratio is None:
@@ -168,7 +168,7 @@ def figures(first: Any, row: Any, case: Case) -> dict[str, Any]:
 
 
 def sentence(card: dict[str, Any], cpu: str) -> str:
-    """What a card says of a technique."""
+    """The sentence of a card on a technique."""
     if "reason" in card:
         return str(card["reason"])
     middle, low, high = card["ratio"]

@@ -1,4 +1,4 @@
-"""What draws by key cost a sample of a user's Dataset: `python -m bench.draws [--rounds N]`.
+"""The cost of draws by key for a sample of a user's Dataset: `python -m bench.draws [--rounds N]`.
 
 Each kind of Dataset (tests/support/drawing_sets.py) is read in batches as it is, and by key, in turns; the least time counts.
 """

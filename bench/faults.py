@@ -223,7 +223,7 @@ BEGIN, END = "<!-- made by python -m bench.faults --table -->\n", "<!-- end -->\
 
 
 class Row(NamedTuple):
-    """What came of a fault."""
+    """The end of a run with a fault."""
 
     fault: str
     exit: int

@@ -1,4 +1,4 @@
-"""Does `drivetrain forecast` tell peak memory and time of a step? Random configurations, forecast and then measured.
+"""Random configurations, forecast and then measured: does `drivetrain forecast` tell peak memory and time of a step?
 
 python -m bench.forecast [--count 50] [--seed 2026] [--pool test] [--out FILE]
 

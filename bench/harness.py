@@ -325,7 +325,7 @@ def parse(doc: str | None, out: str | Path, argv: Sequence[str] | None = None, *
 
 
 def before(path: Path) -> dict[str, Any]:
-    """What a result file holds already, but for the machine: a campaign that was stopped goes on from there."""
+    """The content of a result file, but for the machine: a campaign that was stopped goes on from there."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return {key: value for key, value in content.items() if key != "machine"}
 

@@ -1,4 +1,4 @@
-"""Are the verdicts of `quality=true` honest? `python -m bench.honest [--repeats N]` trains and judges many times over.
+"""The honesty of the verdicts of `quality=true`: `python -m bench.honest [--repeats N]` trains and judges many times over.
 
 Harmless changes are judged half as often as the same against itself, planted breaks a quarter. Each repeat has seeds of its
 own. The same against itself is trained with other seeds than the first variant, so that nothing but chance tells them apart. What

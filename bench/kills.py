@@ -224,7 +224,7 @@ def _newest(place: Path) -> Path:
 
 
 def _resume(place: Path, words: list[str]) -> list[str]:
-    """How a user goes on: with the run, if it came so far as to have a record of itself, else by starting again."""
+    """The words by which a user goes on: with the run, if it came so far as to have a record of itself, else by starting again."""
     begun = [run_dir for run_dir in command.runs(place / "outputs") if (run_dir / "environment.json").exists()]
     return [f"resume={begun[-1]}"] if begun else words
 
@@ -274,7 +274,7 @@ def campaign(kills: int, seed: int, jobs: int, limit_s: float = float("inf")) ->
 
 
 def summary(cases: Sequence[Case]) -> dict[str, dict[str, dict[str, int]]]:
-    """How often each outcome came, for each option of each axis."""
+    """The number of each outcome, for each option of each axis."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     for at, (axis, options) in enumerate(TABLE.items()):
         for option in options:

@@ -1,4 +1,4 @@
-"""How fast samples are read: the usual code and ours, on the same JPEG files, and on small images in memory.
+"""Reading samples by the usual code and ours, on the same JPEG files, and on small images in memory.
 
 `python -m bench.loader [--quick] [--groups jpeg memory] [--rounds N] [--out FILE]`
 

@@ -1,4 +1,4 @@
-"""What a loop costs a step: ours against hand-written loops, Lightning Fabric, accelerate and Lightning.
+"""The cost of a loop for a step: ours against hand-written loops, Lightning Fabric, accelerate and Lightning.
 
 `python -m bench.overhead [--quick] [--variants hand ours …] [--out FILE]`
 
@@ -34,7 +34,7 @@ LOG_EVERY = 20
 
 @dataclass(frozen=True)
 class Work:
-    """What every variant of a group does."""
+    """The work of every variant of a group."""
 
     updates: int  # of an epoch
     epochs: int  # of a block
@@ -184,7 +184,7 @@ def _loss_of(trainer: Any) -> float:
 
 
 def hand_everyday(work: Work, sync: BlockSync, fused: bool | None = None) -> None:
-    """What an everyday run needs, by hand."""
+    """The parts that an everyday run needs, by hand."""
     import torch
     from torch.nn.functional import cross_entropy
 

@@ -43,7 +43,7 @@ Words = tuple[str, ...]
 
 
 class Ended(NamedTuple):
-    """What became of a row."""
+    """The end of a row."""
 
     words: Words
     outcome: str
@@ -104,7 +104,7 @@ class Journal:
 
 @dataclass
 class Asked:
-    """What the rules say: options that cannot run on this machine, pairs that cannot be together, and pairs that are to train."""
+    """The answers of the rules: options that cannot run on this machine, pairs that cannot be together, and pairs that are to train."""
 
     alone: dict[str, str] = field(default_factory=dict)
     together: dict[Pair, str] = field(default_factory=dict)

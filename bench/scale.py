@@ -1,4 +1,4 @@
-"""What spreading a run over ranks costs, counted and measured, and what a simple model of it predicts.
+"""The cost of spreading a run over ranks, counted and measured, beside what a simple model predicts.
 
     python -m bench.scale
 

@@ -1,4 +1,4 @@
-"""What starts cost: until the first update of the default run, until a bad option is answered, and for each job of a sweep.
+"""The cost of starts: until the first update of the default run, until a bad option is answered, and for each job of a sweep.
 
 `python -m bench.startup [--quick] [--pairs N] [--jobs N] [--out FILE]`
 

@@ -1,4 +1,4 @@
-"""What a step of a model of transformers takes: ours against Hugging Face's Trainer and a hand-written loop.
+"""The time of a step of a model of transformers: ours against Hugging Face's Trainer and a hand-written loop.
 
 `python -m bench.transformers [--quick] [--bf16] [--variants ours trainer] [--out FILE]`
 
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Work:
-    """What every variant of a model does."""
+    """The work of every variant of a model."""
 
     kind: str
     updates: int  # of a block

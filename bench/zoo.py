@@ -1,4 +1,4 @@
-"""What the recipes that ship achieve on this machine: `python -m bench.zoo` trains each of them with several seeds.
+"""Figures of the recipes that ship, on this machine: `python -m bench.zoo` trains each of them with several seeds.
 
 `--only NAME …` takes these recipes. `--claims` writes into each what it has shown, `--verify` measures again what they claim;
 `--shared`, where other programs share this machine, reports and claims no times.
@@ -48,7 +48,7 @@ BEGIN_VERIFIED = "<!-- python -m bench.zoo --verify writes this table -->\n"
 
 @dataclass(frozen=True)
 class Plan:
-    """How a recipe is measured."""
+    """The way in which a recipe is measured."""
 
     target: str | None = None  # such as accuracy>=0.98: the updates and seconds until then
     seeds: int = 3
@@ -184,7 +184,7 @@ def parameters(run: Path) -> int | None:
 
 
 def speed(name: str, plan: Plan, rounds: int) -> Speed:
-    """How much faster than its baseline a recipe is, measured in turns."""
+    """The speed of a recipe relative to its baseline, measured in turns."""
     given = [f"recipe={name}", *COMMON]
     others = {key_of(word) for word in plan.against}
     base_words = [*(word for word in given if key_of(word) not in others), *plan.against]
@@ -199,7 +199,7 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
 
 
 def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: Any) -> Claim | None:
-    """What the runs of a recipe, and its comparison with a baseline, have shown."""
+    """The claim that the runs of a recipe, and its comparison with a baseline, have shown."""
     claim = export.claim_of_runs(runs, export.Settings(target=plan.target))
     if claim is None:
         return None
@@ -271,7 +271,7 @@ def line_verified(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _untold(answer: dict[str, Any]) -> str:
-    """Why a claim cannot be told. Of one that is another device's the figure is shown: the table names the device."""
+    """The reason why a claim cannot be told. Of one that is another device's the figure is shown: the table names the device."""
     return f"{answer['measured']} for {answer['claimed']}" if "claimed on" in answer["because"] else answer["because"]
 
 
@@ -308,7 +308,7 @@ def measure(name: str, plan: Plan, given: Any) -> dict[str, Any]:
 
 
 def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | None:
-    """What verifying the claim of a recipe comes to here; None where it claims nothing."""
+    """The answers of verifying the claim of a recipe here; None where it claims nothing."""
     recipe = places.read(name)
     if recipe.claim is None:
         return None

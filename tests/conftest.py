@@ -1,4 +1,4 @@
-"""What every test starts from: a directory of its own, one thread, and runs of a second."""
+"""Every test starts from a directory of its own, one thread, and runs of a second."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _forked_or_not(_no_launcher: None, request: pytest.FixtureRequest, monkeypat
 
 @pytest.fixture(autouse=True)
 def _half_as_on_any_cpu(_no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed in 16 bits is the same whatever this CPU is good at: all in bfloat16, and matrix products in float16."""
+    """Computing in 16 bits is the same whatever this CPU is good at: all in bfloat16, and matrix products in float16."""
     from drivetrain.precision import cpu_half
 
     def measure(model: Any, example: Any, dtype: Any) -> cpu_half.Slowness:
@@ -192,7 +192,7 @@ def logged(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> Callab
 
 @pytest.fixture
 def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """What a tiny run with these words is refused for; it must be refused."""
+    """The problems for which a tiny run with these words is refused; it must be."""
     from drivetrain.config import validate as check
     from drivetrain.core.errors import UserError
     from drivetrain.launch import launcher

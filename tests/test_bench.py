@@ -171,7 +171,7 @@ def test_what_a_card_says(memory: list[float] | None, says: str) -> None:
 
 
 def test_the_cards_of_the_options_are_those_of_the_campaign() -> None:
-    """What `drivetrain list` says was measured is what the record holds."""
+    """`drivetrain list` says what the record holds."""
     record = harness.before(harness.RESULTS / "cards-cpu.json")
     said = {word: cards.sentence(card, record["cpu"]) for word, card in record.get("cards", {}).items()}
     assert dict(catalog.measured()) == said

@@ -219,7 +219,7 @@ def test_a_row_over_its_time_is_killed_with_all_that_it_started(tmp_path: Path, 
 
 
 def _sleeping() -> bool:
-    """Whether a `sleep 600` of this test is left."""
+    """True if a `sleep 600` of this test is left."""
     commands = []
     for pid in harness.descendants(os.getpid()):
         try:

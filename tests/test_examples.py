@@ -322,7 +322,7 @@ def test_the_callback_logs_the_norm_of_the_weights(tiny, my_pkg):
 
 @pytest.fixture
 def plugin(tmp_path, my_pkg, monkeypatch):
-    """What `pip install examples/extending` leaves in site-packages."""
+    """The package as `pip install examples/extending` leaves it in site-packages."""
     project = tomllib.loads((EXTENDING / "pyproject.toml").read_text())["project"]
     site, name = tmp_path / "site", project["name"].replace("-", "_")
     shutil.copytree(EXTENDING / "my_pkg", site / "my_pkg")

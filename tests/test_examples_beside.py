@@ -30,7 +30,7 @@ from tests.support.same_end import differences
 
 
 class Example(NamedTuple):
-    """How long it trains, and what its loop yields."""
+    """The length of an example's training, and what its loop yields."""
 
     losses: tuple[str, ...] = ("loss",)  # keys of a record, in the order of the loop's
     figures: tuple[str, ...] = ()  # keys of an evaluation
@@ -83,7 +83,7 @@ def trainer_of(words: Callable[[str], list[str]]) -> Iterator[Callable[[str], Tr
 
 
 def by_loop(model: torch.nn.Module, example: Example) -> list[list[Any]]:
-    """What the example's loop yields, each as a list. It draws from the same stream as a run."""
+    """The values that the example's loop yields, each as a list. It draws from the same stream as a run."""
     import plain
 
     torch.manual_seed(rng.mix(0, 4, 0))  # from its first update on

@@ -1,4 +1,4 @@
-"""What is installed: the package with its config and recipes, and nothing else."""
+"""The wheel has the package with its config and recipes, and nothing else."""
 
 import shutil
 import subprocess

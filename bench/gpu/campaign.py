@@ -195,7 +195,7 @@ def distinct(words: Sequence[str]) -> list[str]:
 
 
 def facts(result: Any) -> dict[str, Any]:
-    """What a row keeps of a run."""
+    """The figures that a row keeps of a run."""
     names = ("updates", "samples_per_second", "step_ms_p50", "compile_s", "peak_memory_bytes", "time_to_first_step_s")
     return {"overrides": result.overrides, "metrics": result.judged("final"), **{name: getattr(result, name) for name in names}}
 
@@ -249,7 +249,7 @@ class Campaign:
         return self._rows[stage]
 
     def files(self, stage: str) -> list[Path]:
-        """Where a stage's results are: in the folder that keeps them, and in that which travels."""
+        """The files of a stage's results: in the folder that keeps them, and in that which travels."""
         return [folder / f"gpu-{stage}-{self._device}.json" for folder in self._folders]
 
     def left_s(self) -> float:
@@ -402,7 +402,7 @@ LARGEST = 16 * 2**20  # bytes of the archive
 
 
 def cache_folder() -> Path:
-    """Where the compiler's cache is in this call; it is filled from the archive that was carried, if one was."""
+    """The folder of the compiler's cache in this call; it is filled from the archive that was carried, if one was."""
     folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/drivetrain-gpu-{os.getuid()}"))
     if (CARRIED / ARCHIVE).exists() and not folder.exists():
         with tarfile.open(CARRIED / ARCHIVE) as archive:

@@ -1,4 +1,4 @@
-"""Are the reported rates true? What a run says of its speed, against the wall time of a device that has been waited for.
+"""True rates: a run's words on its speed against the wall time of a device that has been waited for.
 
 Beside the run's own loggers one more is called at each record. It waits until the device has done all its work and reads
 the clock. So the time between two of its records is that of the updates between them, however far ahead of the device the
@@ -91,7 +91,7 @@ def rates(seen: Sequence[tuple[float, ...]], step_ms_p50: float | None) -> dict[
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Which runs report another rate than the true one."""
+    """The runs that report another rate than the true one."""
     ratios = {name: round(row["reported_over_outside"], 4) for name, row in rows.items() if row["status"] == "ok"}
     return {"reported_over_outside": ratios, "wrong": [name for name in ratios if not rows[name]["within"]]}
 

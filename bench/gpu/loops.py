@@ -40,7 +40,7 @@ class Work:
 
 
 def base_overrides(work: Work) -> list[str]:
-    """What all of our variants have in common."""
+    """The overrides that all of our variants have in common."""
     shape = ",".join(map(str, work.shape))
     text = ["data.tokens=true", "loss=next_token"] if work.tokens else []
     return [
@@ -84,7 +84,7 @@ def naive(work: Work, sync: BlockSync) -> None:
 
 
 def hand(work: Work, inside: bool, bytes_normalised: str, sync: BlockSync) -> None:
-    """What a good engineer writes by hand: bfloat16 or TensorFloat-32, channels_last, compiled, fused.
+    """The loop that a good engineer writes by hand: bfloat16 or TensorFloat-32, channels_last, compiled, fused.
 
     `inside` compiles the loss with the model, and the update. Images are bytes where `bytes_normalised` says that they are
     normalised "before" the compiled model or "inside" it; "" for floats.

@@ -1,4 +1,4 @@
-"""Is it right? The same run in several ways: the losses of its updates, compared.
+"""The same run in several ways, and the losses of its updates compared: is it right?
 
 A run and its reference see the same samples in the same order from the same weights. So their losses differ by rounding
 alone, which training then amplifies from update to update. Each family has its tolerances with their reason:

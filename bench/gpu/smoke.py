@@ -1,4 +1,4 @@
-"""Does it start? Every option of every group, and the risky pairs, train two updates.
+"""Starts: every option of every group, and the risky pairs, train two updates.
 
 The options are those of the catalog, plugins' too. What an option wants beside it is what the tests of pairs give it.
 """

@@ -1,4 +1,4 @@
-"""Is it fast? Our loop beside a hand-written one and timm's, on the same network and data, and technique by technique.
+"""Speed: our loop beside a hand-written one and timm's, on the same network and data, and technique by technique.
 
 All variants of a row run short blocks in turn. Each rate stands beside the model's own operations a second (MFU) and beside
 what this device was measured to do.
@@ -29,7 +29,7 @@ NO_TIME = "no time was left to begin it"
 
 @dataclass
 class Interleaved:
-    """What a row came to."""
+    """The measurements of a row."""
 
     blocks: dict[str, list[float]] = field(default_factory=dict)  # seconds
     base: dict[str, list[float]] = field(default_factory=dict)  # of a variant's group: the base's blocks in the same rounds

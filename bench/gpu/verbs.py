@@ -1,4 +1,4 @@
-"""Do compare, doctor and tune run on the device, and what do they say?"""
+"""compare, doctor and tune on the device, and what they say."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def verb(words: Sequence[str], folder: Path) -> dict[str, Any]:
 
 
 def summary(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Which verbs ended well."""
+    """The verbs, and how each ended."""
     return {name: row["status"] for name, row in rows.items()}

@@ -50,7 +50,7 @@ class Denoiser(nn.Module):
 
 
 def loss(model: Any, input: torch.Tensor) -> torch.Tensor:
-    """How well the model tells the noise that is added to the images here."""
+    """The error of the model in telling the noise that is added to the images here."""
     when = torch.randint(STEPS, (len(input),), device=input.device)
     noise, signal = torch.randn_like(input), SIGNAL.to(input.device)[when, None]
     noisy = signal.sqrt() * input + (1 - signal).sqrt() * noise

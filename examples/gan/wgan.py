@@ -44,7 +44,7 @@ class Gan(nn.Module):
 
 
 def loss(model: Any, x: torch.Tensor, phase: str) -> Any:
-    """What the networks of a phase minimize. The distance of made images from real ones is logged."""
+    """The quantity that the networks of a phase minimize. The distance of made images from real ones is logged."""
     made = model.generator(torch.randn(len(x), NOISE, device=x.device))
     if phase == "generator":
         return -model.critic(made).mean()

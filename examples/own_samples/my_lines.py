@@ -1,4 +1,4 @@
-"""Which module of Python's standard library does a line of code come from? Samples are dicts, of lines of many lengths."""
+"""A line of code, and the module of Python's standard library that it comes from. Samples are dicts, of lines of many lengths."""
 
 from __future__ import annotations
 

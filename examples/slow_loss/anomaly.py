@@ -78,7 +78,7 @@ class Slow(Loss):
         return (self.graded(margins) * counts).sum() / counts.sum().clamp(min=1)
 
     def cost(self, margin: torch.Tensor | float) -> torch.Tensor | float:
-        """What a margin at a level's bound costs: nothing at the top, 1 at the bottom."""
+        """The cost of a margin at a level's bound: nothing at the top, 1 at the bottom."""
         return ((REACH - margin) / (2 * REACH)) ** 2
 
     def shuffled(self, count: int, device: torch.device) -> torch.Tensor:
@@ -87,7 +87,7 @@ class Slow(Loss):
         return order.to(device)
 
     def bound(self, level: torch.Tensor | int) -> torch.Tensor | float:
-        """Where a level begins."""
+        """The place at which a level begins."""
         return level * (2 * REACH / self.levels) - REACH
 
     def graded(self, margins: torch.Tensor) -> torch.Tensor:

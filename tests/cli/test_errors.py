@@ -193,7 +193,7 @@ def test_bad_words(case: str, tmp_path: Path) -> None:
 
 
 def test_bad_words_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """What Python itself says of its imports, from its start to its end."""
+    """The list of imports is Python's own, from its start to its end."""
     at_once(tmp_path, *WITHOUT_A_MODEL["two wrong words"], by=timed)
 
 

@@ -39,7 +39,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def good(done: Done) -> str:
-    """What it said; exit 0 and not a word on standard error."""
+    """The output of a command that ended with exit 0 and without a word on standard error."""
     assert (done.code, done.err) == (0, ""), done
     assert done.out.strip()
     assert not CONTROL.search(done.out), "plain text where it is no terminal"
@@ -289,7 +289,7 @@ def test_a_terminal_is_not_assumed_from_the_environment(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_output_in_a_narrow_alphabet(tmp_path: Path) -> None:
-    """Where standard output cannot write × or –, the lists and a run still work."""
+    """The lists and a run work also where standard output cannot write × or –."""
     plain = {"PYTHONIOENCODING": "ascii"}
     assert run("list", cwd=tmp_path, env=plain).code == 0
     done = run("train", *TINY, "updates=2", cwd=tmp_path, env=plain)
@@ -326,7 +326,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 
 
 def completed(line: str, place: Path, point: int | None = None) -> list[str]:
-    """What bash would offer for the last word of the line, driven as readline drives the function."""
+    """The words that bash would offer for the last word of the line, driven as readline drives the function."""
     tools = place / "bin"
     if not tools.exists():
         tools.mkdir()
@@ -438,7 +438,7 @@ def test_own_option_that_is_wrong(case: str, tmp_path: Path) -> None:
 
 
 def bare_checkout(place: Path) -> Path:
-    """What `git clone` gives, where nothing called drivetrain is installed; it need not be compiled anew."""
+    """A copy as `git clone` gives it, where nothing called drivetrain is installed; it need not be compiled anew."""
     for name in ("src", "conf", "recipes"):
         shutil.copytree(ROOT / name, place / name)
     return place

@@ -309,14 +309,14 @@ def picture_of(page: str, scheme: str, file: Path) -> Path:
 
 
 def edges(picture: np.ndarray) -> np.ndarray:
-    """How far the levels differ within each block of 4 x 4 pixels."""
+    """The difference of the levels within each block of 4 x 4 pixels."""
     height, width = (n // 4 for n in picture.shape)
     blocks = picture[: 4 * height, : 4 * width].reshape(height, 4, width, 4).astype(int)
     return blocks.max(axis=(1, 3)) - blocks.min(axis=(1, 3))
 
 
 def vanishing(page: str, folder: Path, name: str) -> int:
-    """How many blocks show something in one of the two schemes that cannot be seen in the other."""
+    """The number of blocks that show something in one of the two schemes and not in the other."""
     from PIL import Image
 
     shown = {}
@@ -356,7 +356,7 @@ def test_a_page_is_readable_at_three_widths(made, tmp_path, name, scheme):
 @pytest.mark.skipif(BROWSER is None, reason="Chromium is not installed: nobody has looked at the pages")
 @pytest.mark.parametrize("name", NAMES)
 def test_light_and_dark_show_the_same(made, tmp_path, name):
-    """What is there in one of two pictures and not in the other has the colour of its ground: a curve, a line, a label."""
+    """A curve, a line or a label that is in one of two pictures alone has the colour of its ground in the other."""
     folder = Path(os.environ.get("DRIVETRAIN_KEEP_PAGES", tmp_path))
     assert vanishing(made[name], folder, name) == 0
 

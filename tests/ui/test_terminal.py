@@ -1,4 +1,4 @@
-"""What a run shows in a terminal: within its width, without what it cannot draw, and with what was set marked."""
+"""A run in a terminal: within its width, without what it cannot draw, and with what was set marked."""
 
 import io
 import logging
