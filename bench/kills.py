@@ -224,7 +224,7 @@ def _newest(place: Path) -> Path:
 
 
 def _resume(place: Path, words: list[str]) -> list[str]:
-    """The words by which a user goes on: with the run, if it came so far as to have a record of itself, else by starting again."""
+    """The words by which a user goes on: with the run, if it has a record of itself, else by starting again."""
     begun = [run_dir for run_dir in command.runs(place / "outputs") if (run_dir / "environment.json").exists()]
     return [f"resume={begun[-1]}"] if begun else words
 
