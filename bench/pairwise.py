@@ -104,7 +104,7 @@ class Journal:
 
 @dataclass
 class Asked:
-    """The answers of the rules: options that cannot run on this machine, pairs that cannot be together, pairs that are to train."""
+    """The answers of the rules: options that cannot run here, pairs that cannot be together, and pairs that are to train."""
 
     alone: dict[str, str] = field(default_factory=dict)
     together: dict[Pair, str] = field(default_factory=dict)
