@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import io
+from contextlib import redirect_stdout
 
 import cards
 
@@ -20,7 +22,9 @@ def _commands() -> str:
     found = ["# Commands", "", "`drivetrain VERB` is the command; `python -m src.train` is `drivetrain train`.", ""]
     for verb in verbs.all_verbs().values():
         if verb.help:
-            found += [f"## {verb.name}", "", "```text", verb.page().rstrip(), "```", ""]
+            with redirect_stdout(io.StringIO()) as page:
+                verb.run(["--help"])
+            found += [f"## {verb.name}", "", "```text", page.getvalue().rstrip(), "```", ""]
     return "\n".join(found)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.trees import cast
 from drivetrain.precision import Precision
 
 
@@ -14,10 +15,5 @@ class Fp64(Precision):
     full_float32 = False  # a capability: rules ask for it that need every tensor in float32
 
     def convert(self, model: torch.nn.Module, example: torch.Tensor) -> torch.nn.Module:
-        model.register_forward_pre_hook(lambda _, inputs: tuple(as_double(x) for x in inputs))
+        model.register_forward_pre_hook(lambda _, inputs: cast(inputs, torch.float64))
         return model.double()
-
-
-def as_double(x: torch.Tensor) -> torch.Tensor:
-    """A float tensor in float64; token ids stay whole numbers."""
-    return x.double() if x.is_floating_point() else x
