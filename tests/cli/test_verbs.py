@@ -219,7 +219,7 @@ def test_recipe_export(finished: Path, tmp_path: Path) -> None:
         finished.name,
         device,
         "torch 2.",
-        "result: completed",
+        "the run completed",
         f"accuracy {told['metrics']['validation']['final']['accuracy']:.4f}",
         rate,
     ):
