@@ -220,7 +220,7 @@ def test_recipe_export(finished: Path, tmp_path: Path) -> None:
         device,
         "torch 2.",
         "the run completed",
-        f"accuracy {told['metrics']['validation']['final']['accuracy']:.4f}",
+        f"{told['metrics']['validation']['best']['accuracy']:.4f}",
         rate,
     ):
         assert fact in "\n".join(said)
