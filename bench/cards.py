@@ -133,14 +133,14 @@ def comparisons(wanted: Sequence[str]) -> Iterator[tuple[Case, list[str]]]:
 def measured(case: Case, words: Sequence[str], folder: Path, rounds: int, block_s: float) -> dict[str, dict[str, Any]]:
     """Measure options beside the one that is off: for each one its figures, or why there are none."""
     from drivetrain.core.errors import UserError
-    from drivetrain.measure.benchmark import comparison, variants
+    from drivetrain.measure.benchmark import compare, variants
 
     given = {word.partition("=")[0]: word.format(photos=folder / "photos") for word in case.base}  # the last one counts
     base = [*ALL, *given.values(), f"output_dir={folder}/runs"]
     specs = [variants.compose(case.off, [*base, case.off])]
     specs += [variants.compose(word, [*base, word, *cards()[word].beside]) for word in words]
     try:
-        found = comparison.measure(specs, comparison.Settings(rounds=rounds, block_s=block_s), base)
+        found = compare.measure(specs, compare.Settings(rounds=rounds, block_s=block_s), base)
     except UserError as error:  # nothing is written: it may run the next time
         print(f"{case.off} does not run: {error}")
         return {}

@@ -26,7 +26,7 @@ from bench import harness
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import recipes_dir
-from drivetrain.measure.benchmark import comparison, variants
+from drivetrain.measure.benchmark import compare, variants
 from drivetrain.measure.benchmark.training import Facts
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, Settings, rounded, verify
@@ -190,7 +190,7 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
     base_words = [*(word for word in given if key_of(word) not in others), *plan.against]
     specs = [variants.compose(" ".join(plan.against), base_words), variants.compose(name, given)]
     base, job = (variants.baseline_job([spec]) for spec in specs)
-    done = comparison.measure(specs, comparison.Settings(rounds=rounds), given)
+    done = compare.measure(specs, compare.Settings(rounds=rounds), given)
     compare_row = done.rows[1]
     if compare_row.ratio is None:
         raise RuntimeError(f"{name}: {compare_row.error or done.rows[0].error}")

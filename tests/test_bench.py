@@ -18,7 +18,7 @@ from bench import cards, harness, overhead, startup
 from drivetrain.cli.list import show
 from drivetrain.config import catalog
 from drivetrain.measure.benchmark import variants
-from drivetrain.measure.benchmark.comparison import Row
+from drivetrain.measure.benchmark.compare import Row
 from drivetrain.measure.intervals import Interval
 from tests.support import pairwise
 

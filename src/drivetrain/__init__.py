@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import pandas
 
     from drivetrain.inference.loaded import LoadedRun
-    from drivetrain.measure.benchmark.compare import Compared
+    from drivetrain.measure.benchmark.compare import Comparison
     from drivetrain.measure.profile.doctor import Diagnosis
     from drivetrain.run.result import Result
 
@@ -59,7 +59,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     return as_frame(report.sweep(words_of("drivetrain.sweep", overrides, keywords), config_dirs)[0])
 
 
-def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Compared":
+def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keywords: object) -> "Comparison":
     """Run `drivetrain compare <overrides>`, such as ["precision=fp32,bf16", "quality=true"], and return what was measured.
 
     Keywords are overrides too: compare(precision="fp32,bf16", quality=True).

@@ -14,7 +14,7 @@ import numpy as np
 from drivetrain.cli import show_data
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark import ablate, compare
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.bisect import NAMED, Measured, Search

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from drivetrain.measure.benchmark.compare import headline, names, sections, table
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.compare import Comparison, Row, headline, names, sections, table
 from drivetrain.measure.benchmark.quality import FIRST, Verdict, in_words
 from drivetrain.measure.benchmark.training import TrainedRun
 from drivetrain.measure.intervals import Interval

@@ -19,10 +19,9 @@ from drivetrain.core.device import DeviceClock
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.loader.auto import Cost
-from drivetrain.measure.benchmark import comparison as rounds_of
+from drivetrain.measure.benchmark import compare as rounds_of
 from drivetrain.measure.benchmark import interleave
-from drivetrain.measure.benchmark.compare import headline
-from drivetrain.measure.benchmark.comparison import Comparison, Row, _without_effect
+from drivetrain.measure.benchmark.compare import Comparison, Row, _without_effect, headline
 from drivetrain.measure.benchmark.interleave import BenchmarkAgent, TimedBlock, Variant, VariantEnded, run_rounds
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.claims import export

@@ -13,7 +13,7 @@ from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.launch.job import checked, prepare
-from drivetrain.measure.benchmark.comparison import Comparison, Row, Settings
+from drivetrain.measure.benchmark.compare import Comparison, Row, Settings
 from drivetrain.measure.benchmark.quality import FAIL, PASS, Verdict
 from drivetrain.measure.benchmark.training import Facts, TrainedRun
 from drivetrain.measure.benchmark.variants import VariantSpec

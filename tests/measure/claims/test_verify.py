@@ -11,8 +11,8 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.measure.benchmark import comparison
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark import compare
+from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.training import Facts
 from drivetrain.measure.claims import verify
 from drivetrain.measure.claims.verify import (
@@ -267,7 +267,7 @@ def made_up(monkeypatch):
         asked["trained"] = ([*seeds], [kind.key for kind in kinds])
         return asked["runs"]
 
-    monkeypatch.setattr(comparison, "measure", measure)
+    monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(verify, "train", train)
     return asked
 

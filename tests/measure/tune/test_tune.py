@@ -13,7 +13,7 @@ from drivetrain.cli import main
 from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import changes
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.training import TimesToTarget, TrainedRun, columns, proven
 from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
@@ -255,7 +255,7 @@ def test_the_end_of_the_time_is_said(monkeypatch, capsys):
         rows[1].stopped_after = 3
         return Comparison(rows, [], [], settings, {}, 1.0)
 
-    monkeypatch.setattr(tune.comparison, "measure", measured)
+    monkeypatch.setattr(tune.compare, "measure", measured)
     monkeypatch.setattr(tuning, "candidates", lambda stage: (Row("as it is", []), [Row("loader=threads", [])]))
     left = iter([10.0, 1.0])  # the search may start, and its time is over after some rounds
     monkeypatch.setattr(tuning, "seconds_left", lambda: next(left))

@@ -12,9 +12,8 @@ from drivetrain.core.option import Count
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
-from drivetrain.measure.benchmark import compare, comparison, quality, variants
-from drivetrain.measure.benchmark.compare import headline, titled
-from drivetrain.measure.benchmark.comparison import Comparison
+from drivetrain.measure.benchmark import compare, quality, variants
+from drivetrain.measure.benchmark.compare import Comparison, headline, titled
 from drivetrain.measure.benchmark.training import Trained
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import STAGES, Change, Changes
@@ -23,7 +22,7 @@ from drivetrain.ui.sheet import Sheet, remarks
 
 
 @dataclass
-class Settings(comparison.Settings):
+class Settings(compare.Settings):
     """The settings of `drivetrain ablate`."""
 
     rounds: Count = 8  # of each of three comparisons, which have many variants
@@ -72,7 +71,7 @@ class Ablation:
             back = [self.removals[each.key] for each in differences]
             words = self.forward.overrides(differences) if enable else self.backward.overrides(back)
             specs.append(variants.compose(label, [*given, *words], self.config_dirs))
-        done = comparison.measure(specs, self.settings, self.overrides, trained=self.trained)
+        done = compare.measure(specs, self.settings, self.overrides, trained=self.trained)
         done.raise_if_baseline_failed()
         done.subject = subject
         self.specs = specs

@@ -34,7 +34,7 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
-from drivetrain.measure.benchmark import comparison
+from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.interleave import Variant
 from drivetrain.measure.benchmark.training import Trained, trainings
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_resume
@@ -372,8 +372,8 @@ class Speed(Measurer):
                 yield from live[1:]
 
         good = self.subsets.variant(frozenset())
-        limits = comparison.Settings(rounds=self.most - len(mine), block_s=self.settings.block_s)
-        first, row = comparison.measure([good, variant], limits, good.overrides, stop).rows
+        limits = compare.Settings(rounds=self.most - len(mine), block_s=self.settings.block_s)
+        first, row = compare.measure([good, variant], limits, good.overrides, stop).rows
         if first.error is not None:
             raise GoodFails(first.error)
         mine += row.rates

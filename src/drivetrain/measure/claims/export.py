@@ -22,7 +22,7 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import quality, training
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.training import Facts
 from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
 from drivetrain.measure.changes import apply

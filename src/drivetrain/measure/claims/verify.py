@@ -21,8 +21,8 @@ from drivetrain.core.selection import Reach, evaluated
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
-from drivetrain.measure.benchmark import compare, comparison, quality, variants
-from drivetrain.measure.benchmark.comparison import Comparison, Row
+from drivetrain.measure.benchmark import compare, quality, variants
+from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.training import Facts, trainings
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
@@ -295,7 +295,7 @@ HEADER = ("claim", "claimed", "measured here", "answer", "because")
 
 
 @dataclass
-class Settings(comparison.Settings):
+class Settings(compare.Settings):
     """The settings of `drivetrain recipe verify`."""
 
     quick: bool = False  # the speed alone
@@ -361,7 +361,7 @@ def verify(
     asked = [kind for kind in ALL if kind.key in claim.kinds()]
     answers, compared, runs = [], None, []
     if claim.speed is not None:
-        compared = comparison.measure([*base, spec], settings, overrides)
+        compared = compare.measure([*base, spec], settings, overrides)
         answers.append(judge(claim, compared.rows[0], compared.rows[1], job.run.runtime.device_type()))
         compared.notes.append(f"{answers[0].outcome}: {answers[0].because}")
     if settings.quick:

@@ -19,8 +19,8 @@ from drivetrain.launch import trials
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import intervals, verbs
-from drivetrain.measure.benchmark import compare, comparison, variants
-from drivetrain.measure.benchmark.comparison import Comparison, Row, no_gain
+from drivetrain.measure.benchmark import compare, variants
+from drivetrain.measure.benchmark.compare import Comparison, Row, no_gain
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
@@ -475,8 +475,8 @@ def _communication_ms(overrides: Sequence[str], one_rank: Sequence[str], config_
         variants.compose("one rank by itself", apply(overrides, one_rank, config_dirs), config_dirs),
         variants.compose("all ranks", overrides, config_dirs),
     ]
-    benchmark = comparison.Settings(rounds=COMMUNICATION_ROUNDS, block_s=settings.block_s)
-    alone, together = comparison.measure(specs, benchmark, overrides).rows
+    benchmark = compare.Settings(rounds=COMMUNICATION_ROUNDS, block_s=settings.block_s)
+    alone, together = compare.measure(specs, benchmark, overrides).rows
     if alone.step_ms_p50 is None or together.step_ms_p50 is None:
         raise UserError(f"the ranks cannot be measured: {alone.error or together.error}")
     return max(0.0, together.step_ms_p50 - alone.step_ms_p50)
@@ -499,10 +499,8 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         return []
     logger.info("measuring %d overrides", len(specs))
     echo()
-    benchmark = comparison.Settings(rounds=settings.rounds, block_s=settings.block_s)
-    done = found.comparisons["What could help, each by itself"] = comparison.measure(
-        [base, *specs], benchmark, overrides, no_gain
-    )
+    benchmark = compare.Settings(rounds=settings.rounds, block_s=settings.block_s)
+    done = found.comparisons["What could help, each by itself"] = compare.measure([base, *specs], benchmark, overrides, no_gain)
     done.raise_if_baseline_failed()
     compare.show(done)
     faster = [row for row in done.rows[1:] if row.gain is not None and row.gain.low > 1]
@@ -513,7 +511,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     if gains and combined not in [gain.overrides for gain in gains] and spec.job is not None:
         echo("\ntogether")
         best = gains[0].overrides
-        done = found.comparisons["Together"] = comparison.measure([base, variant(best, best), spec], benchmark, overrides)
+        done = found.comparisons["Together"] = compare.measure([base, variant(best, best), spec], benchmark, overrides)
         compare.show(done)
         alone, together = done.rows[1].gain, done.rows[2].gain
         if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:

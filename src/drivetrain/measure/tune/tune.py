@@ -27,9 +27,8 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.launch.trials import Trials
 from drivetrain.measure import verbs
-from drivetrain.measure.benchmark import compare, comparison, quality, variants
-from drivetrain.measure.benchmark.compare import titled
-from drivetrain.measure.benchmark.comparison import Comparison, Row, behind
+from drivetrain.measure.benchmark import compare, quality, variants
+from drivetrain.measure.benchmark.compare import Comparison, Row, behind, titled
 from drivetrain.measure.benchmark.interleave import StoppingRule, Variant
 from drivetrain.measure.benchmark.training import (
     MIN_SEEDS,
@@ -412,8 +411,8 @@ class Tuning:
         return live[1:]
 
     def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = lambda live, rounds: ()) -> Comparison:
-        settings = comparison.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
-        done = comparison.measure(specs, settings, self.overrides, stopping_rule)
+        settings = compare.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
+        done = compare.measure(specs, settings, self.overrides, stopping_rule)
         done.raise_if_baseline_failed()
         cut_short = [row for row in done.rows if row.label in self.cut_short and row.stopped_after]
         for row in cut_short:
@@ -473,7 +472,7 @@ class Tuning:
             return
         done.settings.quality, done.settings.seeds, done.settings.max_seeds = True, seeds, seeds
         with Steps() as progress:
-            comparison.add_verdicts(done.rows[:2], specs, done.settings, progress)
+            compare.add_verdicts(done.rows[:2], specs, done.settings, progress)
         verdict = done.rows[1].verdict
         if verdict is not None:
             self.notes.append(f"quality: {verdict.outcome} with {seeds} seeds ({verdict.reason})")
