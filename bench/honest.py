@@ -32,7 +32,7 @@ from drivetrain.launch.worker import run_rank
 from drivetrain.measure import changes
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, Trial, Verdict
-from drivetrain.measure.benchmark.training import TrainedRun, trained_run
+from drivetrain.measure.benchmark.variants import TrainedRun, trained_run
 from drivetrain.run.reader import read
 
 OVERRIDES = (

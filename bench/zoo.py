@@ -27,7 +27,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import compare, variants
-from drivetrain.measure.benchmark.training import Facts
+from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, Settings, rounded, verify
 from drivetrain.measure.intervals import mean

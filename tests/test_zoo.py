@@ -18,7 +18,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank
-from drivetrain.measure.benchmark.training import Facts
+from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims.verify import ALL, HOLDS, REFUTED, Differences, Seen, verify
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes

@@ -11,7 +11,7 @@ from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
 from drivetrain.engine import facts
 from drivetrain.launch import launcher
-from drivetrain.measure.benchmark import training, variants
+from drivetrain.measure.benchmark import variants
 
 
 def small(samples: int, size: int, epochs: int = 10, drop_last: bool = True, ranks: int = 1) -> SimpleNamespace:
@@ -96,8 +96,8 @@ def test_seeds_after_the_first_do_not_repeat_the_advice(tiny, monkeypatch, caplo
         job.job.notices.append("a notice of composing")
         return 0, launcher.launch(job.job, folder, quiet).result
 
-    monkeypatch.setattr(training, "run_one", run_here)
-    with training.trainings("compare", spec.job) as train:
+    monkeypatch.setattr(variants, "run_one", run_here)
+    with variants.trainings("compare", spec.job) as train:
         for number in range(2):
             caplog.clear()
             train(spec, number)

@@ -10,7 +10,7 @@ import pytest
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.selection import Reach
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark import training
+from drivetrain.measure.benchmark import variants
 from drivetrain.measure.benchmark.variants import VariantSpec, swept
 from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
@@ -28,7 +28,7 @@ def jobs(monkeypatch):
         result.write(folder)
         return 0, result
 
-    monkeypatch.setattr(training, "run_one", run)
+    monkeypatch.setattr(variants, "run_one", run)
     return found
 
 
@@ -41,7 +41,7 @@ def test_every_variant_is_trained_as_it_is_but_for_its_seed(jobs):
     """Also where each has a recipe of its own."""
     specs, _ = swept(["recipe=naive,fast", "data=digits", "runtime.seed=5"])
     assert differences(specs[0].job, specs[1].job) > {"surgery", "precision"}
-    with training.trainings("compare", specs[0].job) as train:
+    with variants.trainings("compare", specs[0].job) as train:
         runs = [train(spec, seed) for seed in (5, 6) for spec in specs]
         assert train(specs[0], 5) is runs[0], "none is trained twice"
     assert [(run.seed, run.error) for run in runs] == [(5, None), (5, None), (6, None), (6, None)]
@@ -55,14 +55,14 @@ def test_every_variant_is_trained_as_it_is_but_for_its_seed(jobs):
 def test_a_target_replaces_the_variants_own(jobs):
     words = ["model=mlp", "data=digits", "target=accuracy>=0.5"]
     spec = VariantSpec("it", words, prepare(words))
-    with training.trainings("tune", spec.job, Reach("accuracy", True, 0.9)) as train:
+    with variants.trainings("tune", spec.job, Reach("accuracy", True, 0.9)) as train:
         train(spec, 0)
     assert jobs[0].run.values["target"] == "accuracy>=0.9"
 
 
 def test_what_cannot_be_composed_is_told_with_its_name(jobs):
     spec = VariantSpec("it", ["model=mlp"], prepare(["model=mlp"]))
-    with training.trainings("compare", spec.job) as train:
+    with variants.trainings("compare", spec.job) as train:
         spec.overrides.append("optimizer.lr=fast")
         with pytest.raises(UserError, match=r"^it: optimizer.lr=fast"):
             train(spec, 0)
@@ -73,8 +73,8 @@ def test_a_signal_ends_the_trainings(monkeypatch):
         signals.raised = 15
         return 75, Result(status="interrupted", run_dir=folder)
 
-    monkeypatch.setattr(training, "run_one", run)
+    monkeypatch.setattr(variants, "run_one", run)
     spec = VariantSpec("it", ["model=mlp"], prepare(["model=mlp"]))
-    with pytest.raises(Interrupted), training.trainings("compare", spec.job) as train:
+    with pytest.raises(Interrupted), variants.trainings("compare", spec.job) as train:
         train(spec, 0)
     assert not list(Path("outputs").rglob("*"))

@@ -9,7 +9,7 @@ import pytest
 
 from drivetrain.measure.benchmark.compare import Comparison, Row, headline, names, sections, table
 from drivetrain.measure.benchmark.quality import FIRST, Verdict, in_words
-from drivetrain.measure.benchmark.training import TrainedRun
+from drivetrain.measure.benchmark.variants import TrainedRun
 from drivetrain.measure.intervals import Interval
 from drivetrain.ui.sheet import joined
 

@@ -14,8 +14,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure import changes, intervals
 from drivetrain.measure.benchmark import quality as test
 from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, Plan, Trial, sequentially
-from drivetrain.measure.benchmark.training import TrainedRun, final_figures
-from drivetrain.measure.benchmark.variants import compose, swept
+from drivetrain.measure.benchmark.variants import TrainedRun, compose, final_figures, swept
 from drivetrain.measure.intervals import mean, ratio
 from drivetrain.run.result import Result
 

@@ -15,8 +15,7 @@ from drivetrain.config.compose import compose
 from drivetrain.launch.job import checked, prepare
 from drivetrain.measure.benchmark.compare import Comparison, Row, Settings
 from drivetrain.measure.benchmark.quality import FAIL, PASS, Verdict
-from drivetrain.measure.benchmark.training import Facts, TrainedRun
-from drivetrain.measure.benchmark.variants import VariantSpec
+from drivetrain.measure.benchmark.variants import Facts, TrainedRun, VariantSpec
 from drivetrain.measure.claims import export
 from drivetrain.measure.claims import export as claims
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, judge

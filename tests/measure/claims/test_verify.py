@@ -13,7 +13,7 @@ from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.compare import Comparison, Row
-from drivetrain.measure.benchmark.training import Facts
+from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims import verify
 from drivetrain.measure.claims.verify import (
     ALL,

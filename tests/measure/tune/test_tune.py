@@ -14,7 +14,7 @@ from drivetrain.config.catalog import options
 from drivetrain.launch.job import prepare
 from drivetrain.measure import changes
 from drivetrain.measure.benchmark.compare import Comparison, Row
-from drivetrain.measure.benchmark.training import TimesToTarget, TrainedRun, columns, proven
+from drivetrain.measure.benchmark.variants import TimesToTarget, TrainedRun, columns, proven
 from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.tune import tune

@@ -14,8 +14,7 @@ from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, headline, titled
-from drivetrain.measure.benchmark.training import Trained
-from drivetrain.measure.benchmark.variants import VariantSpec
+from drivetrain.measure.benchmark.variants import Trained, VariantSpec
 from drivetrain.measure.changes import STAGES, Change, Changes
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Sheet, remarks

@@ -32,9 +32,17 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
 from drivetrain.measure.benchmark.interleave import StagedVariant, StoppingRule, Variant, run_rounds
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
-from drivetrain.measure.benchmark.training import TimesToTarget, Trained, proven
-from drivetrain.measure.benchmark.training import columns as of_target
-from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_bad, refuse_resume, swept
+from drivetrain.measure.benchmark.variants import (
+    TimesToTarget,
+    Trained,
+    VariantSpec,
+    baseline_job,
+    proven,
+    refuse_bad,
+    refuse_resume,
+    swept,
+)
+from drivetrain.measure.benchmark.variants import columns as of_target
 from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS, Interval, ratio
 from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo

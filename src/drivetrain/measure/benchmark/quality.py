@@ -30,8 +30,16 @@ from drivetrain.core.selection import Reach, Selection, evaluated, problems, sel
 from drivetrain.core.selection import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.measure import changes
-from drivetrain.measure.benchmark.training import TRAINING_LOSS, Trained, TrainedRun, in_turns, seconds_to, trainings
-from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
+from drivetrain.measure.benchmark.variants import (
+    TRAINING_LOSS,
+    Trained,
+    TrainedRun,
+    VariantSpec,
+    baseline_job,
+    in_turns,
+    seconds_to,
+    trainings,
+)
 from drivetrain.measure.intervals import Interval, deviation, mean
 
 MARGIN_DEVIATIONS = 2.0  # the margin in standard deviations of the first variant over its seeds

@@ -1,19 +1,42 @@
-"""The variants of a comparison before they run: a label, overrides, and the job that they compose."""
+"""The variants of a comparison: how they are composed, and trained with paired seeds; and what a trained run shows.
+
+A run is read as the figures and facts that its files have. Anyone may have written the files: what is not of the right kind is
+left out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+import os
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
-from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import key_of
+from drivetrain.core import accelerators, process
+from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.selection import Figure, Reach
+from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.changes import groups_of
+from drivetrain.measure.intervals import Interval, ratio
+from drivetrain.recipe.claim import SETS
 from drivetrain.recipe.reader import Recipe
+from drivetrain.recipe.safe_yaml import printable
+from drivetrain.recipe.sections import MAX_CHARACTERS
+from drivetrain.run import directory
+from drivetrain.run.reader import RunFiles, read
+from drivetrain.run.result import Result
 from drivetrain.sweeps import store
+from drivetrain.sweeps.launchers import SignalForwarder, run_one
 from drivetrain.sweeps.store import SweepJob
 
 # Of every variant whose overrides do not name saving: it leaves no checkpoints behind. One that cannot run without them
@@ -148,3 +171,264 @@ def refuse_resume(command: str, overrides: Sequence[str]) -> None:
     """Raise UserError for resume=…, because measuring starts every run at its beginning."""
     if any(key_of(override) == "resume" for override in overrides):
         raise UserError(f"drivetrain {command} measures runs from their beginning: leave resume= out")
+
+
+MEBIBYTE = 2**20
+
+
+@dataclass
+class Facts:
+    """Of one training with one seed; None where the run did not measure it."""
+
+    seed: int
+    set: str = "test"  # that the run is judged by
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)  # set → metric → its value at the end
+    # Since the first record, without start-up, which differs between a forked process and an interpreter of its own.
+    # None: never reached, or no target was asked for.
+    seconds_to_target: float | None = None
+    updates_to_target: int | None = None
+    reach: str | None = None  # the target, as accuracy>=0.98
+    peak_mib: float | None = None  # None also on a CPU whose process did other work before the run
+    joules: float | None = None
+    data: JsonObject | None = None  # its fingerprint
+    kind: str | None = None  # the device's type
+    device: str | None = None  # its name
+    resumed: bool = False  # several parts: times, memory and energy are not those of one training
+    error: str | None = None  # why it did not complete
+
+    @classmethod
+    def of(cls, run: RunFiles, seed: int, reach: Reach | None = None) -> Facts:
+        """The facts of a run's files."""
+        found, result = cls(seed), run.result
+        if result is None or run.status != "completed":
+            lines = str((result.error if result else "") or "no error message").splitlines()
+            found.error = text(f"{run.status}: {lines[0] if lines else ''}")
+        if result is None:
+            return found
+        found.kind, found.device = text(result.device), text(result.device_name or result.device)
+        found.resumed = result.resumed_at is not None
+        found.data = result.data if isinstance(result.data, dict) else None
+        sets = result.metrics if isinstance(result.metrics, dict) else {}
+        found.set = next((name for name in SETS if name in sets), "test")
+        found.figures = {name: final_figures(sets.get(name)) for name in SETS if name in sets}
+        if not found.resumed:
+            peak = number(result.peak_memory_bytes) if result.own_process or result.device != "cpu" else None
+            found.peak_mib = peak / MEBIBYTE if peak else None
+            found.joules = number(result.energy_joules)
+        found.reach = str(reach) if reach is not None else None
+        if reach is not None and (reached := run.first_reaching(reach.metric, reach.reached)) is not None:
+            found.updates_to_target = reached[1]
+            found.seconds_to_target = None if found.resumed else reached[0]
+        return found
+
+
+def final_figures(of_set: object) -> dict[str, float]:
+    """The figures that a run ends with on a set. A run that averages its weights (ema) is judged by the average."""
+    final = of_set.get("final") if isinstance(of_set, dict) else None
+    found = final if isinstance(final, dict) else {}
+    averaged = {name: str(Figure.parse(name)._replace(averaged=True)) for name in map(str, found)}
+    values = {name: number(found.get(averaged[name], found[name])) for name in averaged}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def number(value: Any) -> float | None:
+    """The value, if it is a finite number."""
+    return float(value) if is_number(value) and math.isfinite(value) else None
+
+
+def text(value: object) -> str | None:
+    """The value as a text that may be shown, and written into a claim."""
+    return printable(str(value)).strip()[:MAX_CHARACTERS] or None if value is not None else None
+
+
+@dataclass
+class TrainedRun:
+    """One variant trained with one seed."""
+
+    seed: int
+    samples: int
+    figures: dict[str, float] = field(default_factory=dict)  # by name
+    censored: list[str] = field(default_factory=list)  # figures that are at least so much: the time to a target never reached
+    error: str | None = None
+    facts: Facts | None = None  # what else its files say of it
+
+
+TRAINING_LOSS = "training loss"
+
+
+def seconds_to(reach: Reach | str) -> str:
+    """The name of the figure that says how long a run took to its target."""
+    return f"seconds to {reach}"
+
+
+def trained_run(run: RunFiles, seed: int, reach: Reach | None = None) -> TrainedRun:
+    """The figures of a run's files that are judged."""
+    samples = run.train.samples[-1] if run.train.samples else 0
+    facts = Facts.of(run, seed, reach)
+    if run.result is None or facts.error is not None:
+        return TrainedRun(seed, samples, error=facts.error, facts=facts)
+    trained = TrainedRun(seed, samples, final_figures(run.result.metrics.get(run.result.judged_by)), facts=facts)
+    # Each recorded loss is the mean over the samples since the record before.
+    points = zip(run.train.samples, [0, *run.train.samples], run.train.curve("loss"), strict=False)
+    losses = [(now - before, loss) for now, before, loss in points if loss is not None]
+    total = sum(count for count, _ in losses)
+    trained.figures[TRAINING_LOSS] = sum(count * loss for count, loss in losses) / total if total else math.nan
+    if reach is not None:  # the whole run's seconds, with start-up and compiling
+        arrived = (run.result.target or {}).get("seconds")
+        trained.figures[seconds_to(reach)] = run.result.wall_s if arrived is None else arrived
+        trained.censored = [] if arrived is not None else [seconds_to(reach)]
+    return trained
+
+
+MIN_SEEDS = 3  # for an interval
+
+
+@dataclass
+class TimesToTarget:
+    """The times when the seeds of a candidate reached the target: seconds and updates of each, None where one did not."""
+
+    label: str
+    seconds: list[float | None] = field(default_factory=list)
+    updates: list[int | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, label: str, runs: Sequence[TrainedRun], target: str) -> TimesToTarget:
+        """The times of these runs; one that failed did not reach it."""
+        name, found = seconds_to(target), cls(label)
+        for run in runs:
+            there = run.error is None and name not in run.censored
+            found.seconds.append(run.figures.get(name) if there else None)
+            found.updates.append(run.facts.updates_to_target if there and run.facts is not None else None)
+        return found
+
+    @property
+    def reached(self) -> int:
+        """The number of seeds that reached it."""
+        return sum(value is not None for value in self.seconds)
+
+    @property
+    def median(self) -> float:
+        """The median of the seconds; a seed that did not reach the target counts as endlessly long."""
+        values = [math.inf if value is None else value for value in self.seconds]
+        return statistics.median(values) if values else math.inf
+
+    def faster_than(self, base: TimesToTarget) -> Interval | None:
+        """The speed relative to another one, over the seeds where both reached the target; None for too few."""
+        pairs = [(b, s) for b, s in zip(base.seconds, self.seconds, strict=False) if b is not None and s is not None]
+        return ratio([b for b, _ in pairs], [s for _, s in pairs]) if len(pairs) >= MIN_SEEDS else None
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """Its place among variants, the least the soonest: more seeds that reached the target, then less time."""
+        return -self.reached / max(1, len(self.seconds)), self.median
+
+    @property
+    def when(self) -> str:
+        """The median of the seconds in words."""
+        return f"{self.median:.1f} s" if math.isfinite(self.median) else "not reached"
+
+
+def columns(variants: Sequence[TimesToTarget], base: TimesToTarget, target: str) -> dict[str, list[str]]:
+    """The columns of a table: how many seeds reached the target, when, and how much sooner than those of `base`."""
+    made = [[n for n in variant.updates if n is not None] for variant in variants]
+    faster = [variant.faster_than(base) if variant is not base else None for variant in variants]
+    return {
+        "reached": [f"{variant.reached} of {len(variant.seconds)}" for variant in variants],
+        f"time to {target}": [variant.when for variant in variants],
+        "updates to it": [f"{statistics.median(found):,.0f}" if found else "–" for found in made],
+        "sooner": [str(found) if found else "–" for found in faster],
+    }
+
+
+def proven(variants: Sequence[TimesToTarget]) -> int | None:
+    """The number of the soonest variant, where it is sooner than the first beyond doubt and no seed of it is lost; else None."""
+    best = min(range(len(variants)), key=lambda n: variants[n].rank)
+    of_base = sum(value is not None for value in variants[0].seconds[: len(variants[best].seconds)])
+    faster = variants[best].faster_than(variants[0]) if best and variants[best].reached >= of_base else None
+    return best if faster is not None and faster.low > 1 else None
+
+
+# By the variant's config, and the seed.
+Trained = dict[tuple[str, int], TrainedRun]
+
+
+class Train(Protocol):
+    """Trains a variant with a seed, once; what the run has left is gone from the disk."""
+
+    def __call__(self, spec: VariantSpec, seed: int, alone: bool = False) -> TrainedRun:
+        """`alone`: in a new interpreter, whose memory is that of the run; a forked process shares this one's."""
+
+
+@contextmanager
+def trainings(
+    verb: str,
+    first: Job,
+    reach: Reach | None = None,
+    progress: Callable[..., None] = lambda *_: None,
+    known: Trained | None = None,
+    sets_target: bool = True,
+) -> Iterator[Train]:
+    """Yield what trains variants, in a folder below the output_dir of `first` that is removed at the end.
+
+    `reach` is a target whose time is read of the runs, and which is set for all of them with `sets_target`; `known` are runs that
+    need no training again. What a variant advises is told with its first seed alone. A signal is forwarded to the run and raises
+    Interrupted; a variant that cannot be composed raises UserError.
+    """
+    accelerators.find()  # this, and the import of torch, once here, because the runs are forked
+    folder = directory.create(Path(first.run.values["output_dir"]), verb, "training")
+    told: set[str] = set()
+    runs: Trained = {} if known is None else known
+    try:
+        with SignalForwarder() as signals:
+
+            def train(spec: VariantSpec, seed: int, alone: bool = False) -> TrainedRun:
+                key = (str(baseline_job([spec]).composed.plain), seed)
+                if key not in runs:
+                    progress(f"training {spec.label or 'the first variant'}: seed {seed}")
+                    runs[key] = trained_run(left_by(spec, seed, alone), seed, reach)
+                return runs[key]
+
+            def left_by(spec: VariantSpec, seed: int, alone: bool) -> RunFiles:
+                place = folder / "run"
+                words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
+                job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None and sets_target else [])])
+                job.told = spec.label in told
+                if alone:
+                    result = _run_alone(job, place, signals)
+                else:
+                    told.add(spec.label)
+                    _, result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
+                if signals.raised:
+                    raise Interrupted("stopped by a signal while variants were trained")
+                found = replace(read(place), result=result, status=result.status)
+                directory.remove(place)
+                return found
+
+            yield train
+    finally:
+        directory.remove(folder)
+
+
+def in_turns(variants: Sequence[int], number: int) -> Sequence[int]:
+    """The order in which variants are trained with the seed of this number: a machine's drift is not one variant's alone."""
+    return variants if number % 2 == 0 else variants[::-1]
+
+
+def _run_alone(job: Job, folder: Path, signals: SignalForwarder) -> Result:
+    """Train in a new interpreter. Its standard input stays open for as long as this process lives, and it ends with it."""
+    folders = [word for each in job.composed.config_dirs for word in ("--config-dir", str(each))]
+    words = ["train", "--quiet", *folders, *job.composed.overrides, f"hydra.run.dir={format_value(str(folder))}"]
+    env, pipe = {**os.environ, "PYTHONPATH": process.import_path()}, subprocess.PIPE
+    command = [*process.command("drivetrain.cli.child"), *words]
+    with subprocess.Popen(
+        command, env=env, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, encoding="utf-8"
+    ) as child:
+        signals.launcher = SimpleNamespace(signal=child.send_signal)  # type: ignore[assignment]
+        if signals.raised:
+            child.send_signal(signals.raised)
+        assert child.stderr is not None
+        said = child.stderr.read()  # `communicate` would close the input, which ends the child
+        child.wait()
+    signals.launcher = None
+    errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
+    return Result.read(folder) or Result(error="; ".join(errors) or f"its process ended with code {child.returncode}")

@@ -36,8 +36,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.interleave import Variant
-from drivetrain.measure.benchmark.training import Trained, trainings
-from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job, refuse_resume
+from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, refuse_resume, trainings
 from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.recipe import places

@@ -21,10 +21,9 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
-from drivetrain.measure.benchmark import quality, training
+from drivetrain.measure.benchmark import quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row
-from drivetrain.measure.benchmark.training import Facts
-from drivetrain.measure.benchmark.variants import VariantSpec, baseline_job
+from drivetrain.measure.benchmark.variants import Facts, VariantSpec, baseline_job
 from drivetrain.measure.changes import apply
 from drivetrain.measure.claims import verify
 from drivetrain.measure.claims.verify import Wanted
@@ -384,7 +383,7 @@ def _wanted(run: RunFiles, settings: Settings) -> Wanted:
     if given is None:
         return Wanted(settings.metric or name, settings.set)
     try:
-        value = training.number(float(given))
+        value = variants.number(float(given))
     except ValueError:
         value = None
     reach = Reach(name, more, value) if name is not None and value is not None else Reach.parse(str(given))
@@ -423,7 +422,7 @@ def _check_alike(runs: Sequence[RunFiles], found: Sequence[Facts]) -> None:
 def _versions(run: RunFiles) -> dict[str, str]:
     """The software that a run's files name."""
     known = {**run.environment.get("versions", {}), "drivetrain": run.environment.get("drivetrain")}
-    return {name: version for name in SOFTWARE if (version := training.text(known.get(name)))}
+    return {name: version for name in SOFTWARE if (version := variants.text(known.get(name)))}
 
 
 def _date(runs: Sequence[RunFiles]) -> str | None:

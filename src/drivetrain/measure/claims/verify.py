@@ -23,8 +23,7 @@ from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row
-from drivetrain.measure.benchmark.training import Facts, trainings
-from drivetrain.measure.benchmark.variants import VariantSpec
+from drivetrain.measure.benchmark.variants import Facts, VariantSpec, trainings
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import places
 from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times

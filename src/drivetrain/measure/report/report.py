@@ -24,7 +24,7 @@ from drivetrain.core.selection import Reach, Selection
 from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.training import TimesToTarget, trained_run
+from drivetrain.measure.benchmark.variants import TimesToTarget, trained_run
 from drivetrain.measure.intervals import deviation
 from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, differing, find, put_on_one_clock, read

@@ -30,16 +30,16 @@ from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row, behind, titled
 from drivetrain.measure.benchmark.interleave import StoppingRule, Variant
-from drivetrain.measure.benchmark.training import (
+from drivetrain.measure.benchmark.variants import (
     MIN_SEEDS,
     TimesToTarget,
     TrainedRun,
+    VariantSpec,
     columns,
     in_turns,
     proven,
     trainings,
 )
-from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
 from drivetrain.measure.profile.step import TrackedStream
