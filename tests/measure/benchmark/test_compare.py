@@ -89,17 +89,6 @@ def test_a_first_variant_that_fails_ends_the_command_with_the_reason(command, ti
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_a_variant_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command, tiny):
-    words = tiny("compile=none,cudagraph", "runtime.device=cpu", "rounds=1", "block_s=0.02")
-    done, found = command("compare", *words)
-    assert done.returncode == 1
-    assert "CUDA" in found["rows"][1]["error"]
-    done, _ = command("compare", *tiny("compile=cudagraph,none", "runtime.device=cpu"))
-    assert done.returncode == 2
-    assert "the first variant (compile=cudagraph)" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -108,6 +97,7 @@ def test_a_variant_that_cannot_be_is_a_row_and_the_first_one_is_an_error(command
         (["precision=fp32,bf16", "rounds=6,12"], "takes one value"),
         (["precision=fp32,bf16", "rounds=6", "rounds=12"], "rounds is given twice"),
         (["precision=fp32,bf17", "optimizer.lrr=1"], "did you mean"),
+        (["compile=none,cudagraph", "runtime.device=cpu"], "compile=cudagraph needs a CUDA device"),
     ],
 )
 def test_wrong_words_are_answered_at_once(words, told, capsys):
