@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeGuard, Union, get_args, get_origin
 StateDict: TypeAlias = dict[str, Any]  # what `state_dict()` of a part gives: tensors and plain values, in dicts and lists
 JsonObject: TypeAlias = dict[str, Any]  # an object of a JSON document
 JsonMapping: TypeAlias = Mapping[str, Any]  # one that is only read, such as a record of a run
+Named: TypeAlias = Mapping[str, object] | None  # the arguments of a call that have names; torch's modes may get None
 
 LARGEST = 2**1000
 

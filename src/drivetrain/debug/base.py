@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from drivetrain.core import groups
 from drivetrain.core.lazy import torch
@@ -18,6 +18,9 @@ from drivetrain.core.source import Subset
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.core.world import World
 
+P = TypeVar("P")  # a precision
+Evaluated: TypeAlias = Mapping[str, Mapping[str, Pipeline]]  # split → set → its data
+
 
 class Debug(Option, groups.Debug):
     """debug=none: no debugging."""
@@ -28,11 +31,11 @@ class Debug(Option, groups.Debug):
     def check_model(self, model: torch.nn.Module, loss: groups.Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
-    def choose_data(self, train: object, evaluated: Mapping[str, Mapping[str, object]]) -> Mapping[str, Mapping[str, Any]]:
+    def choose_data(self, train: Pipeline, evaluated: Evaluated) -> Evaluated:
         """Return the pipelines to evaluate, by split and name, given those of the run."""
         return evaluated
 
-    def wrap_precision(self, precision: object) -> Any:
+    def wrap_precision(self, precision: P) -> P:
         """Return the precision or a wrapper that observes its methods, which are the phases of a step."""
         return precision
 
@@ -126,7 +129,7 @@ class Overfit(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def choose_data(self, train: Any, evaluated: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    def choose_data(self, train: Any, evaluated: Evaluated) -> Evaluated:
         context = self._context
         requests = context.batch.requests(context.seed, 0, World(), context.run.data.drop_last)
         batch = torch.cat([request.indices for request in one_update(requests)])

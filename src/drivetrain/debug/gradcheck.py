@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -17,6 +17,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
+from drivetrain.core.protocols import Loss, Pipeline
 from drivetrain.core.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
 
@@ -31,7 +32,9 @@ NOISE = (0.1, 0.1, 0.01, 0.0)  # added to inputs at each attempt: at a kink (ReL
 class Call:
     """A call: a function with its inputs and named parameters, which can be repeated at other points."""
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, function: Callable[..., Tree], args: object, kwargs: object, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         from torch.utils._pytree import tree_flatten
 
         self.function, self.parameters = function, parameters
@@ -49,7 +52,9 @@ class Call:
             directions = [_random(p, generator) for p in points]
             steps = [torch.zeros((), requires_grad=True) for _ in points]
 
-            def along(*steps: torch.Tensor, points: Any = points, directions: Any = directions) -> torch.Tensor:
+            def along(
+                *steps: torch.Tensor, points: list[torch.Tensor] = points, directions: list[torch.Tensor] = directions
+            ) -> torch.Tensor:
                 return self._value([p + s.to(p.device) * d for p, s, d in zip(points, steps, directions, strict=True)])
 
             if not steps or (error := check(along, steps)) is None:
@@ -213,7 +218,7 @@ class Gradcheck(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def check_model(self, model: torch.nn.Module, loss: Any, data: Any) -> None:
+    def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
         x, y = (cast(to(tree, device), torch.float64) for tree in data(request))
@@ -275,14 +280,14 @@ class Gradcheck(Debug):
                 raise
             left_out[name] = str(error).splitlines()[0]
 
-    def _loss_call(self, model: torch.nn.Module, loss: Any, arguments: Tree, batch: MicroBatch) -> Call:
+    def _loss_call(self, model: torch.nn.Module, loss: Loss, arguments: Tree, batch: MicroBatch) -> Call:
         """Return the loss as a function of some parameters, spread over the model."""
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         selected = dict(named[:: -max(1, len(named) // self.parameters)][: self.parameters])
 
         def loss_with(values: dict[str, torch.Tensor]) -> torch.Tensor:
             output = call(lambda *a, **k: torch.func.functional_call(model, values, a, k), arguments)
-            return loss.step(lambda _: output, batch)  # type: ignore[no-any-return]
+            return loss.step(lambda _: output, batch)
 
         return Call(loss_with, (), {}, selected)
 

@@ -62,7 +62,7 @@ class HostSync(Debug):
             with self._detection():
                 yield micro
 
-    def _detection(self) -> AbstractContextManager[Any]:
+    def _detection(self) -> AbstractContextManager[None]:
         if self._context.device.type == "cuda":
             return self._cuda_detection()
         from drivetrain.debug.torch_modes import waiting_calls
@@ -73,7 +73,7 @@ class HostSync(Debug):
     def _cuda_detection(self) -> Iterator[None]:
         showwarning = warnings.showwarning
 
-        def count_or_show(message: Any, *rest: Any, **more: Any) -> None:
+        def count_or_show(message: Warning | str, *rest: Any, **more: Any) -> None:
             if "synchronizing CUDA operation" in str(message):
                 self._count("waits for the device")
             elif "Synchronization debug mode" not in str(message):  # torch's warning about the mode itself

@@ -8,15 +8,19 @@ import json
 import os
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core import files
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Count, CountOrZero
+from drivetrain.core.typed import JsonObject
 from drivetrain.debug.window import Window
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEventAvg
 
 PHASES = ("data", "forward", "backward", "update", "evaluate")
 
@@ -43,7 +47,7 @@ class Profile(Window):
         self.warmup, self.top, self.memory, self.shapes, self.stacks = warmup, top, memory, shapes, stacks
         self._findings: list[str] = []
 
-    def mark(self, name: str) -> AbstractContextManager[Any]:
+    def mark(self, name: str) -> AbstractContextManager[object]:
         return torch.profiler.record_function(name)
 
     @contextmanager
@@ -64,7 +68,7 @@ class Profile(Window):
     def report(self) -> list[str]:
         return self._findings
 
-    def _write(self, profiler: Any) -> None:
+    def _write(self, profiler: torch.profiler.profile) -> None:
         folder = self._context.run_dir / "profile"
         for name in ("operations.txt", "trace.json", "trace.json.gz", "memory.csv"):
             files.place_for(folder / name)
@@ -85,29 +89,29 @@ class Profile(Window):
             json.dump(trace, file)
         self._findings.append(f"{folder}: open trace.json.gz in https://ui.perfetto.dev; operations.txt has every operation")
 
-    def _shares(self, averages: Any) -> str:
+    def _shares(self, averages: Iterable[FunctionEventAvg]) -> str:
         """Return a line with the host time of an update and the phases' shares of it. Kernels may run asynchronously."""
         # The profiler repeats each range of the host on the device, under the same name and without any host time.
-        ranges = {e.key: e for e in averages if e.is_user_annotation and e.device_type == torch.autograd.DeviceType.CPU}
-        steps = next(e for name, e in ranges.items() if name.startswith("ProfilerStep"))
+        ranges = {e.key: e for e in averages if e.is_user_annotation and e.device_type == torch._C._autograd.DeviceType.CPU}
+        steps = next(e for name, e in ranges.items() if str(name).startswith("ProfilerStep"))
         shares = {p: ranges[p].cpu_time_total / steps.cpu_time_total for p in PHASES if p in ranges}
         shares["rest"] = max(0.0, 1.0 - sum(shares.values()))
         phases = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
         return f"profile of {self._window_title}: {steps.cpu_time_total / steps.count / 1e3:.2f} ms each on the host ({phases})"
 
-    def _operations(self, averages: Any, order: str) -> Iterator[str]:
+    def _operations(self, averages: Iterable[FunctionEventAvg], order: str) -> Iterator[str]:
         """Return the operations with the most time of their own.
 
         With device time these are the host's operations, each with its kernels: the kernels' own rows would count it twice.
         """
-        on_host = [e for e in averages if e.device_type == torch.autograd.DeviceType.CPU]
+        on_host = [e for e in averages if e.device_type == torch._C._autograd.DeviceType.CPU]
         times = [(getattr(e, order), e) for e in on_host if not e.is_user_annotation]
         total = sum(time for time, _ in times) or 1.0
         for time, event in sorted(times, key=lambda pair: -pair[0])[: self.top]:
             yield f"  {time / total:6.1%}  {time / 1e3:9.2f} ms  {event.count:6} calls  {event.key}"
 
 
-def _memory(events: list[dict[str, Any]], file: Path, accelerator: str) -> list[str]:
+def _memory(events: list[JsonObject], file: Path, accelerator: str) -> list[str]:
     """Add the allocated memory to the trace as counters, write it to a file, and return each device's peak and its phase.
 
     A CPU's memory is relative to the window's start; that of an accelerator, such as "cuda", is all allocated memory.

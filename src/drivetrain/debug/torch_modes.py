@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,14 +30,20 @@ def waiting_calls(found: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes dispatched operations, including those within torch's own functions and the backward."""
 
     def __init__(self, found: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found, self.named = found, False  # named: the Python call has been reported already
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         name = func._schema.name.removeprefix("aten::")
         if not self.named:
             if name in WAITS:
@@ -49,12 +55,13 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _indexes_by_mask(name: str, args: Any) -> bool:
+def _indexes_by_mask(name: str, args: tuple[object, ...]) -> bool:
     """Return whether a mask selects elements, so that the host needs their number. Filling with one value does not."""
     if name not in ("index", "index_put", "index_put_"):
         return False
-    masked = any(i is not None and i.dtype in MASKS for i in args[1])
-    return masked and (name == "index" or args[2].numel() > 1)
+    indices, values = args[1], args[2] if len(args) > 2 else None
+    masked = isinstance(indices, list | tuple) and any(isinstance(i, torch.Tensor) and i.dtype in MASKS for i in indices)
+    return masked and (not isinstance(values, torch.Tensor) or values.numel() > 1)
 
 
 class _Reads(TorchFunctionMode):
@@ -64,10 +71,17 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self.found, self.operations = found, operations
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is torch.Tensor.backward:
             with self:  # torch leaves the mode during a call, but backward calls further Python code
-                return _backward(*args, **(kwargs or {}))
+                _backward(*args, **(kwargs or {}))  # type: ignore[arg-type]
+                return None
         if getattr(func, "__name__", "") not in READS:
             return func(*args, **(kwargs or {}))
         self.found(f"Tensor.{func.__name__}")
@@ -79,20 +93,30 @@ class _Reads(TorchFunctionMode):
 
 
 def _backward(
-    tensor: Any, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    tensor: torch.Tensor,
+    gradient: torch.Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """Run Tensor.backward without entering the mode again."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-class NarrowFloats(TorchDispatchMode):
+class NarrowFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `found` at each operation that returns floats narrower than float64."""
 
     def __init__(self, found: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import BuildContext, Count, CountOrZero, RunSpec
 from drivetrain.core.step import StreamWatcher
-from drivetrain.debug.base import Debug
+from drivetrain.debug.base import Debug, P
 
-Mark = Callable[[str], AbstractContextManager[Any]]
+Mark = Callable[[str], AbstractContextManager[object]]
 
 
 class Window(Debug):
@@ -31,7 +31,7 @@ class Window(Debug):
                 "it will look at the last ones; lower debug.skip or debug.window, or raise updates"
             )
 
-    def mark(self, name: str) -> AbstractContextManager[Any]:
+    def mark(self, name: str) -> AbstractContextManager[object]:
         """Return a context that marks a named range of the step."""
         raise NotImplementedError
 
@@ -42,8 +42,8 @@ class Window(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def wrap_precision(self, precision: object) -> Any:
-        return MarkedPrecision(precision, self.mark) if self._context.world.rank == 0 else precision
+    def wrap_precision(self, precision: P) -> P:
+        return cast(P, MarkedPrecision(precision, self.mark)) if self._context.world.rank == 0 else precision
 
     def stream_watchers(self) -> list[StreamWatcher]:
         return [self._record_window] if self._context.world.rank == 0 else []
@@ -84,13 +84,13 @@ class MarkedPrecision:
         with self._mark("forward" if torch.is_grad_enabled() else "evaluate"), self._precision.autocast():
             yield
 
-    def backward(self, loss: Any, weight: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
         with self._mark("backward"):
             self._precision.backward(loss, weight)
 
     def step(self, optimizer: torch.optim.Optimizer, clip: Callable[[], None]) -> bool:
         with self._mark("update"):
-            return self._precision.step(optimizer, clip)
+            return bool(self._precision.step(optimizer, clip))
 
 
 class Nvtx(Window):
@@ -116,16 +116,16 @@ class Nvtx(Window):
             found = "torch finds none" if device == "cpu" else f"this run's is {device}"
             yield f"debug=nvtx needs a CUDA device, and {found}: set debug=profile"
 
-    def mark(self, name: str) -> AbstractContextManager[Any]:
+    def mark(self, name: str) -> AbstractContextManager[object]:
         return torch.cuda.nvtx.range(name)
 
     @contextmanager
     def record(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
         with ExitStack() as stack:
             torch.cuda.synchronize()  # work queued before does not belong to the window
-            torch.cuda.profiler.start()
+            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             stack.callback(torch.cuda.profiler.stop)
             stack.callback(torch.cuda.synchronize)
             if self.operations:
-                stack.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self.shapes))
+                stack.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self.shapes))  # type: ignore[no-untyped-call]
             yield lambda: None

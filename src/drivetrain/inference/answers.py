@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
+from drivetrain.core.trees import Tree
 from drivetrain.data import Data
 from drivetrain.inference.inputs import Read
 from drivetrain.inference.loaded import LoadedRun
@@ -53,7 +54,7 @@ class Answers:
             answers = self._written(list(prompts.values()), torch.tensor(numbers))
             yield from ((place, {"answer": answer}) for place, answer in zip(prompts, answers, strict=True))
 
-    def _fits(self, prompt: Any, read: Read, n: int) -> bool:
+    def _fits(self, prompt: Tree, read: Read, n: int) -> bool:
         left = None if self._positions is None else self._positions - len(prompt)
         if left is not None and left < self.most:
             read.errors[n] = (
@@ -72,7 +73,7 @@ class Answers:
             row[longest - len(prompt) :], real[longest - len(prompt) :] = prompt.to(device), 1
         drawing = Drawing(self.temperature, self.seed, numbers.to(device), longest)
         ending = Ending(self._texts, self._stops, longest, len(prompts))
-        config = GenerationConfig(max_new_tokens=self.most, do_sample=False, use_cache=True, pad_token_id=0)
+        config = GenerationConfig(max_new_tokens=self.most, do_sample=False, use_cache=True, pad_token_id=0)  # type: ignore[no-untyped-call]
         with self.loaded.computing():
             out: Any = self.loaded.model.generate(  # type: ignore[operator]
                 ids, attention_mask=mask, generation_config=config, logits_processor=[drawing], stopping_criteria=[ending]
@@ -105,7 +106,7 @@ class Drawing:
 class Ending:
     """The end of each row's answer: a row ends once it has written one of the texts that end an answer."""
 
-    texts: Any  # tokens → text
+    texts: Callable[[Sequence[int]], str]  # of tokens
     stops: Sequence[str]
     begin: int
     count: int
@@ -114,7 +115,7 @@ class Ending:
         self.ended = [False] * self.count
         self.looked_at = max((len(stop.encode()) for stop in self.stops), default=0) + 4  # tokens: each is a byte or more
 
-    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         for n, row in enumerate(ids[:, max(self.begin, ids.shape[1] - self.looked_at) :].tolist()):
             self.ended[n] = self.ended[n] or any(stop in self.texts(row) for stop in self.stops)
         return torch.tensor(self.ended, device=ids.device)

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.files import read_json, write_json
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from drivetrain.core.microbatch import MicroBatch, Request
+    from drivetrain.core.protocols import Pipeline
     from drivetrain.engine.trainer import Trainer
 
 TOLD = "evaluated.json"  # in the evaluation's own folder: the number of samples, and where they come from
@@ -153,7 +154,7 @@ class Counted(Loader):
         self._loader, self._show, self._samples = loader, show, 0
 
     def stream(
-        self, pipeline: Any, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
     ) -> Iterator[MicroBatch]:
         """Yield the micro-batches of the loader."""
         for batch in self._loader.stream(pipeline, requests, device, memory_format):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -60,7 +60,7 @@ def format_of(path: Path | None, given: str | None) -> Format:
     if given is None and by_suffix is None and suffix:
         known = ", ".join(f"{SUFFIX[kind]} ({kind})" for kind in FORMATS if SUFFIX[kind])
         raise UserError(f"{path}: the format is not known from '{suffix}': name the file {known}, or say --format")
-    return cast(Format, given) if given is not None else by_suffix or "safetensors"
+    return given if given is not None else by_suffix or "safetensors"
 
 
 def write(finished: Finished, path: Path, kind: Format, with_normalize: bool = False, adapter: bool = False) -> str:
@@ -165,7 +165,8 @@ class _Normalized(torch.nn.Module):
         self.register_buffer("std", normalize.std.clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.model((x.float() - self.mean) / self.std)
+        output: torch.Tensor = self.model((x.float() - self.mean) / self.std)
+        return output
 
 
 def _describe_input(loaded: LoadedRun, with_normalize: bool) -> str:
@@ -221,11 +222,13 @@ def _read_exported_program(path: Path) -> Run:
 
 
 def _write_torchscript(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
-    torch.jit.save(torch.jit.trace(model, example, check_trace=False), str(path), _extra_files=dict(about))
+    traced = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
+    torch.jit.save(traced, str(path), _extra_files=dict(about))
 
 
 def _read_torchscript(path: Path) -> Run:
-    return torch.jit.load(str(path))
+    program: Run = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
+    return program
 
 
 def _write_onnx(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:

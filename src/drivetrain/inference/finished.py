@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from drivetrain.core import low_rank, stages
 from drivetrain.core.errors import UserError
@@ -181,10 +181,14 @@ def fits_weights(tensors: object, weights: Mapping[str, torch.Tensor]) -> TypeGu
     )
 
 
-def _are_names(tied: Any, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
+def _are_names(tied: object, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
     """True if these are further names of averaged tensors, each with the same shape among the weights."""
-    return fits(tied, dict[str, str]) and all(
-        name in weights and first in tensors and weights[name].shape == tensors[first].shape for name, first in tied.items()
+    return (
+        isinstance(tied, dict)
+        and fits(tied, dict[str, str])
+        and all(
+            name in weights and first in tensors and weights[name].shape == tensors[first].shape for name, first in tied.items()
+        )
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ class Item:
 
     names: Sequence[str]
     read: Callable[[slice], Tree]  # some of them, (n, …); raises DataError
-    targets: Callable[[int], Any] | None = None  # the right answer of one that was read, where the data set has it
+    targets: Callable[[int], Tree] | None = None  # the right answer of one that was read, where the data set has it
 
 
 class One(NamedTuple):
@@ -40,7 +40,7 @@ class One(NamedTuple):
 
     name: str
     x: Tree
-    target: Any  # None where it is not known
+    target: Tree  # None where it is not known
 
 
 @dataclass
@@ -172,9 +172,9 @@ def of_source(source: Source, split: str, size: int) -> tuple[Iterator[Item], in
 
     def items() -> Iterator[Item]:
         for first in range(0, len(source), size):
-            numbers, targets = torch.arange(first, min(first + size, len(source))), dict[int, Any]()
+            numbers, targets = torch.arange(first, min(first + size, len(source))), dict[int, Tree]()
 
-            def read(which: slice, numbers: torch.Tensor = numbers, targets: dict[int, Any] = targets) -> Tree:
+            def read(which: slice, numbers: torch.Tensor = numbers, targets: dict[int, Tree] = targets) -> Tree:
                 x, y = source.fetch(numbers[which])
                 if isinstance(y, torch.Tensor):
                     targets.update(zip(range(len(numbers))[which], y.tolist(), strict=True))
@@ -187,7 +187,7 @@ def of_source(source: Source, split: str, size: int) -> tuple[Iterator[Item], in
 
 def grouped(batch: Sequence[Read]) -> Iterator[tuple[list[tuple[Read, int]], Tree]]:
     """Yield the samples of a batch that have one shape, which a model takes together: their reads and numbers, and inputs."""
-    groups: dict[Any, list[tuple[Read, range, Tree]]] = {}
+    groups: dict[tuple[torch.Size, ...], list[tuple[Read, range, Tree]]] = {}
     for read in batch:
         for numbers, x in read.parts:
             groups.setdefault(tuple(t.shape[1:] for t in leaves(x)), []).append((read, numbers, x))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -117,13 +116,14 @@ class LoadedRun:
 
     def text_of(self, x: Tree) -> str | None:
         """The text of an input's tokens; None where the run's data option cannot tell."""
-        return Data.of(self.run).decode(first(x).flatten().tolist(), self.data)
+        text: str | None = Data.of(self.run).decode(first(x).flatten().tolist(), self.data)
+        return text
 
     def in_units(self, target: torch.Tensor) -> torch.Tensor:
         """A target of the run's data in the units of its column."""
         return self._units.to(torch.device("cpu"))(target) if self._units is not None else target
 
-    def name_target(self, target: Tree) -> Any:
+    def name_target(self, target: Tree) -> object:
         """A target of the run's data as text: a class by its name, labels joined by ";", one number in its units."""
         if target is None:
             return None

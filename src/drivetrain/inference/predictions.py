@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -38,7 +37,7 @@ class Predictions:
         return len(self.output)
 
     @property
-    def labels(self) -> Any:
+    def labels(self) -> torch.Tensor | list[str] | list[list[str]]:
         """The likeliest class of each sample by name, all labels above 0.5, the mask, or the numbers in their units."""
         if self.probabilities is None:
             return self.output.float() if self.units is None else self.units(self.output.float())
@@ -54,7 +53,7 @@ class Predictions:
         """The columns of each sample's row in a table, in their order."""
         if self.probabilities is None:
             names = ["value"] if len(self.classes) == 1 else [f"value_{name}" for name in self.classes]
-            for values in self.labels.flatten(1).tolist():
+            for values in torch.as_tensor(self.labels).flatten(1).tolist():
                 yield dict(zip(names, values, strict=True))
             return
         for label, row in zip(self.labels, self.probabilities.tolist(), strict=True):

@@ -304,9 +304,6 @@ class Range(NamedTuple):
     start: float
     end: float
 
-    def elapsed_us(self) -> float:
-        return self.end - self.start
-
 
 class Event:
     def __init__(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -136,7 +135,7 @@ def one_sample(trainer: Trainer) -> MicroBatch:
 
 
 # Of torch's list "CUDA Ops that can autocast to float32": those that the CPU's autocast computes in 16 bits.
-IN_FLOAT32: frozenset[Callable[..., Any]] = frozenset((
+IN_FLOAT32: frozenset[Callable[..., object]] = frozenset((
     functional.layer_norm, functional.group_norm, functional.softmax, functional.log_softmax, functional.cross_entropy,
     functional.nll_loss, functional.softplus, functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss,
     functional.kl_div, functional.cosine_similarity, functional.normalize, torch.softmax, torch.log_softmax, torch.exp, torch.log,
@@ -149,7 +148,13 @@ IN_FLOAT32: frozenset[Callable[..., Any]] = frozenset((
 class CudaAutocast(TorchFunctionMode):
     """Gives these operations their inputs in float32 while autocast is on."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
@@ -160,6 +165,6 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def autocast_of(device_type: str) -> AbstractContextManager[Any]:
+def autocast_of(device_type: str) -> AbstractContextManager[object]:
     """The context in which autocast does what it does on this type of device."""
     return nullcontext() if device_type == "cpu" else CudaAutocast()

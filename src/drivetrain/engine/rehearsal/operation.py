@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -41,12 +43,14 @@ class Operation:
     nbytes: int = field(compare=False)  # read and written
     result_bytes: int = field(compare=False)  # newly allocated
     dtype: torch.dtype = field(compare=False)  # of what it computes with
-    call: tuple[Any, Any, Any] = field(
+    call: tuple[OpOverload[..., object], tuple[object, ...], Mapping[str, object]] = field(
         compare=False, repr=False
     )  # the function, and its arguments with specs in place of tensors
 
 
-def describe(func: Any, args: Any, kwargs: Any, out: Any, phase: str = "forward") -> Operation | None:
+def describe(
+    func: OpOverload[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], out: object, phase: str = "forward"
+) -> Operation | None:
     """Describe a call by what it got and returned; None where nothing is to be done, such as a question for a tensor's device."""
     if func.namespace in ("prim", "profiler"):
         return None
@@ -70,7 +74,7 @@ def describe(func: Any, args: Any, kwargs: Any, out: Any, phase: str = "forward"
     return Operation(signature(func, specs), kind, phase, flops, nbytes, made, dtype, (func, *specs))
 
 
-def spec_of(value: object) -> Any:
+def spec_of(value: object) -> object:
     """A tensor's spec; any other value as it is."""
     return Spec(tuple(value.shape), tuple(value.stride()), value.dtype) if isinstance(value, torch.Tensor) else value
 
@@ -80,7 +84,7 @@ def is_spec(value: object) -> bool:
     return isinstance(value, Spec)
 
 
-def signature(func: Any, specs: Any) -> str:
+def signature(func: OpOverload[..., object], specs: tuple[object, object]) -> str:
     """A text that is the same for the same work, in every process."""
     return f"{func} {specs[0]!r} {specs[1]!r}"
 
@@ -89,7 +93,7 @@ def _specs(tree: object) -> list[Spec]:
     return [leaf for leaf in tree_leaves(tree_map(spec_of, tree), is_leaf=is_spec) if is_spec(leaf)]
 
 
-def _kind(func: Any) -> Kind:
+def _kind(func: OpOverload[..., object]) -> Kind:
     name = func._overloadpacket.__name__
     returns = func._schema.returns
     if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
@@ -103,7 +107,7 @@ def _kind(func: Any) -> Kind:
     return "product" if func._overloadpacket in flop_registry else "pointwise"
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def _flops(func: OpOverload[..., object], args: tuple[Any, ...], kwargs: Mapping[str, object], out: object) -> int:
     """torch's formulas, those of FlopCounterMode; a CPU's attention, for which it has none, counts as a GPU's."""
     name = func._overloadpacket.__name__
     if name == "_scaled_dot_product_flash_attention_for_cpu":

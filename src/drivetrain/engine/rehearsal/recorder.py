@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter, FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -112,13 +113,15 @@ class Recorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._living: dict[int, tuple[Storage, Any]] = {}
+        self._living: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         name = func._schema.name
         if name == "aten::_local_scalar_dense":
@@ -126,8 +129,9 @@ class Recorder(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self.fakes is not None and name not in MAKES_CONSTANT and not all(isinstance(t, FakeTensor) for t in tensors):
             args, kwargs = tree_map_only(torch.Tensor, self.fakes.standing_for, (args, kwargs))
-        out: Any = None if name in NO_FAKE_FORM else func(*args, **kwargs)
-        if self.fakes is not None and name in FILLS and out.dim() == 0 and out.device.type == "cpu":
+        out = None if name in NO_FAKE_FORM else func(*args, **kwargs)
+        is_number = isinstance(out, torch.Tensor) and out.dim() == 0 and out.device.type == "cpu"
+        if self.fakes is not None and name in FILLS and is_number:
             out = _constant(func, args, kwargs)
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
@@ -175,7 +179,7 @@ FILLS = ("aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor")  # ma
 NO_FAKE_FORM = ("aten::_fused_sgd_", "aten::_fused_adagrad_")  # updates in place, which fake tensors need not make
 
 
-def _constant(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _constant(func: OpOverload[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]) -> torch.Tensor:
     """The fake of a single number, which keeps its value as that of torch.tensor(1.0) does."""
     with _disable_current_modes():
         real = func(*args, **kwargs)
@@ -183,10 +187,10 @@ def _constant(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return made
 
 
-def _value(tensor: torch.Tensor) -> Any:
+def _value(tensor: torch.Tensor) -> object:
     """The value of a tensor that the host reads, where it is known, as an optimizer's count of updates is.
 
-    Any other fake tensor reads as 0, as of an overflow that did not happen.
+    Every other fake tensor reads as 0, as of an overflow that did not happen.
     """
     if isinstance(tensor, FakeTensor):
         if tensor.constant is not None:  # made of numbers alone: torch keeps its value beside

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ BUCKETS = 256  # of a larger tensor's sketch
 ROW_BUCKETS = 16  # of the sketch of one sample's activations
 FLOAT32 = 2.0**-24  # the largest relative error of one rounding to float32
 
-Array = npt.NDArray[Any]
+Array = npt.NDArray[np.float64]
 Key = tuple[int, str, str]  # update from 1, phase, name of the module or parameter
 
 
@@ -85,14 +84,14 @@ class Rows:
 
 
 @lru_cache(maxsize=64)
-def _signs(count: int) -> Any:
+def _signs(count: int) -> torch.Tensor:
     """Random signs (count,), the same in every run. They are a prefix of those of more elements."""
     size = 1 << max(12, (count - 1).bit_length())
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(20), dtype=torch.int8)
     return signs.mul_(2).sub_(1)[:count]
 
 
-def _folded(rows: Any, buckets: int) -> Any:
+def _folded(rows: torch.Tensor, buckets: int) -> torch.Tensor:
     """Rows (n, elements) times random signs, summed into buckets (n, buckets) in float64."""
     signed = rows.double() * _signs(rows.shape[1]).to(rows.device)
     short = -rows.shape[1] % buckets
@@ -100,12 +99,12 @@ def _folded(rows: Any, buckets: int) -> Any:
     return padded.view(len(rows), -1, buckets).sum(1)
 
 
-def roundoff(dtype: Any) -> float:
+def roundoff(dtype: torch.dtype) -> float:
     """Return the largest relative error of one rounding to a dtype; 0 for whole numbers."""
     return float(torch.finfo(dtype).eps) / 2 if dtype.is_floating_point else 0.0
 
 
-def whole(tensor: Any) -> Any:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor: all of it where ranks hold shards. Called on all ranks."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 

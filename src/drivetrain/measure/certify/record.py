@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.batch import Batch
@@ -24,10 +25,24 @@ from drivetrain.core.step import WrappingStep
 from drivetrain.core.torch_patches import before_steps
 from drivetrain.core.trees import Tree
 from drivetrain.engine.trainer import Trainer
-from drivetrain.measure.certify.judge import FLOAT32, MARGIN, Array, Entry, Rows, Trace, of_numbers, of_rows, of_tensor, whole
+from drivetrain.measure.certify.judge import (
+    FLOAT32,
+    MARGIN,
+    Array,
+    Entry,
+    Key,
+    Rows,
+    Trace,
+    of_numbers,
+    of_rows,
+    of_tensor,
+    whole,
+)
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # Products round their inputs too, where these are kept in a wider format.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
@@ -56,7 +71,7 @@ def widen_loss(loss: object) -> None:
 
 
 @dataclass
-class RandomRounding(TorchDispatchMode):
+class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Changes the result of each operation by a random relative error of at most `roundoff` (Monte Carlo arithmetic).
 
     Parker 1997; a run with it differs from the exact one as a run in that number format does, and shows how errors grow.
@@ -67,10 +82,16 @@ class RandomRounding(TorchDispatchMode):
     paused: bool = field(default=False, init=False)  # while the tensors are looked at
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generators: dict[torch.device, torch.Generator] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
@@ -81,7 +102,7 @@ class RandomRounding(TorchDispatchMode):
             return out
         return tuple(map(self._rounded, out)) if isinstance(out, tuple) else self._rounded(out)
 
-    def _rounded(self, value: object) -> Any:
+    def _rounded(self, value: object) -> object:
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not value.numel():
             return value
         noise = torch.rand(value.shape, generator=self._generator(value.device), dtype=torch.float64, device=value.device)
@@ -231,7 +252,9 @@ class Recorder:
     update: int = 1
     attempt: int = 1  # as `update`, but it counts updates that were skipped too
     rows: dict[tuple[int, str, str], list[Rows]] = field(default_factory=lambda: defaultdict(list))
-    batches: list[Any] = field(default_factory=list)  # indices and weight sign of the update's micro-batches so far
+    batches: list[tuple[int, torch.Tensor]] = field(
+        default_factory=list
+    )  # indices and weight sign of the update's micro-batches so far
 
     def run(self) -> Trace | None:
         """Train the first updates and return what was computed, on rank 0; None on other ranks."""
@@ -262,7 +285,7 @@ class Recorder:
         self.trace.notice = trainer.precision.notice()
         return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
 
-    def _watched(self, trainer: Trainer) -> Any:
+    def _watched(self, trainer: Trainer) -> Trainer:
         """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""
         batches = EVALUATED_BATCHES * trainer.batch.accumulation_steps * trainer.parallel.data_world.size
         evaluator = replace(
@@ -278,15 +301,15 @@ class Recorder:
             stream_watchers=[*trainer.stream_watchers, self._watch],
         )
 
-    def rounding(self, function: Callable[..., object]) -> Callable[..., Any]:
+    def rounding(self, function: Callable[P, T]) -> Callable[P, T]:
         """The function, with its operations rounded at random where that is asked."""
         noise = self.noise
         if noise is None:
             return function
 
-        def rounding(*args: object) -> Any:
+        def rounding(*args: P.args, **kwargs: P.kwargs) -> T:
             with noise:
-                return function(*args)
+                return function(*args, **kwargs)
 
         return rounding
 
@@ -378,7 +401,7 @@ class Recorder:
             for name, p in reversed(list(own.items())):
                 self._add_gradient("clipped gradient", name, p.grad, p)
 
-    def _add_gradient(self, phase: str, name: str, grad: object, p: object, scale: float = 1.0) -> None:
+    def _add_gradient(self, phase: str, name: str, grad: torch.Tensor | None, p: torch.Tensor, scale: float = 1.0) -> None:
         entry = of_tensor(whole(p if grad is None else grad), scale)
         self._add(phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry)
 
@@ -434,12 +457,12 @@ class Recorder:
             for name in group.get("param_names", []):
                 yield name, group
 
-    def _merged(self, ranks: list[Any]) -> Trace | None:
+    def _merged(self, ranks: list[tuple[int, Trace, dict[Key, list[Rows]]]]) -> Trace | None:
         """Put the ranks' traces together, on rank 0: its own state, what only others have, and the samples of all."""
         if self.trainer.parallel.world.rank:
             return None
         trace: Trace = ranks[0][1]
-        together: dict[Any, list[Rows]] = defaultdict(list)
+        together: dict[Key, list[Rows]] = defaultdict(list)
         of_data = {rank: (other, rows) for rank, other, rows in reversed(ranks)}  # ranks that share samples have the same
         for _, rows in of_data.values():
             for key, parts in rows.items():
@@ -451,10 +474,10 @@ class Recorder:
         traces = [other for other, _ in of_data.values()]
         for key, entry in trace.entries.items():
             if key[1] == "samples":
-                trace.entries[key] = replace(entry, values=sum(other.entries[key].values for other in traces))
+                trace.entries[key] = replace(entry, values=np.sum([other.entries[key].values for other in traces], 0))
         for key, found in together.items():
-            if (entry := Rows.entry(found)) is not None:
-                trace.entries[key] = entry
+            if (joined := Rows.entry(found)) is not None:
+                trace.entries[key] = joined
         return trace
 
 

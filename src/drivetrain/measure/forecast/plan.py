@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain.config import validate
 from drivetrain.core import stages as of_run
@@ -31,6 +31,9 @@ from drivetrain.measure.forecast.replay import (
 )
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
+
+if TYPE_CHECKING:
+    import torch
 
 KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured
@@ -124,7 +127,7 @@ class Plan:
 
     def micro_batch(self) -> int:
         """Samples of one rank's forward."""
-        return math.ceil(self.run.batch.size(0) / (self.micro_batches() * self.run.parallel.data_ranks()))
+        return -(-int(self.run.batch.size(0)) // (self.micro_batches() * int(self.run.parallel.data_ranks())))
 
     @property
     def finds_split(self) -> bool:
@@ -170,7 +173,7 @@ class Plan:
         host = RECORDED_HOST if recorded else COMPILED_HOST
         return Compiled(FUSED_BYTES if option.partitions_activations or option.captures_step else Figure.exactly(1.0), host)
 
-    def ranks(self, model: Any) -> Ranks:
+    def ranks(self, model: torch.nn.Module) -> Ranks:
         """The layout of the run over ranks. Raises UserError for a strategy whose memory is not forecast."""
         parallel = Parallel.of(self.run)
         count = parallel.ranks()
@@ -221,7 +224,7 @@ def _notes(run: RunSpec, device: str) -> Iterator[str]:
             f"{run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "
             f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
         )
-    batch: Any = run.batch
+    batch = run.batch
     if batch.needs_trial:
         yield (
             f"{run.named('batch')} measures before the run, and chooses a batch of {batch.global_batch:,} to {batch.max:,} "

@@ -328,7 +328,7 @@ def _seconds(call: Callable[[], object], now: Callable[[], float]) -> float:
     return sorted(times)[len(times) // 2] if now is time.thread_time else min(times)
 
 
-def _call(operation: Operation, device: torch.device) -> Callable[[], Any]:
+def _call(operation: Operation, device: torch.device) -> Callable[[], object]:
     """A function that makes the call, with real arguments."""
     function, args, kwargs = operation.call
     made, named = tree_map(lambda v: _tensor(v, device) if is_spec(v) else v, (args, kwargs), is_leaf=is_spec)

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.option import Count, Positive
+from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch import trials
 from drivetrain.launch.job import Job
@@ -397,7 +398,7 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
     comparisons: dict[str, Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The findings as plain values: doctor.json."""
         profile = self.profile
         own = ("place", "text", "share", "backward", "layers", "operations", "waits", "reads_data")

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch._ops import OpOverload
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core import process
@@ -354,7 +356,7 @@ class Operation:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations while it is entered. Its own time, which is more than theirs, is not in theirs."""
 
     phase: Callable[[], str]
@@ -364,14 +366,20 @@ class Recorder(TorchDispatchMode):
     operations: list[Operation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._of_node: dict[int, Operation] = {}
         self._marks: list[tuple[Operation, bool, Mark, Mark]] = []
         self._visited: set[int] = set()
         self._next_node = _next_node()
         self._last: Operation | None = None  # whose backward ran last
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         operation, backward = self._operation(func, args)
         began = self.clock.mark()
         out = func(*args, **(kwargs or {}))
@@ -382,7 +390,7 @@ class Recorder(TorchDispatchMode):
                 _describe(operation, out, self.small_size)
         return out
 
-    def _operation(self, func: Any, args: Any) -> tuple[Operation | None, bool]:
+    def _operation(self, func: OpOverload[..., object], args: tuple[object, ...]) -> tuple[Operation | None, bool]:
         """Return the operation that the time belongs to, and whether this is its backward."""
         found = find(sys._getframe(2), self.root)
         node = torch._C._current_autograd_node()
@@ -398,7 +406,7 @@ class Recorder(TorchDispatchMode):
         self.operations.append(operation)
         return operation, False
 
-    def _forward_of(self, node: Any) -> Operation | None:
+    def _forward_of(self, node: Node) -> Operation | None:
         """Return the operation whose backward a node is; that of the last one, where a node only adds up gradients."""
         number = node._sequence_nr()
         if number not in self._visited:
@@ -406,7 +414,7 @@ class Recorder(TorchDispatchMode):
         self._last = self._of_node.get(number, self._last)
         return self._last
 
-    def _visit(self, node: Any) -> None:
+    def _visit(self, node: Node) -> None:
         """Note a node and all that come after it in the backward."""
         nodes = [node]
         while nodes:
@@ -448,15 +456,15 @@ def operation_clock(device: torch.device) -> Clock:
 
 def _next_node() -> int:
     """Return the number of the next node that this thread adds to a graph."""
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return torch._C._autograd._get_sequence_nr()
 
 
-def _is_layers(name: str, args: object, trains: bool) -> bool:
+def _is_layers(name: str, args: tuple[object, ...], trains: bool) -> bool:
     """True if a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
     return trains and (name.startswith(_OF_LAYERS) or _has_weights(args))
 
 
-def _has_weights(args: Any) -> bool:
+def _has_weights(args: tuple[object, ...]) -> bool:
     return any(isinstance(a, torch.nn.Parameter) and a.requires_grad for a in args)
 
 

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from drivetrain.core import trees
 from drivetrain.core.device import synchronize
 from drivetrain.core.errors import Diverged
 from drivetrain.core.limits import usable_cores
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.torch_patches import threads_set_by
 from drivetrain.core.trees import Tree
 from drivetrain.debug.profile import silence_profiler
@@ -62,13 +65,13 @@ MAX_SLOWER = 4  # times the wanted seconds, where other work has the cores
 class TrackedStream:
     """The training stream. `phase` says what runs: "data" while it is read, then "micro_batch", then "update"."""
 
-    def __init__(self, stream: Iterator[Any]) -> None:
+    def __init__(self, stream: Iterator[MicroBatch]) -> None:
         self._stream, self.phase = stream, "micro_batch"
 
     def __iter__(self) -> TrackedStream:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> MicroBatch:
         self.phase = "data"
         try:
             with record_function(READING):
@@ -77,7 +80,7 @@ class TrackedStream:
             self.phase = "micro_batch"
 
 
-def update(trainer: Trainer, stream: Iterable[Any]) -> None:
+def update(trainer: Trainer, stream: Iterable[MicroBatch]) -> None:
     """Run one update and what comes after it, as the training loop does."""
     progress = trainer.progress
     for micro in stream:
@@ -100,7 +103,7 @@ def update(trainer: Trainer, stream: Iterable[Any]) -> None:
             trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
 
 
-def read_update(stream: TrackedStream) -> tuple[Any, int]:
+def read_update(stream: TrackedStream) -> tuple[MicroBatch, int]:
     """Read the micro-batches of one update; return the last one and how many there are."""
     for count, micro in enumerate(stream, 1):
         if micro.last:
@@ -226,7 +229,7 @@ def time_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
     return _cpu_shares(events, whole_us) if trainer.device.type == "cpu" else _device_shares(events, whole_us)
 
 
-def _cpu_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
+def _cpu_shares(events: Iterable[FunctionEvent], whole_us: float) -> dict[str, float]:
     outermost = [e for e in events if e.cpu_parent is None]
     own_threads = {e.thread for e in outermost if e.name == READING}  # excludes the loader's threads
     reading = _union_us(e for e in outermost if e.name == READING)
@@ -237,15 +240,15 @@ def _cpu_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
     return {"in operations": computing / whole_us, "between operations (Python, dispatch)": between / whole_us}
 
 
-def _device_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
-    on_host = [e for e in events if e.device_type == torch.autograd.DeviceType.CPU]
+def _device_shares(events: Iterable[FunctionEvent], whole_us: float) -> dict[str, float]:
+    on_host = [e for e in events if e.device_type == DeviceType.CPU]
     # A named range of the host, such as torch's own of the optimizer, is repeated on the device, with the gaps in it.
-    on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU and not e.is_user_annotation]
+    on_device = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     if not on_device:
         return {}
     copies = [e for e in on_device if e.name.startswith("Memcpy")]
     end = next(e.time_range.start for e in on_host if e.name == END)  # the profile's own synchronization comes after it
-    waits = sum(e.time_range.elapsed_us() for e in on_host if e.name in SYNCHRONIZING and e.time_range.end < end)
+    waits = sum(e.time_range.end - e.time_range.start for e in on_host if e.name in SYNCHRONIZING and e.time_range.end < end)
     return {
         "the device computes": _union_us(e for e in on_device if not e.name.startswith("Memcpy")) / whole_us,
         "the device copies": _union_us(copies) / whole_us,
@@ -254,7 +257,7 @@ def _device_shares(events: Iterable[Any], whole_us: float) -> dict[str, float]:
     }
 
 
-def _union_us(events: Iterable[Any]) -> float:
+def _union_us(events: Iterable[FunctionEvent]) -> float:
     """Microseconds in which at least one of the events runs."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
@@ -364,6 +367,8 @@ def profile_step(trainer: Trainer, profile_s: float) -> StepProfile:
 
 
 REST = "schedule, records and callbacks"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Phases:
@@ -404,17 +409,17 @@ class _Phases:
 
         return dataclasses.replace(step, forward=timed("forward", step.forward), loss=Loss(), precision=Precision())
 
-    def _timed(self, phase: str, call: Callable[..., object]) -> Callable[..., Any]:
-        def run(*args: object) -> Any:
+    def _timed(self, phase: str, call: Callable[P, T]) -> Callable[P, T]:
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
             began = self._clock()
-            result = call(*args)
+            result = call(*args, **kwargs)
             synchronize(self._device)
             self._spent[phase] += _own_since(self._clock, began)
             return result
 
         return run
 
-    def _reads(self, stream: TrackedStream) -> Iterator[Any]:
+    def _reads(self, stream: TrackedStream) -> Iterator[MicroBatch]:
         read = self._timed("data wait", lambda: next(stream))
         while True:
             micro = read()
@@ -439,7 +444,7 @@ class _Phases:
         return {phase: 1e3 * seconds / self._count for phase, seconds in spent.items()}
 
 
-def _larger_batch(trainer: Trainer, micro: Any, profile_s: float) -> float | None:
+def _larger_batch(trainer: Trainer, micro: MicroBatch, profile_s: float) -> float | None:
     """Samples a second of forward and backward with four times the micro-batch, relative to one: the median of pairs.
 
     None where four times the micro-batch does not fit.
