@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
-from drivetrain.engine.rehearsal.fake_step import Rehearsal, autocast_of, one_sample
+from drivetrain.engine.rehearsal.fake_step import CudaAutocast, Rehearsal, one_sample
 from drivetrain.engine.rehearsal.operation import Operation
 from drivetrain.engine.rehearsal.recorder import OTHER, Fakes, Recorder
 from drivetrain.engine.rehearsal.search import HEAP, furthest, largest_micro_batch
@@ -114,9 +114,9 @@ def test_cudas_autocast_keeps_layer_norm_in_float32():
     norm, x = torch.nn.LayerNorm(8), torch.ones(2, 8, dtype=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(x).dtype == torch.bfloat16
-        with autocast_of("cuda"):
+        with CudaAutocast():
             assert norm(x).dtype == torch.float32
-    with autocast_of("cuda"):
+    with CudaAutocast():
         assert torch.softmax(x, 0).dtype == torch.bfloat16  # autocast is off
 
 

@@ -26,19 +26,15 @@ TEST_SAMPLES = 359  # of data=digits
 
 
 def test_the_figures_are_those_of_training(digits, tmp_path, capsys):
-    """All of them, with those of the averaged weights, to the last digit, in JSON too."""
-    out = tmp_path / "figures" / "e.json"
+    """All of them, with those of the averaged weights, to the last digit, in JSON too. The run is left as it was."""
+    out, files = tmp_path / "figures" / "e.json", {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")}
     assert main.main(["evaluate", str(digits.run_dir), "--out", str(out)]) == 0
-    written = json.loads(out.read_text())
-    assert written["metrics"] == digits.tested("final")
-    assert set(written["metrics"]) == {"loss", "accuracy", "ema_loss", "ema_accuracy"}
-    assert written["update"] == digits.updates
-    assert f"{digits.tested('final')['accuracy']:.6g}" in capsys.readouterr().out
-
-
-def test_it_leaves_the_run_as_it_was(digits):
-    files = {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")}
-    evaluate(digits.run_dir)
+    written, trained = json.loads(out.read_text()), digits.tested("final")
+    assert (written["metrics"], written["update"]) == (trained, digits.updates)
+    assert set(trained) == {"loss", "accuracy", "ema_loss", "ema_accuracy"}
+    assert f"{trained['accuracy']:.6g}" in capsys.readouterr().out
+    averaged = evaluate(digits.run_dir, choice=Choice(average=True)).metrics
+    assert averaged == {name: trained[f"ema_{name}"] for name in ("loss", "accuracy")}
     assert {path: path.stat().st_mtime_ns for path in digits.run_dir.rglob("*")} == files
 
 
@@ -88,16 +84,13 @@ def test_a_signal_in_the_test_at_a_runs_end_ends_it_where_it_is_saved(told):
     assert len(reads) > 1
 
 
-def test_averaged_weights(digits):
-    found = evaluate(digits.run_dir, choice=Choice(average=True)).metrics
-    assert found == {name: digits.tested("final")[f"ema_{name}"] for name in ("loss", "accuracy")}
-
-
 @pytest.mark.parametrize("words", [("optimizer=schedulefree",), ("precision=bf16_pure",), ("batch=accumulate", "precision=bf16")])
 def test_what_training_does_to_weights_is_undone(finished, words):
     """Weights that the optimizer or the precision keeps in two forms are evaluated in the one that training evaluated."""
     result = finished("model=mlp", "model.hidden=[32]", "epochs=1", "scheduler=constant", *words)
     assert evaluate(result.run_dir).metrics == result.tested("final")
+    with pytest.raises(UserError, match="no averaged weights: the run had ema=none"):
+        evaluate(result.run_dir, choice=Choice(average=True))
 
 
 def test_the_best_checkpoint_is_the_default_where_it_was_kept(finished):
@@ -193,12 +186,6 @@ def test_bad_words(words, says, digits, capsys):
     told = capsys.readouterr()
     assert says in told.err + told.out
     assert (code, len(told.err.splitlines())) == (2, 1)
-
-
-def test_a_run_without_averages(finished):
-    result = finished("model=mlp", "model.hidden=[32]", "epochs=1", "scheduler=constant", "precision=bf16_pure")
-    with pytest.raises(UserError, match="no averaged weights: the run had ema=none"):
-        evaluate(result.run_dir, choice=Choice(average=True))
 
 
 def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):
@@ -384,23 +371,20 @@ def check(other: Evaluation, probabilities: torch.Tensor, classes: torch.Tensor)
         ("labels_csv", "image,kind\n0.png,bird\n", "no training row has the class bird of kind"),
         ("labels_csv", "file,kind\n0.png,dog\n", "data.image=image is no column of"),
         ("jsonl", '{"text": "a bird", "kind": "bird"}\n', "no training row has the class bird of kind"),
+        ("masks", "", r"masks have the values 7, and the run knows 0, 1, 2: set data.values"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(reader, content, says, trained, tmp_path):
     run_dir, own = trained(reader)
-    painted(tmp_path, 1, 0)
-    (tmp_path / own.name).write_text(content)
+    if reader == "masks":
+        place = masks(tmp_path / "other", 2, 0)
+        Image.fromarray(np.full((8, 8), 7, dtype=np.uint8)).save(place / "masks" / "0.png")
+    else:
+        painted(tmp_path, 1, 0)
+        (place := tmp_path / own.name).write_text(content)
     with pytest.raises(UserError, match=says) as refused:
-        judged(run_dir, reader, tmp_path / own.name)
+        judged(run_dir, reader, place)
     assert len(refused.value.problems) == 1
-
-
-def test_masks_of_a_class_that_the_run_does_not_know_are_refused(trained, tmp_path):
-    run_dir, _ = trained("masks")
-    root = masks(tmp_path / "other", 2, 0)
-    Image.fromarray(np.full((8, 8), 7, dtype=np.uint8)).save(root / "masks" / "0.png")
-    with pytest.raises(UserError, match=r"masks have the values 7, and the run knows 0, 1, 2: set data.values"):
-        judged(run_dir, "masks", root)
 
 
 def test_a_table_for_the_test_is_encoded_as_the_runs_own(trained, tmp_path):

@@ -33,6 +33,19 @@ def predict(result, *words: object) -> int:
     return main.main(["predict", str(result.run_dir), *map(str, words)])
 
 
+@pytest.fixture
+def asked(capsys, monkeypatch):
+    """`asked(result, *words, lines=…)`: the exit code of predict, and the rows that it prints; `lines` are standard input."""
+
+    def ask(result, *words: object, lines: bytes | None = None) -> tuple[int, list[dict[str, str]]]:
+        if lines is not None:
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        capsys.readouterr()
+        return predict(result, *words), list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+    return ask
+
+
 @pytest.fixture(scope="module")
 def images() -> np.ndarray:
     from sklearn.datasets import load_digits
@@ -178,29 +191,22 @@ def test_no_data_option_asks_for_its_files_where_the_model_is_used_alone(option)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
-def test_a_run_in_16_bits_predicts(precision, finished, capsys):
-    run = finished(f"precision={precision}", "updates=2", "scheduler=constant")
-    capsys.readouterr()
-    assert predict(run, "--data", "test") == 0
-    assert capsys.readouterr().out.startswith("input,label,probability")
+def test_a_run_in_16_bits_predicts(precision, finished, asked):
+    code, found = asked(finished(f"precision={precision}", "updates=2", "scheduler=constant"), "--data", "test")
+    assert (code, list(found[0])[:3]) == (0, ["input", "label", "probability"])
 
 
-def test_lines(digits, finished, tmp_path, images, capsys, monkeypatch):
+def test_lines(digits, finished, tmp_path, images, asked, capsys):
     """`-` reads paths, or texts where the run reads text."""
     pixels = (images[0, 0] * (255 / 16)).round().astype("uint8")
     Image.fromarray(pixels).save(tmp_path / "one.png")
-    monkeypatch.setattr("sys.stdin", io.StringIO("one.png\nnone.png\n"))
-    assert predict(digits, "-") == 1
-    one, none = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert (one["input"], one["label"], one["error"]) == ("one.png", "0", "")
+    code, (one, none) = asked(digits, "-", lines=b"one.png\nnone.png\n")
+    assert (code, one["input"], one["label"], one["error"]) == (1, "one.png", "0", "")
     assert "none.png cannot be read" in none["error"]
     words = ("data=stdlib", "data.max_files=20", "data.test_samples=4", "data.length=16", "model=gpt", "model.width=16")
     text = finished(*words, "model.depth=1", "model.heads=2", "loss=next_token", "updates=2", "scheduler=constant")
-    capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO("import os\n\nimport a very long line of text\n"))
-    assert predict(text, "-") == 0
-    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["input"] for row in found] == ["import os", "", "import a very long line of text"]
+    code, found = asked(text, "-", lines=b"import os\n\nimport a very long line of text\n")
+    assert (code, [row["input"] for row in found]) == (0, ["import os", "", "import a very long line of text"])
     assert all(0 <= int(row["label"]) < 257 for row in found)
     assert predict(text, tmp_path / "one.png") == 2
     assert "this run reads text" in capsys.readouterr().err
@@ -303,7 +309,7 @@ def houses(path: Path, *numbers: int) -> Path:
     return path
 
 
-def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
+def test_rows_of_a_table(finished, tmp_path, monkeypatch, asked):
     """Rows are encoded as the training rows were, from a file and from standard input, and numbers are in the data's units."""
     train, test = houses(tmp_path / "train.csv", *range(0, 80, 2)), houses(tmp_path / "test.csv", *range(1, 40, 2))
     data = (f"data.path={train}", f"data.test={test}", "data.target=price", "data.columns={zone: category}")
@@ -318,23 +324,17 @@ def test_rows_of_a_table(finished, tmp_path, monkeypatch, capsys):
     assert sum(errors) / len(errors) == pytest.approx(result.tested("final")["mae"])
     expected = [float(row["value"]) for row in b]
     assert drivetrain.load(result.run_dir).predict(str(test)).labels[:, 0].tolist() == pytest.approx(expected)
-    capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO(test.read_text()))
-    assert predict(result, "-") == 0
-    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    code, found = asked(result, "-", lines=test.read_bytes())
     assert [float(row["value"]) for row in found] == pytest.approx(expected)
-    assert found[1]["input"] == "standard input:3"
+    assert (code, found[1]["input"]) == (0, "standard input:3")
 
 
-def test_rows_that_do_not_fit_a_table(finished, tmp_path, monkeypatch, capsys):
+def test_rows_that_do_not_fit_a_table(finished, tmp_path, asked, capsys):
     """A row that cannot be encoded says why; a table without a column is refused before anything begins."""
     train = houses(tmp_path / "train.csv", *range(40))
     result = finished("task=regression", "data=tabular", f"data.path={train}", "data.target=price", "epochs=1")
-    capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO("zone;area;age\n1;12;new\n0;big;new\n1;;old\n1;2\n0;13;unseen\n"))
-    assert predict(result, "-") == 1
-    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [bool(row["value"]) for row in found] == [True, False, False, False, True]
+    code, found = asked(result, "-", lines=b"zone;area;age\n1;12;new\n0;big;new\n1;;old\n1;2\n0;13;unseen\n")
+    assert (code, [bool(row["value"]) for row in found]) == (1, [True, False, False, False, True])
     for row, says in zip(
         found[1:4],
         ("standard input:3: the column area holds 'big'", "no value in area", "standard input:5 has 2 cells"),
@@ -351,7 +351,7 @@ def test_rows_that_do_not_fit_a_table(finished, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("label", ["animal", None])
-def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch, capsys):
+def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, asked):
     pytest.importorskip("tokenizers")
     texts = [f"the {'cat' if n % 2 else 'dog'} number {n} sat on the mat" for n in range(40)]
     path = tmp_path / "texts.jsonl"
@@ -370,10 +370,8 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch,
     else:
         assert list(found[0]) == ["input", "label", "probability", "error"]
         assert {int(row["label"]) for row in found} <= set(range(301))
-    capsys.readouterr()
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts) + "\n"))
-    assert predict(result, "-") == 0
-    assert [row["label"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == [row["label"] for row in found]
+    code, of_lines = asked(result, "-", lines="\n".join(texts).encode())
+    assert (code, [row["label"] for row in of_lines]) == (0, [row["label"] for row in found])
     odd = [
         b'{"text": "the cat"}',
         b'{"body": 1}',
@@ -383,14 +381,10 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, monkeypatch,
         b'{"text": "the dog"}',
     ]
     path.write_bytes(b"\n".join(odd))
-    assert predict(result, path) == 1
-    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [bool(row["label"]) for row in found] == [True, False, True, False, False, True]
+    code, found = asked(result, path)
+    assert (code, [bool(row["label"]) for row in found]) == (1, [True, False, True, False, False, True])
     for row, says in zip(found, ("", ":2 has no 'text'", "", ":4: '", ":5: the byte 0xe9", ""), strict=True):
         assert says in row["error"]
-    lines = io.TextIOWrapper(io.BytesIO(b"the cat\n\ncaf\xe9\nthe dog\n"))
-    monkeypatch.setattr("sys.stdin", lines)
-    assert predict(result, "-") == 1
-    found = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [bool(row["label"]) for row in found] == [True, True, False, True]
+    code, found = asked(result, "-", lines=b"the cat\n\ncaf\xe9\nthe dog\n")
+    assert (code, [bool(row["label"]) for row in found]) == (1, [True, True, False, True])
     assert "standard input:3: the byte 0xe9 is no UTF-8" in found[2]["error"]

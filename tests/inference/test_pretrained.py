@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from drivetrain.cli import main
 from drivetrain.cli.finished import export
 from drivetrain.core.errors import UserError
 from drivetrain.inference.loaded import load
-from tests.support import later
+from tests.support import later, slow
 
 transformers, peft = later.package("transformers"), later.package("peft")
 
@@ -27,10 +28,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS)
-def case(request, tmp_path: Path):
+@pytest.fixture
+def case(model: str, tmp_path: Path):
     """The class of a model, its folder, and the words of runs on it."""
-    name, sizes, words = MODELS[request.param]
+    name, sizes, words = MODELS[model]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     cls(cls.config_class(**sizes)).save_pretrained(tmp_path / "base")
@@ -45,7 +46,11 @@ def outputs(model) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
+QUICK = {("llama", "lora"), ("gpt2", "dora"), ("bert", "lora")}  # each model and each adapter; all pairs in the slow suite
+PAIRS = slow.but(QUICK.__contains__, list(product(MODELS, ("lora", "dora"))), "-".join)
+
+
+@pytest.mark.parametrize(("model", "adapter"), PAIRS)
 def test_an_adapter_is_read_by_peft_and_by_a_run(case, adapter, tiny, tmp_path, make, capsys):
     cls, base, words = case
     words = [*words, f"adapter={adapter}", "adapter.rank=4"]
@@ -66,22 +71,23 @@ def test_an_adapter_is_read_by_peft_and_by_a_run(case, adapter, tiny, tmp_path, 
     assert torch.allclose(outputs(again), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-def test_an_adapter_of_peft_starts_a_run(case, dora, make, tmp_path):
+@pytest.mark.parametrize(("model", "adapter"), PAIRS)
+def test_an_adapter_of_peft_starts_a_run(case, adapter, make, tmp_path):
     cls, base, words = case
     model = cls.from_pretrained(base)
     also = ["classifier"] if hasattr(model, "classifier") else None
     config = peft.LoraConfig(
-        task_type="SEQ_CLS" if also else "CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", use_dora=dora,
+        task_type="SEQ_CLS" if also else "CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear", use_dora=adapter == "dora",
         modules_to_save=also, init_lora_weights=False,
     )  # fmt: skip
     theirs = peft.get_peft_model(model, config)
     theirs.save_pretrained(tmp_path / "theirs")
-    adapter = ["adapter=dora" if dora else "adapter=lora", "adapter.rank=4", "adapter.alpha=8"]
-    ours = make(*words, *adapter, f"adapter.weights={tmp_path / 'theirs'}").model
+    own = [f"adapter={adapter}", "adapter.rank=4", "adapter.alpha=8"]
+    ours = make(*words, *own, f"adapter.weights={tmp_path / 'theirs'}").model
     assert torch.allclose(outputs(ours), outputs(theirs), atol=2e-6)
 
 
+@pytest.mark.parametrize("model", MODELS)
 def test_a_whole_model_is_read_by_transformers(case, tiny, tmp_path):
     cls, _, words = case
     run = drivetrain.train(tiny(*[word for word in words if not word.startswith("adapter")]))

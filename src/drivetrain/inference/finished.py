@@ -162,13 +162,13 @@ def chosen_weights(
     if not (averaged := state.get("ema")):
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
     tensors = averaged.get("tensors") if isinstance(averaged, dict) else None
-    if not (fits_weights(tensors, weights) and _are_names(averaged.get("tied", {}), tensors, weights)):
+    tied = averaged.get("tied", {}) if isinstance(averaged, dict) else {}  # further names: the checkpoint has a tensor under each
+    if not (fits_weights(tensors, weights) and _are_names(tied, tensors, weights)):
         raise UserError(f"{checkpoint} has averaged weights that do not fit its weights: leave average=… out, or say update=N")
     if average is not True:
         from drivetrain.ema import profiles
 
         tensors = profiles.synthesised(checkpoint.parent.parent, averaged, average)
-    tied = averaged.get("tied", {})  # further names of a tensor: the checkpoint has it under each of them
     tensors = {**tensors, **{name: tensors[first] for name, first in tied.items()}}
     return {**weights, **{n: t.to(weights[n].dtype) for n, t in tensors.items()}}
 

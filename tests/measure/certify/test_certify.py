@@ -293,26 +293,32 @@ def verdict(tested: dict, reference: dict, floors: Floors | None = None, coarser
     return judge.judge(trace(tested), trace(reference), floors or Floors(), coarser)
 
 
-def test_eight_times_the_floor_is_rounding_and_more_is_not():
-    assert verdict({W1: 1 + 7e-6}, {W1: 1.0}).answer == judge.EXACT
-    found = verdict({W1: 1 + 9e-6}, {W1: 1.0})
-    assert (found.answer, found.first.key) == (judge.DIFFERS, W1)
+ONE = {W1: 1.0}
+NONE, FIGURE = {(1, "evaluation", "accuracy"): 0.0}, {(1, "evaluation", "accuracy"): 0.1}
 
 
-def test_the_first_difference_is_named():
-    found = verdict({W1: 1.1, W2: 1.2}, {W1: 1.0, W2: 1.0})
-    assert found.first.key == W1
-
-
-def test_a_layer_inside_does_not_decide_and_is_named_where_something_does():
-    assert verdict({INSIDE: 2.0, W1: 1.0}, {INSIDE: 1.0, W1: 1.0}).answer == judge.EXACT
-    assert verdict({INSIDE: 2.0, W1: 2.0}, {INSIDE: 1.0, W1: 1.0}).first.key == INSIDE
-
-
-def test_other_formats_are_within_rounding_unless_all_bits_are_equal():
-    assert verdict({W1: 1 + 1e-6}, {W1: 1.0}, coarser=True).answer == judge.CLOSE
-    same = verdict({W1: 1.0}, {W1: 1.0}, coarser=True)
-    assert (same.answer, same.bit_for_bit) == (judge.EXACT, True)
+@pytest.mark.parametrize(
+    ("tested", "reference", "more", "answer", "first"),
+    [
+        # eight times the floor is rounding, and more is not
+        ({W1: 1 + 7e-6}, ONE, {}, judge.EXACT, None),
+        ({W1: 1 + 9e-6}, ONE, {}, judge.DIFFERS, W1),
+        ({W1: 1.1, W2: 1.2}, {W1: 1.0, W2: 1.0}, {}, judge.DIFFERS, W1),
+        # a layer inside does not decide, and is named where something does
+        ({INSIDE: 2.0, W1: 1.0}, {INSIDE: 1.0, W1: 1.0}, {}, judge.EXACT, None),
+        ({INSIDE: 2.0, W1: 2.0}, {INSIDE: 1.0, W1: 1.0}, {}, judge.DIFFERS, INSIDE),
+        # other formats are within rounding unless all bits are equal
+        ({W1: 1 + 1e-6}, ONE, {"coarser": True}, judge.CLOSE, None),
+        (ONE, ONE, {"coarser": True}, judge.EXACT, None),
+        # what is nothing in the reference has a floor
+        (FIGURE, NONE, {}, judge.DIFFERS, (1, "evaluation", "accuracy")),
+        (FIGURE, NONE, {"floors": Floors(permuted=[trace(FIGURE)])}, judge.EXACT, None),
+    ],
+)
+def test_a_verdict(tested: dict, reference: dict, more: dict, answer: str, first: object) -> None:
+    found = verdict(tested, reference, **more)
+    assert (found.answer, found.first and found.first.key) == (answer, first)
+    assert found.bit_for_bit == (tested == reference)
 
 
 def test_other_data_or_another_loss_is_no_flip():
@@ -322,12 +328,6 @@ def test_other_data_or_another_loss_is_no_flip():
         found = verdict({gradient: 2.0, (1, phase, "x"): 2.0}, {gradient: 1.0, (1, phase, "x"): 1.0})
         assert not judge.may_have_flipped(found)
     assert not judge.may_have_flipped(verdict({W1: 1.0}, {W1: 1.0}))
-
-
-def test_what_is_nothing_in_the_reference_has_a_floor():
-    none, one = {(1, "evaluation", "accuracy"): 0.0}, {(1, "evaluation", "accuracy"): 0.1}
-    assert verdict(one, none).answer == judge.DIFFERS
-    assert verdict(one, none, Floors(permuted=[trace(one)])).answer == judge.EXACT
 
 
 def test_a_floor_is_the_largest_of_all_updates_up_to_the_next():

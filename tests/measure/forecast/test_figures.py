@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
 from drivetrain.engine.rehearsal.recorder import OTHER
 from drivetrain.measure.forecast import forecast, plan, replay
@@ -121,9 +120,8 @@ def test_network_time_hides_behind_the_backward():
 
 
 def test_figures_add_with_their_intervals():
-    assert Figure(1, 0, 2) + Figure(2, 2, 3) == (3, 2, 5)
+    assert (Figure(1, 0, 2) + Figure(2, 2, 3)).times(3) == (9, 6, 15)
     assert Figure.within(10, 0.5, 2) == (10, 5, 20)
-    assert Figure(1, 0, 2).times(3) == (3, 0, 6)
 
 
 @pytest.mark.parametrize("name", list(_TABLE))
@@ -134,11 +132,6 @@ def test_every_device_of_the_table_says_that_it_was_not_measured(name: str):
     assert device.memory >= 16e9
     assert device.bandwidth < 1e13
     assert device.link <= device.bandwidth
-
-
-def test_an_unknown_device_is_told_with_a_near_one():
-    with pytest.raises(UserError, match=r"device=h10 is not known.*h100"):
-        known("h10")
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"a machine": [1]}', '{"a machine": {"host": "slow"}}'])

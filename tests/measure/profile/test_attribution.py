@@ -15,10 +15,7 @@ from torch.autograd import DeviceType
 
 from drivetrain.core.device import Clock
 from drivetrain.core.horizon import Progress
-from drivetrain.measure.profile import doctor as diagnosis
-from drivetrain.measure.profile import doctor as doctor
-from drivetrain.measure.profile import step
-from drivetrain.measure.profile import step as utilization
+from drivetrain.measure.profile import doctor, step
 from drivetrain.measure.profile.sampler import (
     SAMPLE_S,
     Attribution,
@@ -268,9 +265,9 @@ def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets, began):
     assert torch.set_num_threads is setter
 
 
-def problems(*lines: Line) -> list[diagnosis.Problem]:
+def problems(*lines: Line) -> list[doctor.Problem]:
     profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0, queued=0.0)
-    return list(diagnosis._own_lines(profile))
+    return list(doctor._own_lines(profile))
 
 
 def test_any_line_that_certainly_costs_is_named_and_what_is_known_only_adds_advice():
@@ -314,8 +311,8 @@ class Event:
 
 
 def test_what_overlaps_is_counted_once():
-    assert utilization._union_us([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
-    assert utilization._union_us([]) == 0
+    assert step._union_us([Event("a", 0, 4), Event("b", 2, 5), Event("c", 3, 4), Event("d", 7, 8)]) == 6
+    assert step._union_us([]) == 0
 
 
 def test_on_a_cpu_other_threads_are_not_the_steps():
@@ -323,9 +320,9 @@ def test_on_a_cpu_other_threads_are_not_the_steps():
         Event(READING, 0, 20), Event("aten::mm", 20, 50), Event("aten::add", 60, 70), Event("aten::stack", 0, 100, thread=2),
         Event(END, 90, 100),
     ]  # fmt: skip
-    found = utilization._cpu_shares(events, 100.0)
+    found = step._cpu_shares(events, 100.0)
     assert found == {"in operations": pytest.approx(0.4), "between operations (Python, dispatch)": pytest.approx(0.4)}
-    assert utilization._cpu_shares([Event(READING, 0, 20)], 100.0) == {}
+    assert step._cpu_shares([Event(READING, 0, 20)], 100.0) == {}
 
 
 @pytest.mark.parametrize("device", [DeviceType.CUDA, DeviceType.XPU])
@@ -337,12 +334,12 @@ def test_on_a_device_our_own_waiting_is_not_the_hosts(device):
         Event("gemm", 0, 30, cuda), Event("Memcpy HtoD", 20, 40, cuda), Event("relu", 50, 60, cuda),
         Event("cudaStreamSynchronize", 10, 15), Event(END, 80, 100), Event("cudaDeviceSynchronize", 81, 99),
     ]  # fmt: skip
-    found = utilization._device_shares(events, 100.0)
+    found = step._device_shares(events, 100.0)
     assert found == {
         "the device computes": pytest.approx(0.4), "the device copies": pytest.approx(0.2),
         "the device is idle": pytest.approx(0.5), "the host waits for the device": pytest.approx(0.05),
     }  # fmt: skip
-    assert utilization._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
+    assert step._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
 
 
 class Trainer:
@@ -371,7 +368,7 @@ class MicroBatch:
 
 
 def test_a_profile_of_updates_has_the_time_in_operations_and_between_them():
-    found = utilization.time_shares(Trainer(), step.TrackedStream(iter([MicroBatch()] * 99)))
+    found = step.time_shares(Trainer(), step.TrackedStream(iter([MicroBatch()] * 99)))
     assert list(found) == ["in operations", "between operations (Python, dispatch)"]
     assert all(share > 0 for share in found.values())
 
@@ -394,24 +391,40 @@ def job(**loader: Any) -> Any:
     return SimpleNamespace(run=SimpleNamespace(loader=SimpleNamespace(**loader), batch=batch, named=lambda group: f"{group}=x"))
 
 
-def shares(problems: Any) -> list[float]:
-    return [pytest.approx(problem.share, abs=1e-3) for problem in problems]
+NOW_AND_THEN = doctor._now_and_then  # (profile, updates between two checkpoints, epochs between two evaluations)
 
 
-@pytest.mark.parametrize(("wait", "told"), [(19.0, []), (21.0, [0.21])])
-def test_waiting_for_data(wait, told):
-    assert shares(doctor._data(profile(phases={"data wait": wait, "forward": 100.0 - wait}), job())) == told
-
-
-@pytest.mark.parametrize(("lost", "told"), [(19.0, []), (21.0, [0.21])])
-def test_waiting_for_ranks(lost, told):
-    assert shares(doctor._ranks(profile(phases={"communication": lost, "forward": 100.0 - lost}), job(), 2)) == told
-
-
-@pytest.mark.parametrize(("seconds", "every", "told"), [(1.0, None, []), (1.2, None, [0.107]), (0.2, 25, []), (0.3, 25, [0.130])])
-def test_saving(seconds, every, told):
-    """One save at the end of an epoch, and one every so many updates."""
-    assert shares(doctor._now_and_then(profile(saving_s=seconds), every, 1)) == told
+@pytest.mark.parametrize(
+    ("problems", "told"),
+    [
+        (lambda: doctor._data(profile(phases={"data wait": 19.0, "forward": 81.0}), job()), []),
+        (lambda: doctor._data(profile(phases={"data wait": 21.0, "forward": 79.0}), job()), [0.21]),
+        (lambda: doctor._ranks(profile(phases={"communication": 19.0, "forward": 81.0}), job(), 2), []),
+        (lambda: doctor._ranks(profile(phases={"communication": 21.0, "forward": 79.0}), job(), 2), [0.21]),
+        # One save at the end of an epoch, and one every so many updates.
+        (lambda: NOW_AND_THEN(profile(saving_s=1.0), None, 1), []),
+        (lambda: NOW_AND_THEN(profile(saving_s=1.2), None, 1), [0.107]),
+        (lambda: NOW_AND_THEN(profile(saving_s=0.2), 25, 1), []),
+        (lambda: NOW_AND_THEN(profile(saving_s=0.3), 25, 1), [0.130]),
+        (lambda: NOW_AND_THEN(profile(evaluation_s=2.4), None, 1), []),
+        (lambda: NOW_AND_THEN(profile(evaluation_s=2.6), None, 1), [0.206]),
+        (lambda: NOW_AND_THEN(profile(evaluation_s=4.8), None, 2), []),
+        (lambda: NOW_AND_THEN(profile(evaluation_s=5.2), None, 2), [0.206]),
+        # In a run of seconds neither is a cost.
+        (lambda: NOW_AND_THEN(profile(saving_s=2.0, run_updates=400), None, 1), []),
+        (lambda: NOW_AND_THEN(profile(saving_s=2.0, run_updates=600), None, 1), [0.167]),
+        (lambda: NOW_AND_THEN(profile(evaluation_s=4.0, run_updates=200), None, 1), []),
+        (lambda: NOW_AND_THEN(profile(evaluation_s=4.0, run_updates=300), None, 1), [0.286]),
+        (lambda: doctor._threads(profile()), []),
+        (lambda: doctor._threads(profile(threads=Threads(1, 2, 0.11, 0.04))), []),
+        (lambda: doctor._threads(profile(threads=Threads(1, 2, 0.11, 0.06))), [0.11]),
+        (lambda: doctor._batch(profile(larger_batch=1.4), job()), []),
+        (lambda: doctor._batch(profile(larger_batch=2.0), job()), [0.25]),
+        (lambda: doctor._batch(profile(larger_batch=4.0), job()), [0.375]),
+    ],
+)
+def test_what_is_told_begins_at_its_threshold(problems, told):
+    assert [pytest.approx(problem.share, abs=1e-3) for problem in problems()] == told
 
 
 def test_the_remedies_of_saving_are_named():
@@ -421,25 +434,24 @@ def test_the_remedies_of_saving_are_named():
     assert often.overrides == ("saving.every_updates=null saving.every_minutes=10", "saving.asynchronous=true")
 
 
-@pytest.mark.parametrize(("seconds", "every", "told"), [(2.4, 1, []), (2.6, 1, [0.206]), (4.8, 2, []), (5.2, 2, [0.206])])
-def test_evaluation(seconds, every, told):
-    assert shares(doctor._now_and_then(profile(evaluation_s=seconds), None, every)) == told
-
-
 def told(*lines: Line, device: str = "cpu") -> list[tuple[str, float]]:
     return [(p.name, pytest.approx(p.share)) for p in doctor._own_lines(profile(lines=list(lines), device=device))]
 
 
-def test_lines():
-    assert told(Line("a.py:1 in f", share=0.049)) == []
-    assert told(Line("a.py:1 in f", share=0.051)) == [("line", 0.051)]
-    assert told(Line("a.py:1 in f", share=0.029, small_operations=99)) == []
-    assert told(Line("a.py:1 in f", share=0.04, small_operations=63)) == []
-    assert told(Line("a.py:1 in f", share=0.04, small_operations=64)) == [("loop", 0.04)]
-    assert told(Line("a.py:1 in f", share=0.04, created=0.9)) == [("created", 0.04)]
-    assert told(Line("a.py:1 in f", share=0.04, created=0.5)) == []
-    assert told(Line("a.py:1 in f", share=0.03), Line("a.py:2 in f", share=0.019)) == []
-    assert told(Line("a.py:1 in f", share=0.03), Line("a.py:2 in f", share=0.03)) == [("lines", 0.06)]
+@pytest.mark.parametrize(
+    ("share", "more", "name"),
+    [
+        (0.049, {}, None), (0.051, {}, "line"), (0.029, {"small_operations": 99}, None), (0.04, {"small_operations": 63}, None),
+        (0.04, {"small_operations": 64}, "loop"), (0.04, {"created": 0.9}, "created"), (0.04, {"created": 0.5}, None),
+    ],
+)  # fmt: skip
+def test_lines(share, more, name):
+    assert told(Line("a.py:1 in f", share=share, **more)) == ([(name, share)] if name else [])
+
+
+@pytest.mark.parametrize(("other", "expected"), [(0.019, []), (0.03, [("lines", 0.06)])])
+def test_lines_of_a_function(other, expected):
+    assert told(Line("a.py:1 in f", share=0.03), Line("a.py:2 in f", share=other)) == expected
 
 
 # A line's share in eight looks, of a machine at rest and of a busy one: by such looks the answer has to be the same each time.
@@ -509,18 +521,11 @@ def test_the_interval_is_that_of_the_looks_and_several_lines_have_one_together()
     assert (named.name, named.share) == ("lines", pytest.approx(0.14))
 
 
-def test_saving_and_evaluating_are_no_cost_of_a_run_of_seconds():
-    assert list(doctor._now_and_then(profile(saving_s=2.0, run_updates=400), None, 1)) == []
-    assert len(list(doctor._now_and_then(profile(saving_s=2.0, run_updates=600), None, 1))) == 1
-    assert list(doctor._now_and_then(profile(evaluation_s=4.0, run_updates=200), None, 1)) == []
-    assert len(list(doctor._now_and_then(profile(evaluation_s=4.0, run_updates=300), None, 1))) == 1
-
-
 def test_the_shares_of_each_table_add_up_and_own_lines_stand_there_with_their_interval():
     lines = [seen(STEADY), Line("net.py:13 in forward", share=0.02, layers=0.5)]
     of_phases = {"forward": 60.0, "backward": 30.0, step.REST: 10.0}
     given = profile(phases=of_phases, step_ms=104.0, queued=0.3, lines=lines, rest={"the update": 0.3})
-    found = doctor.Diagnosis(given, [diagnosis.Problem(0.1, "line", "v", "e")], [])
+    found = doctor.Diagnosis(given, [doctor.Problem(0.1, "line", "v", "e")], [])
     phases, notes, by_line, beside = doctor.profiled(found)
     assert [row[0] for row in phases.rows] == ["forward", "backward", step.REST, "an update"]
     assert phases.texts()[-1] == ["an update", "100.00 ms", "100%"]
@@ -538,14 +543,3 @@ def test_a_value_that_is_read_back_costs_its_line_on_a_device_alone():
     line = Line("a.py:1 in f", share=0.04, host_reads=1)
     assert told(line) == [("sync", doctor.HOST_READ_SHARE)]
     assert told(line, device="cuda") == [("sync", 0.04)]
-
-
-@pytest.mark.parametrize(("certain", "told"), [(0.04, []), (0.06, [0.11])])
-def test_threads(certain, told):
-    assert shares(doctor._threads(profile(threads=Threads(1, 2, 0.11, certain)))) == told
-    assert list(doctor._threads(profile())) == []
-
-
-@pytest.mark.parametrize(("gain", "told"), [(1.4, []), (2.0, [0.25]), (4.0, [0.375])])
-def test_a_batch_that_does_not_fill_the_device(gain, told):
-    assert shares(doctor._batch(profile(larger_batch=gain), job())) == told

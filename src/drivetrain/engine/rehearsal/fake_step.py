@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -163,8 +162,3 @@ class CudaAutocast(TorchFunctionMode):
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def autocast_of(device_type: str) -> AbstractContextManager[object]:
-    """The context in which autocast does what it does on this type of device."""
-    return nullcontext() if device_type == "cpu" else CudaAutocast()

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,6 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.engine import build, child
 from drivetrain.engine.rehearsal import fake_step
-from drivetrain.engine.rehearsal.fake_step import autocast_of
 from drivetrain.engine.rehearsal.recorder import Fakes
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
 from drivetrain.measure import verbs
@@ -173,7 +172,7 @@ class Subject:
 
     def _recorded(self, size: int, micro_batches: int) -> fake_step.StepRecord:
         try:
-            with autocast_of("cpu" if self.here else "cuda"):
+            with nullcontext() if self.here else fake_step.CudaAutocast():
                 return self.rehearsal.record(size, micro_batches)
         except UNREADABLE as error:
             why = str(error).strip().splitlines() or [""]
@@ -194,7 +193,7 @@ def examine(subject: Subject, budget_s: float, until: float | None = None) -> Fo
     reading = 0.0
     if subject.here:
         read = trainer.batch.micro_batch(trainer.parallel.data_world)  # samples, in one process: ranks take less each
-        reading = replay.reading_seconds(trainer, trainer.device) * size / read
+        reading = replay.reading_seconds(trainer) * size / read
     subject.choose_recomputed(size, micro_batches)
     record = subject.record(size, micro_batches)
     rows = replay.rows(record, trainer.device, budget_s if subject.here else 0.0, subject.timed)

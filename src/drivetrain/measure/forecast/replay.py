@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,13 +263,10 @@ def rows(record: StepRecord, device: torch.device, budget_s: float, timed: dict[
     `timed` are those that were timed before; it gets the new ones.
     """
     if budget_s:
-        real = {o.signature: o for o in sorted(record.operations, key=lambda o: -_rough(o) * record.operations[o])}
+        roughly = {o: n * (o.flops / ASSUMED_FLOPS + o.nbytes / ASSUMED_BANDWIDTH) for o, n in record.operations.items()}
+        real = {o.signature: o for o in sorted(roughly, key=lambda o: -roughly[o])}
         timed |= measure([o for o in real.values() if o.kind != "view" and o.signature not in timed], device, budget_s)
     return [_row(o, n, timed.get(o.signature), record.most_during.get(o.signature, 0)) for o, n in record.operations.items()]
-
-
-def _rough(operation: Operation) -> float:
-    return operation.flops / ASSUMED_FLOPS + operation.nbytes / ASSUMED_BANDWIDTH
 
 
 def _row(operation: Operation, count: int, timed: Timed | None, now: int) -> Row:
@@ -279,9 +276,9 @@ def _row(operation: Operation, count: int, timed: Timed | None, now: int) -> Row
     return Row(name, operation.kind, dtype, operation.phase, count, operation.flops, operation.nbytes, seconds, now + workspace)
 
 
-def reading_seconds(trainer: Trainer, device: torch.device) -> float:
+def reading_seconds(trainer: Trainer) -> float:
     """The time in which this process reads and delivers one micro-batch: the shortest of some after the first, which prepares."""
-    now, times = clock(device), []
+    now, times = clock(trainer.device), []
     stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
     with closing(stream):  # type: ignore[type-var]
         for _ in range(READS):
@@ -407,7 +404,9 @@ def this_device(device: torch.device, formats: tuple[str, ...]) -> Device:
     for name, measure in missing.items():
         found[name] = measure()
     if missing:
-        _write({**known, key: found})
+        with suppress(OSError):  # it is measured again the next time
+            state_file().parent.mkdir(parents=True, exist_ok=True)
+            write_json(state_file(), {**known, key: found})
     return _described(device, found)
 
 
@@ -492,11 +491,3 @@ def _read() -> dict[str, dict[str, float]]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if fits(found, dict[str, dict[str, float]]) else {}
-
-
-def _write(content: dict[str, object]) -> None:
-    try:
-        state_file().parent.mkdir(parents=True, exist_ok=True)
-        write_json(state_file(), content)
-    except OSError:  # it is measured again the next time
-        pass
