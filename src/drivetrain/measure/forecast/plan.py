@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.config import validate
 from drivetrain.core import stages as of_run
@@ -224,7 +224,7 @@ def _notes(run: RunSpec, device: str) -> Iterator[str]:
             f"{run.named('compile')}: what it saves is assumed, not recorded (pointwise traffic × "
             f"{FUSED_BYTES.low:g}…{FUSED_BYTES.high:g}, the host's time × {RECORDED_HOST.low:g}…{COMPILED_HOST.high:g})"
         )
-    batch = run.batch
+    batch: Any = run.batch  # some options have a `max`, or grow
     if batch.needs_trial:
         yield (
             f"{run.named('batch')} measures before the run, and chooses a batch of {batch.global_batch:,} to {batch.max:,} "
