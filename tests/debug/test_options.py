@@ -156,13 +156,13 @@ class Slow(nn.Module):
         return x
 
 
-class Nan(nn.Module):
+class Root(nn.Module):
     def forward(self, x):
         return x + torch.sqrt(x * 0)  # sqrt has an infinite slope at 0, times 0
 
 
 MIDDLE = {"act": Act, "scaled": Scaled, "narrow": Narrow, "float": Float, "item": Item, "mask": Mask, "peek": Peek,
-          "slow": Slow, "nan": Nan,
+          "slow": Slow, "root": Root,
           "right_twice": lambda: Tanh(RightTwice), "right_once": lambda: Tanh(RightOnce),
           "attention": Attention,
           "right": lambda: nn.Sequential(nn.Dropout(0.2), nn.ReLU(inplace=True), nn.LayerNorm(16))}
@@ -777,7 +777,7 @@ def test_anomaly_that_looks_for_no_nan_goes_with_loss_scaling(tiny):
 
 def test_anomaly_names_the_line_that_made_a_nan(train, planted):
     show = warnings.showwarning
-    result = train(*planted("nan"), "debug=anomaly")
+    result = train(*planted("root"), "debug=anomaly")
     assert warnings.showwarning is show
     found = (result.run_dir / "debug.txt").read_text()
     line = line_of("sqrt has an infinite slope")
@@ -787,10 +787,10 @@ def test_anomaly_names_the_line_that_made_a_nan(train, planted):
     assert result.status == "failed"
     assert "'MulBackward0' returned nan values" in result.error
     assert not torch.is_anomaly_enabled()  # the process may train another run
-    without = train(*planted("nan"))
+    without = train(*planted("root"))
     assert without.status == "diverged"
     assert "Backward" not in without.error
-    assert train(*planted("nan"), "debug=anomaly", "debug.check_nan=false").status == "diverged"
+    assert train(*planted("root"), "debug=anomaly", "debug.check_nan=false").status == "diverged"
 
 
 def test_anomaly_is_on_while_training_and_changes_no_number(make):

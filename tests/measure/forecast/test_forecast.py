@@ -293,11 +293,9 @@ def test_a_device_may_be_named_in_any_case_by_a_number_and_as_a_flag(words):
         verb([*words.split(), "model=no_such_model"])
 
 
-@pytest.mark.parametrize(
-    ("words", "near"), [("device=h10", "h100"), ("device=h1000", "h100"), ("device=1000", ""), ("--device=RTX", "")]
-)
-def test_an_unknown_device_is_told_with_a_near_one(words, near):
-    with pytest.raises(UserError, match=rf"{words.lower().removeprefix('--')} is not known.*{near}"):
+@pytest.mark.parametrize("words", ["device=h1000", "device=1000", "--device=RTX"])
+def test_an_unknown_device_is_told(words):
+    with pytest.raises(UserError, match=f"^{words.lower().removeprefix('--')}: must be one of 'here', 'b200'"):
         verb([words])
 
 

@@ -595,8 +595,6 @@ def forecast(
 ) -> tuple[Plan, list[Answer]]:
     """Forecast a run, or each of its stages; return what was planned, and the answers. Raises UserError."""
     settings, until = settings or Settings(), time.perf_counter()
-    if settings.device != HERE:
-        known(settings.device)
     planned = plan(overrides, config_dirs, settings.device)
     stages, answers = planned.stages() or [("", 1.0, planned)], []
     if planned.run.stages:  # what-if is of a run with one config

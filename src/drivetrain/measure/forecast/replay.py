@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map
 
 from drivetrain.core import limits
 from drivetrain.core.device import synchronize
-from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.files import write_json
 from drivetrain.core.typed import fits
 from drivetrain.core.user_state import user_state
@@ -123,9 +122,7 @@ FORMATS = ("float32", "tf32", "bfloat16", "float16")
 
 
 def known(name: str) -> Device:
-    """Return a device of the table. Raises UserError."""
-    if name not in _TABLE:
-        raise UserError(f"device={name} is not known: {did_you_mean(name, list(NAMES))}")
+    """Return a device of the table."""
     torch_name, memory, bandwidth, link, source = _TABLE[name]
     flops = {number: 1e12 * tflops for number in FORMATS if (tflops := from_table(torch_name, number)) is not None}
     return Device(name, memory, flops, bandwidth, link, f"{source}: {FORECAST_ONLY}")
