@@ -14,10 +14,11 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from drivetrain.core.errors import UserError
+from drivetrain.core.groups import Loss
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
-from drivetrain.core.protocols import Loss, Pipeline
+from drivetrain.core.protocols import Pipeline
 from drivetrain.core.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
 
