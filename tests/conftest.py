@@ -119,7 +119,7 @@ def own_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny() -> Callable[..., list[str]]:
     """The words of a tiny run and the given ones. A group that is given another option loses its tiny values."""
 

@@ -1,4 +1,4 @@
-"""Which samples an update takes, and what they look like, depends on the seed, the epoch and the sample alone.
+"""The samples of an update, and their pixels, depend on the seed, the epoch and the sample alone.
 
 Not on the loader, how many readers it has, how many ranks there are, or where the run went on.
 """
@@ -72,7 +72,7 @@ def updates(loader, batch, pipeline, ranks=1, skip=0, first=0):
 
 
 def same(a, b):
-    """Whether updates have the same samples, each once, with the same pixels."""
+    """True if updates have the same samples, each once, with the same pixels."""
     return [sorted(u) for u in a] == [sorted(u) for u in b] and all(
         len(u[n]) == len(v[n]) == 1 and torch.equal(u[n][0], v[n][0]) for u, v in zip(a, b, strict=True) for n in u
     )

@@ -53,6 +53,12 @@ def stuck(monkeypatch, tmp_path):
     over.set()
 
 
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The run that nobody stops."""
+    return drivetrain.train(tiny(*RUN, f"output_dir={tmp_path_factory.mktemp('whole')}"))
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -62,8 +68,7 @@ def stuck(monkeypatch, tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value.name,
 )
-def test_it_saves_between_updates_and_goes_on_with_the_same_bits(tiny, stuck, monkeypatch, tmp_path, words, told):
-    whole = drivetrain.train(tiny(*RUN))
+def test_it_saves_between_updates_and_goes_on_with_the_same_bits(tiny, whole, stuck, monkeypatch, tmp_path, words, told):
     stuck(6 if words == ["loader=sync"] else 7, told)  # read in the first epoch, or ahead of it
     stopped = drivetrain.train(tiny(*RUN, *words))
     assert stopped.status == "interrupted", stopped.error

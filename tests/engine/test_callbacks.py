@@ -243,14 +243,11 @@ def test_an_exception_is_named_and_the_run_is_saved(train, hooks, name, event, s
     assert (again.status, again.updates) == ("completed", 8)
 
 
-def test_a_callback_cannot_end_a_run_as_a_success(train, hooks):
-    assert train(*given("Exits")).status == "failed"
-
-
-def test_an_exception_before_training_costs_nothing(tiny, hooks, tmp_path):
-    result = drivetrain.train(tiny(*given("FailsInStart")))
-    assert (result.status, result.updates) == ("failed", 0)
-    assert "callbacks=[hooks.FailsInStart] failed in start" in result.error
+@pytest.mark.parametrize(("name", "event", "updates"), [("Exits", "update", 2), ("FailsInStart", "start", 0)])
+def test_a_callback_cannot_end_a_run_as_a_success_and_costs_nothing_before_training(train, hooks, name, event, updates):
+    result = train(*given(name))
+    assert (result.status, result.updates) == ("failed", updates)
+    assert f"callbacks=[hooks.{name}] failed in {event}" in result.error
 
 
 def test_on_two_ranks_one_is_told_and_all_end_where_it_fails(tiny, hooks, tmp_path):

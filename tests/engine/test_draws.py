@@ -21,10 +21,14 @@ WORDS = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def weights(train, monkeypatch):
-    """The weights that a run of these words ends with."""
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+
+
+@pytest.fixture
+def weights(train):
+    """The weights that a run of these words ends with."""
 
     def ended(*words: str) -> torch.Tensor:
         result = train(*WORDS, *words)
@@ -55,9 +59,8 @@ def test_the_number_of_evaluations_does_not_change_the_training(weights):
     assert not torch.equal(weights(*NOISY, "ema=ema", "model.kwargs={noise: 0.2}"), often)
 
 
-def test_evaluations_draw_the_same_for_both_kinds_of_weights_and_for_evaluate(train, monkeypatch):
+def test_evaluations_draw_the_same_for_both_kinds_of_weights_and_for_evaluate(train):
     """With a decay of 0 the average is the weights, so that only the draws could differ."""
-    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
     result = train(*WORDS, *NOISY, "ema=ema", "ema.decay=0", "ema.warmup=false")
     final = result.tested("final")
     assert final["ema_loss"] == final["loss"]
@@ -67,8 +70,7 @@ def test_evaluations_draw_the_same_for_both_kinds_of_weights_and_for_evaluate(tr
     assert evaluate(result.run_dir, ["trust=[drawing_sets]"], choice=split).metrics == result.judged("final")
 
 
-def test_a_forward_may_take_gradients_in_an_evaluation(train, monkeypatch):
-    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+def test_a_forward_may_take_gradients_in_an_evaluation(train):
     result = train(*WORDS, "data.target=drawing_sets.Nothing", "model.target=drawing_sets.Forces")
     assert result.status == "completed", result.error
     found = drivetrain.load(result.run_dir, ["trust=[drawing_sets]"]).predict(torch.rand(2, 3))
@@ -96,8 +98,7 @@ def test_an_order_is_for_all_data_and_draws_from_the_training_set(make, order):
     assert (len(index_of(numbers).unique()) == len(numbers) // 2) is (order == "2")
 
 
-def test_an_order_of_its_own_may_have_another_length(train, monkeypatch):
-    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+def test_an_order_of_its_own_may_have_another_length(train):
     with pytest.raises(UserError, match=r"as often: set data.validation to a set of its own, or null"):  # before the first update
         train(*WORDS, "data.target=drawing_sets.Ordered", "data.order=own", "data.validation=0.3")
     result = train(*WORDS, "data.target=drawing_sets.Ordered", "data.order=own", "data.drop_last=false")
@@ -125,13 +126,11 @@ def test_a_sample_that_comes_again_draws_anew():
         ("own", r"a method `order\(seed, epoch\)`"),
     ],
 )
-def test_an_order_wants_what_it_goes_by(train, monkeypatch, word, says):
-    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+def test_an_order_wants_what_it_goes_by(train, word, says):
     with pytest.raises(UserError, match=says):
         train(*WORDS, f"data.order={word}")
 
 
-def test_a_run_in_threads_is_refused_with_what_to_set(train, monkeypatch):
-    monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
+def test_a_run_in_threads_is_refused_with_what_to_set(train):
     with pytest.raises(UserError, match=r"the samples draw from numpy, random, torch, .*: set loader=workers"):
         train(*WORDS, "loader=threads")

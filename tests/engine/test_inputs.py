@@ -1,4 +1,4 @@
-"""What the model gets is looked at once, and nothing is copied on the way that need not be."""
+"""The inputs of the model are looked at once, and nothing is copied on the way that need not be."""
 
 import ast
 from pathlib import Path

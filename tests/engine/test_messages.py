@@ -1,4 +1,4 @@
-"""What goes wrong in code of the user's is told with what to set, and where it stands."""
+"""Errors in code of the user's are told with what to set, and where they stand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model returns may be a tree: loss and metrics take it, or the run is refused before the first update."""
+"""The output of a model may be a tree: loss and metrics take it, or the run is refused before the first update."""
 
 from __future__ import annotations
 

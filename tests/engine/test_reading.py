@@ -1,4 +1,4 @@
-"""What reading cost and how far ahead it was is measured, whoever reads; a device that waits is told of, with what helps."""
+"""The cost of reading and how far ahead it was are measured, whoever reads; a device that waits is told of, with what helps."""
 
 import json
 import multiprocessing
@@ -106,7 +106,7 @@ def test_evaluation_is_not_counted(make):
 
 
 def watched(caplog, steps: list[tuple[float, float]], help_by: str | None) -> list[str]:
-    """What is said of steps of (wait, work) seconds."""
+    """The lines on steps of (wait, work) seconds."""
     caplog.clear()
     now = 0.0
 

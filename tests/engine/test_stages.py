@@ -23,6 +23,7 @@ from drivetrain.inference import evaluation, finished
 from drivetrain.launch import job as jobs
 from drivetrain.launch import launcher
 from tests.conftest import Sink
+from tests.saving.test_resume import same
 
 Words = Callable[..., list[str]]
 MIXED = (
@@ -63,14 +64,6 @@ def left(trainer: Trainer) -> Any:
     """Everything that a run has at its end, apart from what it measured."""
     state = copy.deepcopy(trainer.state())
     return {**{k: v.clone() for k, v in trainer.model.state_dict().items()}, **state}
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The loop: what it counts, tells, evaluates and saves, in which order, and how it ends."""
 
 import math
+import re
 import signal
 from dataclasses import replace
 from itertools import islice
@@ -27,21 +28,22 @@ def told(trainer, event: str) -> list[dict]:
 # --- counting ---
 
 
-def test_updates_epochs_and_samples_are_counted(make):
-    trainer = make(*TAIL, "batch=accumulate", "batch.accumulation_steps=3")
+@pytest.mark.parametrize(
+    ("words", "samples"),
+    [
+        (["batch=accumulate", "batch.accumulation_steps=3"], [12, 24, 36, 48, 53, 65, 77, 89, 101, 106]),
+        (["data.drop_last=true"], [12, 24, 36, 48, 60, 72, 84, 96]),  # the dropped tail is not counted
+    ],
+)
+def test_updates_epochs_and_samples_are_counted(make, words, samples):
+    trainer = make(*TAIL, *words)
     trainer.fit()
-    records = told(trainer, "train")
-    assert [r["update"] for r in records] == list(range(1, 11))
-    assert [r["samples"] for r in records] == [12, 24, 36, 48, 53, 65, 77, 89, 101, 106]
-    assert [r["epoch"] for r in records] == [0] * 5 + [1] * 5
-    assert (trainer.progress.epoch, trainer.progress.window, trainer.progress.updates) == (2, 0, 10)
-    assert trainer.max_updates == 10
-
-
-def test_the_dropped_tail_is_not_counted(make):
-    trainer = make("data.samples=53", "updates=null", "epochs=2")
-    trainer.fit()
-    assert [r["samples"] for r in told(trainer, "train")] == [12, 24, 36, 48, 60, 72, 84, 96]
+    records, updates = told(trainer, "train"), len(samples)
+    assert [r["update"] for r in records] == list(range(1, updates + 1))
+    assert [r["samples"] for r in records] == samples
+    assert [r["epoch"] for r in records] == [0] * (updates // 2) + [1] * (updates // 2)
+    assert (trainer.progress.epoch, trainer.progress.window, trainer.progress.updates) == (2, 0, updates)
+    assert trainer.max_updates == updates
 
 
 def test_each_epoch_reads_each_sample_once(make):
@@ -160,17 +162,13 @@ def test_evaluation_leaves_no_trace_in_the_model(make):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("every", "at"), [(1, [4, 8, 12, 16, 20]), (2, [8, 16, 20]), (9, [20])])
-def test_evaluations_come_as_often_as_asked_for_and_at_the_end(make, every, at):
-    trainer = make("updates=null", "epochs=5", f"evaluate_every={every}")
+@pytest.mark.parametrize(
+    ("updates", "every", "at"), [("null", 1, [4, 8, 12, 16, 20]), ("null", 2, [8, 16, 20]), ("null", 9, [20]), (6, 1, [4, 6])]
+)
+def test_evaluations_come_as_often_as_asked_for_and_at_the_end(make, updates, every, at):
+    trainer = make(f"updates={updates}", "epochs=5", f"evaluate_every={every}")
     trainer.fit()
     assert [r["update"] for r in told(trainer, "evaluate")] == at
-
-
-def test_a_run_that_ends_within_an_epoch_is_evaluated_there(make):
-    trainer = make("updates=6", "epochs=5")
-    trainer.fit()
-    assert [r["update"] for r in told(trainer, "evaluate")] == [4, 6]
     assert trainer.progress.final == {k: told(trainer, "evaluate")[-1][k] for k in ("loss", "accuracy")}
 
 
@@ -210,10 +208,12 @@ def test_the_logged_loss_is_the_mean_over_the_samples(make):
 # --- how it ends ---
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(train):
-    result = train("optimizer.lr=1e30", "updates=4")
+@pytest.mark.parametrize("updates", [4, 1])
+def test_a_loss_that_is_not_finite_ends_the_run_as_diverged(train, updates):
+    """The loss of update 1 is finite; what it made of the weights shows in the next one, or in the evaluation alone."""
+    result = train("optimizer.lr=1e30", f"updates={updates}")
     assert result.status == "diverged"
-    assert "the loss is nan" in result.error or "the loss is inf" in result.error
+    assert re.search("the loss .*is (nan|inf|not finite)", result.error)
     assert result.updates <= 3
 
 
@@ -222,12 +222,6 @@ def test_a_loss_that_is_not_finite_is_not_saved(make, tmp_path):
     with pytest.raises(Diverged):
         trainer.fit()
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]  # its loss was finite still
-
-
-def test_weights_that_the_last_update_ruined_are_diverged_too(train):
-    """The loss of update 1 is finite; what it made of the weights shows in the evaluation alone."""
-    result = train("optimizer.lr=1e30", "updates=1")
-    assert result.status == "diverged"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -301,7 +295,7 @@ class Written(list):
         self.append(record)
 
 
-@pytest.mark.parametrize("log_every", [1, 3, 50])
+@pytest.mark.parametrize("log_every", [1, 3])
 def test_a_run_whose_loss_has_exploded_says_so(train, log_every):
     words = ["optimizer.lr=2", "updates=8", f"log_every={log_every}", "data.validation=0.2"]
     run = train(*words)

@@ -1,4 +1,4 @@
-"""What becomes of a run on several ranks when something happens to one of them."""
+"""The end of a run on several ranks when something happens to one of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def faulted(
     place: Path, fault: str, rank: int, *words: str, at: int = 9, how: Sequence[str] = command.DRIVETRAIN
 ) -> tuple[Path, Done]:
-    """Where a run's outputs lie in which a fault strikes, and what the command said.
+    """The outputs of a run in which a fault strikes, and what the command said.
 
     A run that waited for a timeout of its own is killed long before as one that hangs: it is an hour.
     """
@@ -126,10 +126,10 @@ def losses_close() -> Callable[[Path, Path], None]:
 
 def test_a_rendezvous_that_is_never_complete(tmp_path: Path) -> None:
     """One machine of two: an error after the stated time, nothing written."""
-    meet = ("parallel.nnodes=2", "parallel.rendezvous=127.0.0.1:29871", "parallel.rendezvous_s=3", "parallel.nproc=1")
+    meet = ("parallel.nnodes=2", "parallel.rendezvous=127.0.0.1:29871", "parallel.rendezvous_s=1", "parallel.nproc=1")
     _, done = faulted(tmp_path, "", 0, *meet)
     assert done.code == 2, done
-    assert "parallel.rendezvous=127.0.0.1:29871: 2 machines did not meet within 3 s" in done.err
+    assert "parallel.rendezvous=127.0.0.1:29871: 2 machines did not meet within 1 s" in done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "outputs").exists()
 
@@ -209,36 +209,31 @@ def test_what_cannot_be(tmp_path: Path, monkeypatch, capsys, words: list[str], s
     assert not list(tmp_path.iterdir()), "nothing written"
 
 
-def test_more_stages_than_blocks(tmp_path: Path) -> None:
-    """Known only when the model is built, on all ranks: said once."""
-    words = ("parallel=pipeline", "parallel.nproc=3", "parallel.block=Residual", "batch.global_batch=120")
-    done = train("data=digits", "runtime.device=cpu", *words, cwd=tmp_path)
-    assert done.code == 2, done
-    assert done.errors == [
-        "error: parallel=pipeline: 3 stages, but the model is a sequence of 2 blocks: set parallel.stages to 2 or less "
-        "(and parallel.nproc with it)"
-    ]
-    assert not list(tmp_path.iterdir()), "nothing written"
-
-
-def test_heads_that_do_not_divide(tmp_path: Path) -> None:
-    """More heads than ranks, but no multiple of them."""
-    text = ("data=stdlib", "data.max_files=5", "data.length=32", "loss=next_token")
-    model = ("model=gpt", "model.width=48", "model.depth=2", "model.heads=3")
-    done = train(*text, *model, "runtime.device=cpu", "parallel=tensor", cwd=tmp_path)
-    assert done.code == 2, done
-    assert done.errors == [
-        "error: a block's 3 heads do not divide into 2 ranks: shard it over 1 (parallel.size; of a pipeline parallel.tensor)"
-    ]
-
-
-def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
-    """It adds to what its blocks give: stages would lose that, and nobody would be told."""
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("data=digits", "parallel=pipeline", "parallel.nproc=3", "parallel.block=Residual", "batch.global_batch=120"),
+            "parallel=pipeline: 3 stages, but the model is a sequence of 2 blocks: set parallel.stages to 2 or less (and "
+            "parallel.nproc with it)",
+        ),
+        (  # more heads than ranks, but no multiple of them
+            ("data=stdlib", "data.max_files=5", "data.length=32", "loss=next_token", "model=gpt", "model.width=48",
+             "model.depth=2", "model.heads=3", "parallel=tensor"),
+            "a block's 3 heads do not divide into 2 ranks: shard it over 1 (parallel.size; of a pipeline parallel.tensor)",
+        ),
+        (  # it adds to what its blocks give: stages would lose that, and nobody would be told
+            ("data=digits", "model=own", "model.target=faulty_nets.Summing", "trust=[faulty_nets]", "parallel=pipeline"),
+            "parallel=pipeline cannot cut this model: its sequence of 3 Linear does not only pass on",
+        ),
+    ],
+    ids=["more stages than blocks", "heads that do not divide", "a sum after the blocks"],
+)  # fmt: skip
+def test_what_the_model_shows_is_said_once_by_all_ranks(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
     shutil.copy(command.HERE / "faulty_nets.py", tmp_path)
-    own = ("model=own", "model.target=faulty_nets.Summing", "trust=[faulty_nets]")
-    done = train("data=digits", "runtime.device=cpu", *own, "parallel=pipeline", cwd=tmp_path)
+    done = train(*words, "runtime.device=cpu", cwd=tmp_path)
     assert done.code == 2, done
     (line,) = done.errors
-    assert line.startswith("error: parallel=pipeline cannot cut this model: its sequence of 3 Linear does not only pass on")
+    assert line.startswith(f"error: {says}")
     assert "Traceback" not in done.err
     assert {p.name for p in tmp_path.iterdir()} <= {"faulty_nets.py", "__pycache__"}, "nothing written"

@@ -25,7 +25,7 @@ def ip(*words: str) -> None:
 
 
 def why_not() -> str | None:
-    """Why namespaces cannot be made here, if they cannot."""
+    """The reason why namespaces cannot be made here, if there is one."""
     if shutil.which("ip") is None:
         return "no `ip` here"
     name = f"dt-try-{os.getpid()}"

@@ -1,4 +1,4 @@
-"""What is said of an error that ends a run."""
+"""The message of an error that ends a run."""
 
 import errno
 import math
@@ -123,7 +123,7 @@ SMALL = 48 * 2**10
 
 
 def statvfs(**found):
-    """What os.statvfs tells of a disk."""
+    """The answer of os.statvfs on a disk."""
     names = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_flag", "f_namemax")
     return os.statvfs_result([found.get(name, 1) for name in names])
 

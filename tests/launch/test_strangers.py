@@ -49,7 +49,7 @@ def test_an_own_run_needs_no_word(run_dir):
 
 
 def test_a_changed_record_is_not_taken(run_dir, tmp_path):
-    """What it says is asked for by name; nothing of the package is imported."""
+    """Its settings are asked for by name; nothing of the package is imported."""
     (tmp_path / "evil.py").write_text(EVIL)
     change(run_dir, machine_local={**settings(run_dir), "trust": ["evil"], "model.target": "evil.Net", "model": "own"})
     says = problem(f"resume={run_dir}")

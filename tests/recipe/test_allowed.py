@@ -1,4 +1,4 @@
-"""What a recipe may hold: a text of it reaches a library only from a list. Anything else is refused before it has an effect."""
+"""The content of a recipe: a text of it reaches a library only from a list. Anything else is refused before it has an effect."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
 
 
 def check(path: Path) -> None:
-    """What `drivetrain recipe check` does with a file."""
+    """The effect of `drivetrain recipe check` on a file."""
     recipe.check(recipes.read(path))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """What the first config imports and reads is no effect of a recipe."""
+    """The imports and reads of the first config are no effect of a recipe."""
     prepare([])
 
 

@@ -36,7 +36,7 @@ def exported(*words: str, name: str = "shared.yaml") -> Path:
 
 
 def settings(composed: Composed) -> dict[str, Any]:
-    """What a recipe may set of a config."""
+    """The settings of a config that a recipe may set."""
     local = recipe_file.keys_of_machine(composed.plain)
     assert local is not None
     return recipe_file.settable(composed, local)
@@ -52,7 +52,7 @@ def edited(file: Path, *replaced: tuple[str, str]) -> Path:
 
 
 def said(*words: str) -> str:
-    """What a run of these words tells when it starts."""
+    """The notices of a run of these words when it starts."""
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("drivetrain.launch.job"), "warning", lambda form, line: lines.append(line))
@@ -327,7 +327,7 @@ def test_another_task_has_its_own_defaults():
 
 
 def test_a_file_that_was_edited_by_hand_means_what_it_says():
-    """What stands above goes before `unchanged`, and another option there has its own defaults."""
+    """The settings above go before `unchanged`, and another option there has its own defaults."""
     file = edited(exported("epochs=3"), ("epochs: 3\n", "epochs: 3\noptimizer:\n  lr: 0.5\n"))
     assert compose([f"recipe={file}"]).plain["optimizer"]["lr"] == 0.5
     file = edited(exported("precision=bf16"), ("/precision: bf16\n", "/precision: bf16\n  - override /optimizer: sgd\n"))

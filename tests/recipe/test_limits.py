@@ -1,4 +1,4 @@
-"""What bounds the work that a recipe can ask for: sizes of files, sweeps, epochs, growth and cycles."""
+"""Bounds of the work that a recipe can ask for: sizes of files, sweeps, epochs, growth and cycles."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_it_is_a_schema_itself():
 
 
 def wrong(text: str) -> list[str]:
-    """Where the schema refuses a recipe."""
+    """The places at which the schema refuses a recipe."""
     return [error.json_path for error in validator().iter_errors(yaml.safe_load(text))]
 
 

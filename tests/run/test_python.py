@@ -1,4 +1,4 @@
-"""What the functions of the package return: curves, tables, and what a notebook shows."""
+"""The values that the functions of the package return: curves, tables, and the view in a notebook."""
 
 import json
 

@@ -100,14 +100,18 @@ def test_a_resumed_run_says_so_in_its_records(train) -> None:
 # --- how two configs differ ---
 
 
-def test_a_run_may_become_longer_and_not_shorter():
-    assert differences({"epochs": 5, "updates": None}, {"epochs": 9, "updates": None}, set()) == []
-    assert differences({"epochs": 5, "updates": None}, {"epochs": 4, "updates": None}, set()) == ["epochs: 5 → 4"]
-    assert differences({"epochs": 5, "updates": None}, {"epochs": 5, "updates": 7}, set()) == ["updates: null → 7"]
-
-
-def test_a_spoilt_length_is_no_error_of_its_own():
-    assert differences({"epochs": "many", "updates": None}, {"epochs": 4, "updates": None}, set()) == ["epochs: many → 4"]
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ((5, None), (9, None), []),
+        ((5, None), (4, None), ["epochs: 5 → 4"]),
+        ((5, None), (5, 7), ["updates: null → 7"]),
+        (("many", None), (4, None), ["epochs: many → 4"]),  # a spoilt one is no error of its own
+    ],
+)
+def test_a_run_may_become_longer_and_not_shorter(before, after, told):
+    old, new = (dict(zip(("epochs", "updates"), length, strict=True)) for length in (before, after))
+    assert differences(old, new, set()) == told
 
 
 # --- what tables say of a run's best evaluation beside its last one ---
@@ -144,7 +148,7 @@ def test_a_sweep_shows_by_what_it_ranks_and_marks_the_winner(capsys):
 
 
 def test_a_rate_that_jumps_is_told(train, caplog):
-    """Where the schedule is that of a longer run now."""
+    """The schedule is that of a longer run now."""
     first = train("epochs=2", "updates=null", "scheduler=cosine")
     caplog.clear()
     drivetrain.train([f"resume={first.run_dir}", "epochs=6"])

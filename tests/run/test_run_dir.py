@@ -1,4 +1,4 @@
-"""What a run leaves, to the letter: a run that is done, runs that fail, and four that start at the same moment."""
+"""The files that a run leaves, to the letter: a run that is done, runs that fail, and four that start at the same moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of saving share."""
+"""Runs that tests of saving share."""
 
 from __future__ import annotations
 

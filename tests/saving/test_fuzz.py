@@ -157,7 +157,7 @@ def run(once: Path, tmp_path: Path) -> Path:
 
 
 def test_the_recipe_of_a_run_is_not_a_link(run: Path, tmp_path: Path) -> None:
-    """What it leads to would be quoted in messages."""
+    """Messages would quote the file that it leads to."""
     (run / "recipe.yaml").rename(tmp_path / "elsewhere.yaml")
     (run / "recipe.yaml").symlink_to(tmp_path / "elsewhere.yaml")
     with pytest.raises(UserError, match="it is a link"):
@@ -232,7 +232,7 @@ class Whole:
         return EFFECT if used != self.used else SAME if shown == self.shown else FIGURES
 
     def read(self, damaged: str) -> tuple[Any, str]:
-        """What a resumed run and a prediction use, and what a report shows. A damaged checkpoint changes no config."""
+        """The state that a resumed run and a prediction use, and the text of a report. A damaged checkpoint changes no config."""
         run_dir, of_checkpoint = self.run.run_dir, damaged.startswith("checkpoints/")
         config = self._config
         if config is None or not of_checkpoint:

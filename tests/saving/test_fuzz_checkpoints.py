@@ -98,7 +98,7 @@ def change(draw: random.Random, checkpoint: Path) -> str:
 
 
 def is_ordinary(file: Path) -> bool:
-    """Whether a file is still one whose hash can be taken."""
+    """True if a file is still one whose hash can be taken."""
     return file.is_file() and not file.is_symlink() and file.stat().st_size < 10**7
 
 

@@ -94,7 +94,7 @@ def lines(run_dir: Path) -> list[dict]:
 
 
 def numbers(run_dir: Path) -> list[tuple]:
-    """What was told of the training, without the times."""
+    """The records of the training, without the times."""
     keys = ("event", "update", "epoch", "loss", "lr", "samples", "skipped", "accuracy", "noise_scale", "Evaluations")
     return [tuple(r.get(k) for k in keys) for r in lines(run_dir) if r["event"] != "resume"]
 

@@ -43,9 +43,18 @@ def saved(run_dir: Path) -> list[int]:
 EPOCHS = ["updates=null", "epochs=4"]  # of four updates each
 
 
-def test_last_keeps_the_newest_epochs(make, tmp_path):
-    make(*EPOCHS, "saving.keep=2").fit()
-    assert saved(tmp_path / "run") == [12, 16]
+@pytest.mark.parametrize(
+    ("words", "updates"),
+    [
+        ([*EPOCHS, "saving.keep=2"], [12, 16]),  # the newest epochs
+        # Ten updates an epoch; counted from the last save.
+        (["data.samples=120", "updates=null", "epochs=2", "saving.every_updates=4"], [4, 8, 10, 14, 18, 20]),
+        (["data.samples=120", "updates=7", "saving.every_updates=3"], [3, 6, 7]),  # also the end of a run within an epoch
+    ],
+)
+def test_last_saves_every_so_many_updates_and_at_the_end_of_each_epoch(make, tmp_path, words, updates):
+    make("saving.keep=50", *words).fit()
+    assert saved(tmp_path / "run") == updates
 
 
 def test_none_saves_nothing(make, tmp_path):
@@ -53,16 +62,6 @@ def test_none_saves_nothing(make, tmp_path):
     trainer.fit()
     assert trainer.progress.updates == 16
     assert not (tmp_path / "run").exists()
-
-
-def test_every_so_many_updates_and_at_the_end_of_each_epoch(make, tmp_path):
-    make("data.samples=120", "updates=null", "epochs=2", "saving.every_updates=4", "saving.keep=50").fit()
-    assert saved(tmp_path / "run") == [4, 8, 10, 14, 18, 20]  # ten updates an epoch; counted from the last save
-
-
-def test_the_end_of_a_run_in_the_middle_of_an_epoch_is_saved(make, tmp_path):
-    make("data.samples=120", "updates=7", "saving.every_updates=3", "saving.keep=50").fit()
-    assert saved(tmp_path / "run") == [3, 6, 7]
 
 
 def test_the_sooner_of_the_two_counts(monkeypatch):
@@ -361,25 +360,17 @@ def lose(monkeypatch: pytest.MonkeyPatch, how) -> None:
     monkeypatch.setattr(Writer, "save", saved)
 
 
-def test_a_run_whose_directory_was_moved_ends_with_its_result_there_and_goes_on(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_run_whose_directory_was_lost_ends_with_its_result_elsewhere_and_goes_on(tiny, tmp_path, monkeypatch, how):
     with monkeypatch.context() as m:
-        lose(m, lambda run: run.rename(tmp_path / "kept"))
-        ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2"))
-    assert (ended.status, ended.updates, ended.run_dir) == ("failed", 4, tmp_path / "kept")
-    assert "was moved to" in ended.error
-    assert f"go on with resume={tmp_path / 'kept'}" in ended.error
-    assert (tmp_path / "kept" / "metrics.csv").is_file()
-    again = drivetrain.train([f"resume={tmp_path / 'kept'}"])
-    assert (again.status, again.updates) == ("completed", 6), again.error
-
-
-def test_a_run_whose_directory_was_removed_is_saved_beside_it_and_goes_on(tiny, monkeypatch):
-    with monkeypatch.context() as m:
-        lose(m, shutil.rmtree)
+        lose(m, shutil.rmtree if how == "removed" else lambda run: run.rename(tmp_path / "kept"))
         ended = drivetrain.train(tiny("updates=6", "saving.every_updates=2"))
     assert (ended.status, ended.updates) == ("failed", 4)
-    assert "was removed while the run trained: its state is saved in" in ended.error
-    assert ended.run_dir.name.endswith("-rescued")
+    assert ended.run_dir == tmp_path / "kept" if how == "moved" else ended.run_dir.name.endswith("-rescued")
+    said = "was moved to" if how == "moved" else "was removed while the run trained: its state is saved in"
+    assert said in ended.error
+    assert f"go on with resume={ended.run_dir}" in ended.error
+    assert (ended.run_dir / "metrics.csv").is_file() == (how == "moved")
     again = drivetrain.train([f"resume={ended.run_dir}"])
     assert (again.status, again.updates) == ("completed", 6), again.error
 

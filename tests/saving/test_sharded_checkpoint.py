@@ -36,7 +36,7 @@ def test_what_was_written_is_read(saved):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_one_rank_may_read_by_itself(saved, monkeypatch, alone):
-    """Where the others do not see the file they take no part, and nobody may wait for them."""
+    """The others, who do not see the file, take no part, and nobody may wait for them."""
     asked = {}
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.checkpoint.state_dict_loader.load", lambda *_, **how: asked.update(how))
