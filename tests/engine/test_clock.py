@@ -63,6 +63,19 @@ def test_steps_are_as_long_as_on_the_device(queue):
     assert queue.events < 90, "events are reused"
 
 
+def test_the_warm_up_of_each_stage_is_left_out(queue):
+    timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
+    timer.begin(0, 12)
+    steps(timer, queue, 5)
+    timer.warmup = 2
+    timer.begin(60, 24)
+    steps(timer, queue, 5, work=2 * STEP)
+    timer.since_last()
+    assert timer.steady() == (pytest.approx(4 * STEP + 3 * 2 * STEP), 0.0)
+    assert timer.samples(60 + 5 * 24) == 4 * 12 + 3 * 24
+    assert timer.percentiles() == pytest.approx((1e3 * STEP, 2e3 * STEP))
+
+
 def test_nobody_waits_for_the_device_within_the_steps(queue):
     timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
     steps(timer, queue, 900)

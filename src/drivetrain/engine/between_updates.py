@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.errors import PEER_GONE, CallbackError, Interrupted, UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.signals import StopFlag
 
@@ -62,7 +62,7 @@ def evaluate_and_save(trainer: Trainer, agreed: int = 0) -> None:
     if agreed >= STOP and (progress.evaluation_due or progress.updates < trainer.max_updates):
         trainer.writer.wait()
         if agreed == FAIL:
-            raise trainer.callbacks.error_of_any_rank()
+            raise trainer.callbacks.error or CallbackError(PEER_GONE)  # of another rank
         where = "before the evaluation of" if progress.evaluation_due else "at"
         _stop(trainer, f"stopped by a signal {where} update {progress.updates}")
 

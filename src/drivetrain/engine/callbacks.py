@@ -10,7 +10,7 @@ from pathlib import Path
 from drivetrain.config.callbacks import Told, load
 from drivetrain.core.callback import AVERAGE, PLAIN, Event
 from drivetrain.core.context import BuildContext
-from drivetrain.core.errors import PEER_GONE, CallbackError
+from drivetrain.core.errors import CallbackError
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.typed import JsonMapping
 from drivetrain.engine.training_log import TrainingLog
@@ -81,10 +81,6 @@ class Callbacks:
         """Raise the error of the callback that failed, if there is one."""
         if self.error is not None:
             raise self.error
-
-    def error_of_any_rank(self) -> CallbackError:
-        """Return the error that ended the run; on other ranks than 0 it only says that another one failed."""
-        return self.error or CallbackError(PEER_GONE)
 
     def _tell(
         self, name: str, metrics: Mapping[str, object] | None = None, every_update: bool | None = None, status: str = "running"

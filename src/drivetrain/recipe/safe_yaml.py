@@ -29,11 +29,6 @@ CODE_GROUPS = ("model", "data", "loss", "metrics")  # their option `own` names a
 REFERENCE = re.compile(r"\$\{([a-z_]+(?:\.[a-z_0-9]+)*)\}")
 
 
-def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
-    """The YAML tree of a recipe file, or of its bytes where they are not in a file; None if empty. Raises UserError."""
-    return _tree(path, read_bytes(path) if raw is None else raw)
-
-
 def read_bytes(path: Path) -> bytes:
     """The bytes of a recipe file. Raises UserError."""
     try:  # without waiting for the writer of a pipe
@@ -48,8 +43,12 @@ def read_bytes(path: Path) -> bytes:
     return raw
 
 
-def _tree(path: Path, raw: bytes) -> yaml.MappingNode | None:
-    """The YAML tree, made only after its events were checked: aliases, tags and deep nesting are refused there."""
+def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
+    """The YAML tree of a recipe file, or of its bytes where they are not in a file; None if empty. Raises UserError.
+
+    It is made only after its events were checked: aliases, tags and deep nesting are refused there.
+    """
+    raw = read_bytes(path) if raw is None else raw
     try:
         text, depth, nodes = raw.decode("utf-8"), 0, 0
         number, character = deceiving(text)

@@ -227,7 +227,7 @@ class Grid:
 
     def is_finished(self) -> bool:
         """True if no job is left to run."""
-        return store.all_final(self._entries)
+        return all(e.result is not None and e.result.status in store.FINAL for e in self._entries)
 
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:

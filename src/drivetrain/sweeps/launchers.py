@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any
 from drivetrain.core import accelerators, files, limits, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.forking import ForkedProcess
-from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import STOP_SIGNALS, handled_by
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps.options import Ray, SubmititLocal, SubmititSlurm
-from drivetrain.sweeps.store import LENGTH, Entry, SweepJob, one_job, read
+from drivetrain.sweeps.store import LENGTH, Entry, SweepJob, one_job
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -245,7 +244,6 @@ class Task:
             os.environ[limits.JOBS] = str(self.jobs_per_machine)
         if submitit.JobEnvironment().num_tasks > 1:  # submitit's tasks are the ranks
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
-        add_import_paths(read(self.sweep)["config_dirs"])
         return run_job(one_job(self.sweep, self.number), self.quiet)
 
     def checkpoint(self) -> Any:
@@ -364,7 +362,6 @@ class OnRay(Launcher):
 def _on_ray(sweep: Path, number: int, quiet: bool, folder: Path) -> int:
     """Run one job of a sweep in a process of Ray's, in the folder that the sweep was started in; return its exit code."""
     os.chdir(folder)
-    add_import_paths(read(sweep)["config_dirs"])
     entry = one_job(sweep, number)
     capture(entry)
     return run_job(entry, quiet)

@@ -20,6 +20,7 @@ from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of, parse_each
+from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
@@ -292,6 +293,7 @@ def read_own(path: Path) -> JsonObject:
 def one_job(path: Path, number: int) -> Entry:
     """One job of the sweep in `path`, composed again, as on another machine."""
     content = read(path)
+    add_import_paths(content["config_dirs"])
     (entry,) = (job for job in content["jobs"] if job["job"] == number)
     overrides = entry["overrides"][: len(entry["overrides"]) - len(entry["cell"])]
     job = prepare_one((), overrides, entry["cell"], content["config_dirs"])
@@ -395,8 +397,3 @@ def write_summary(sweep: Sweep, objective: Objective | None, seconds: float, fin
         ],
     }
     write_json(sweep.path / "sweep.json", content)
-
-
-def all_final(entries: Sequence[Entry]) -> bool:
-    """True if no job is left to run."""
-    return all(e.result is not None and e.result.status in FINAL for e in entries)
