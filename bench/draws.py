@@ -11,7 +11,7 @@ import torch
 from tests.support import drawing_sets
 
 from bench import harness
-from drivetrain.data.samples import Reader, keys
+from drivetrain.data.own import Reader, keys
 
 KINDS = ("Nothing", "Torch", "Numpy", "Python", "All")
 

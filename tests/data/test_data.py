@@ -1,4 +1,4 @@
-"""What is trained on: real digits, made-up tensors, folders of images."""
+"""Training data: real digits, made-up tensors, folders of images."""
 
 import io
 import re

@@ -114,7 +114,7 @@ def test_odd_data_is_read_or_refused(whole: Path, tmp_path: Path) -> None:
 
 
 def linked(folder: Path) -> list[Path]:
-    """What the links in a data folder lead to. They are the user's own, and are followed."""
+    """The files that links in a data folder lead to. Links are the user's own, and are followed."""
     return [folder / os.readlink(path) for path in folder.rglob("*") if path.is_symlink()]
 
 

@@ -239,7 +239,7 @@ def overlap(splits: Splits) -> float:
 @pytest.mark.parametrize("stored", [True, False], ids=["stored", "upright"])
 @pytest.mark.parametrize("orientation", STORED)
 def test_an_image_and_its_mask_are_turned_alike(tmp_path, orientation, stored):
-    """Whether masks were made of the stored images or of the upright ones: their sizes tell it for the whole set."""
+    """Sizes tell for the whole set if masks were made of the stored images or of the upright ones."""
     image, mask = scene()
     for n in range(9):
         each = 6 if n % 3 == 0 else orientation  # some whose size tells, since flips and squares do not

@@ -302,7 +302,7 @@ def test_a_run_on_tables_is_resumed_and_evaluated_on_other_sets(train, tables):
 
 
 def test_a_set_whose_targets_are_all_ignored_gets_a_sentence(train, their_marks):
-    """Where models are selected by it, the run ends; else its figures are left out."""
+    """The run ends if models are selected by it; else its figures are left out."""
     words = [word.replace("Marks", "Ignored") for word in RUN]
     run = train(*words, "data.train={split: train}", f"data.test={SETS}", "data.validation={split: val}")
     assert (run.status, run.error) == ("completed", None)

@@ -1,14 +1,19 @@
-"""A Dataset of the user's own: by name, trusted on the command line, read a batch at a time where it can be."""
+"""A Dataset of the user's own: by name, trusted on the command line, its samples as batches: targets apart, stacked or padded."""
 
+from __future__ import annotations
+
+import dataclasses
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data.own import Own
+from drivetrain.data.own import Own, OwnCollate, Stack, padding_for, split_sample
 from drivetrain.launch.job import prepare
 from tests.data.test_packed import CPU
+from tests.support import command
 
 THEIRS = '''
 """Somebody's own data."""
@@ -215,3 +220,234 @@ def test_a_model_of_own_views_is_tried_with_one_view(train, words):
         *words,
     )
     assert (result.status, result.flops_per_sample is not None) == ("completed", True), result.error
+
+
+KEYS = {"train": {"split": "train"}, "test": {"split": "test"}}
+
+
+@pytest.fixture(autouse=True)
+def _sets(monkeypatch):
+    monkeypatch.syspath_prepend(command.HERE)
+
+
+def test_a_collate_gets_what_it_names():
+    samples = [([1, 2], 0), ([3], 1)]
+
+    def whole(batch):
+        return torch.tensor([sum(x) for x, _ in batch]), [y for _, y in batch]
+
+    def parts(y, x, pad_to=1):
+        return [[*row, *[0] * (2 * pad_to - len(row))] for row in x], y
+
+    assert [t.tolist() for t in OwnCollate(whole, "data.collate=f", None)(samples)] == [[3, 3], [0, 1]]
+    assert [t.tolist() for t in OwnCollate(parts, "data.collate=f", None)(samples)] == [[[1, 2], [3, 0]], [0, 1]]
+    assert OwnCollate(parts, "data.collate=f", None)(samples, 2)[0].shape == (2, 4)
+    with pytest.raises(UserError, match=r"data.collate=f takes no argument `pad_to`"):
+        OwnCollate(whole, "data.collate=f", None)(samples, 2)
+
+
+@dataclasses.dataclass
+class Boxes:
+    """A target of one's own."""
+
+    corners: list[float]
+    kind: int
+    note: str | None = None
+
+
+@dataclasses.dataclass
+class Shot:
+    """A sample of one's own."""
+
+    image: torch.Tensor
+    target: Boxes
+
+
+def test_samples_and_targets_may_be_dataclasses():
+    x, y = Stack()([Shot(torch.full((3,), float(i)), Boxes([0.0, float(i)], i)) for i in range(2)])
+    assert x.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert isinstance(y, Boxes)
+    assert y.corners.tolist() == [[0, 0], [0, 1]]
+    assert y.note is None
+    with pytest.raises(DataError, match="y is None: give the inputs again"):
+        Stack()([(torch.zeros(3), None)])
+    assert y.kind.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sample", "key", "x", "y"),
+    [
+        ((1, 2), None, 1, 2),
+        ([1, 2], None, 1, 2),
+        (((1, 2), 3), None, (1, 2), 3),
+        ((1, 2, 3), None, (1, 2), 3),
+        ({"a": 1, "b": 2, "label": 3}, None, {"a": 1, "b": 2}, 3),
+        ({"image": 1, "target": 3}, None, 1, 3),
+        ({"a": 1, "label": 2, "far": 3}, "far", {"a": 1, "label": 2}, 3),
+        ({"a": 1, "from": 2, "to": 3}, ["from", "to"], 1, {"from": 2, "to": 3}),
+    ],
+)
+def test_the_target_is_taken_out_of_a_sample(sample, key, x, y):
+    assert split_sample(sample, key) == (x, y)
+
+
+@pytest.mark.parametrize(
+    ("sample", "key", "says"),
+    [
+        ({"a": 1, "b": 2}, None, "the keys a, b, none of label, .*: set data.target_key"),
+        ({"a": 1, "label": 2, "y": 3}, None, r"several that could be its target \(label, y\): set data.target_key"),
+        ({"a": 1, "label": 2}, "far", "data.target_key=far: a sample has only the keys a, label"),
+        ({"label": 2}, None, "has only its target, label"),
+        ((1, 2), "label", "names a key, and a sample is a tuple"),
+        (torch.zeros(3), None, "is a Tensor, which does not say what its target is"),
+        ((1,), None, "is a tuple, which does not say what its target is"),
+    ],
+)
+def test_a_sample_without_a_target_is_refused(sample, key, says):
+    with pytest.raises(UserError, match=says):
+        split_sample(sample, key)
+
+
+def test_samples_are_stacked_leaf_by_leaf():
+    samples = [({"a": np.full(2, n), "b": (torch.tensor([n]), {"c": n})}, (n, 2 * n)) for n in range(3)]
+    x, y = Stack()(samples)
+    assert x["a"].dtype == torch.int64
+    assert x["a"].tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert isinstance(x["b"], tuple)
+    assert x["b"][0].tolist() == [[0], [1], [2]]
+    assert x["b"][1]["c"].tolist() == [0, 1, 2]
+    assert y.tolist() == [[0, 0], [1, 2], [2, 4]]  # numbers are no structure
+
+
+def test_numpys_float64_becomes_the_models_type():
+    x, y = Stack()([(np.ones(2), 0.5)] * 2)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("samples", "says"),
+    [
+        ([({"a": "text", "b": 1}, 0)] * 2, r"x\.a is a str, which is no tensor"),
+        ([({"a": None, "b": 1}, 0), ({"a": 1, "b": 1}, 0)], r"x\.a is not of the same structure"),
+        ([({"a": 1, "b": 1}, 0), ({"a": 1, "c": 1}, 0)], "x is not of the same structure"),
+        ([(torch.zeros(2), 0), (torch.zeros(3), 0)], r"x has the shapes \[2\] and \[3\]: data.pad=true pads"),
+        ([(torch.zeros(1, 2), 0), (torch.zeros(1, 3), 0)], r"x has the shapes \[1, 2\] and \[1, 3\]$"),
+    ],
+)
+def test_what_makes_no_batch_is_named(samples, says):
+    with pytest.raises(DataError, match=says):
+        Stack()(samples)
+
+
+# --- samples of several lengths ---
+
+
+def ragged(name: str, **settings):
+    return Own(target=f"tree_sets.{name}", **settings).load(CPU)
+
+
+def test_sequences_are_padded_and_a_mask_says_where_they_are_real():
+    source = ragged("Words").train
+    x, y = source.fetch(torch.tensor([0, 1, 2]))  # of 3, 10 and 6 tokens
+    assert x["mask"].sum(1).tolist() == x["size"].tolist() == [3, 10, 6]
+    assert x["ids"].shape == x["weights"].shape == x["mask"].shape == (3, 10)
+    assert x["weights"].dtype == torch.float32
+    assert torch.equal(x["mask"], x["ids"] > 0)
+    assert (x["weights"][~x["mask"]] == 0).all()
+    assert source.dataset[1]["ids"] == x["ids"][1].tolist()
+    assert y.tolist() == [0, 1, 2]
+    assert source.lengths.tolist() == [len(source.dataset[i]["ids"]) for i in range(53)]
+
+
+def test_lengths_are_multiples_but_not_beyond_the_longest():
+    source = ragged("Words").train
+    assert source.fetch(torch.tensor([0]), 8)[0]["ids"].shape == (1, 8)
+    assert source.fetch(torch.tensor([1]), 8)[0]["ids"].shape == (1, 13)  # the longest of all
+    assert source.fetch(torch.tensor([0]))[0]["ids"].shape == (1, 3)
+
+
+def test_targets_along_a_sequence_are_padded_with_what_the_loss_ignores():
+    x, y = ragged("Tagged").train.fetch(torch.tensor([0, 1]))
+    assert y.shape == x["ids"].shape == (2, 10)
+    assert torch.equal(y == -100, ~x["mask"])
+
+
+def test_a_set_that_tells_its_lengths_is_not_read_for_them(monkeypatch):
+    import tree_sets
+
+    read = []
+    monkeypatch.setattr(tree_sets.Known, "__getitem__", lambda self, i: read.append(i) or tree_sets.Words.__getitem__(self, i))
+    told = ragged("Known")
+    assert len(set(read)) < 30
+    masks = [source.fetch(torch.tensor([4, 5]))[0]["mask"] for source in (told.train, ragged("Words").train)]
+    assert torch.equal(*masks)
+
+
+def test_wrong_lengths_and_wrong_names_are_refused(monkeypatch):
+    import tree_sets
+
+    with pytest.raises(UserError, match=r"data.pad=far, and the parts .* x.ids, x.weights: name one"):
+        padding_for(tree_sets.Words("train"), "far", None)
+    wrong = tree_sets.Known("train")
+    wrong.lengths[0] = 99
+    with pytest.raises(UserError, match=r"the Dataset's lengths say 99 for sample 0, whose x\.ids has a length of 3"):
+        padding_for(wrong, None, None)
+
+
+def test_only_what_differs_is_padded():
+    import tree_sets
+
+    assert padding_for(tree_sets.Dicts("train"), None, None) is None
+    assert padding_for(tree_sets.Words("train"), False, None) is None
+    found, lengths = padding_for(tree_sets.Words("train"), "weights", None)
+    assert (found.sequence, found.along, found.longest) == ("x.weights", {"x.ids", "x.weights"}, 13)
+    assert len(lengths) == 53
+
+
+def test_an_own_function_makes_the_batch():
+    splits = ragged("Words", collate="tree_sets.collate")
+    x, y = splits.train.fetch(torch.tensor([0, 1]))
+    assert x.keys() == {"ids", "mask"}
+    assert (x["ids"][0, :7] == 0).all()  # on the left
+    assert y.tolist() == [0, 1]
+    with pytest.raises(UserError, match="takes no argument `pad_to`, the multiple that batch=bucketed"):
+        splits.train.fetch(torch.tensor([0]), 32)
+
+
+def test_shapes_are_those_of_the_inputs(caplog):
+    caplog.set_level("INFO")
+    splits = ragged("Dicts")
+    assert "the target of a sample is label, the model gets image, person (data.target_key)" in caplog.messages
+    assert splits.shape == {"image": (3, 8, 8), "person": {"age": (), "size": (3,)}}
+    assert splits.images == "image"
+    assert splits.normalize is not None
+    zeros = splits.two_samples(CPU)
+    assert zeros["image"].dtype == torch.float32  # as the model gets it
+    assert zeros["image"].shape == (2, 3, 8, 8)
+    assert not zeros["image"].any()
+    assert ragged("Words").two_samples(CPU)["mask"].all()  # a mask of nothing would divide by 0
+
+
+def test_looking_at_samples_draws_no_random_numbers(monkeypatch):
+    import tree_sets
+
+    monkeypatch.setattr(tree_sets.Words, "sample", lambda self, noise, i: (torch.rand(3 + i), i % 4))
+    before = torch.get_rng_state()
+    ragged("Words", normalize=False)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_stream_of_samples_is_refused_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "streams_of_mine.py").write_text(
+        "import torch\nclass Stream(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(())\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"an IterableDataset has not.* resumes at any of them.*list\(your_dataset\)"):
+        Own(target="streams_of_mine.Stream", train={}, test={}).load(CPU)
+
+
+def test_settings_that_cannot_be_are_refused(problems):
+    words = ["data=own", "data.target=tree_sets.Words", "trust=[tree_sets]"]
+    assert any("data.collate=elsewhere.collate is code" in p for p in problems(*words, "data.collate=elsewhere.collate"))
+    assert any("data.pad=true and data.collate" in p for p in problems(*words, "data.pad=true", "data.collate=tree_sets.collate"))
+    assert any("forward_input=both" in p for p in problems("forward_input=both"))

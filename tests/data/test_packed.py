@@ -87,7 +87,7 @@ def test_packed_images_are_the_folders(images, tmp_path):
 
 @pytest.mark.parametrize("form", [["--size", "16"], ["--size", "16", "--jpeg"]])
 def test_the_validation_set_is_a_view_of_the_packed_file(images, tmp_path, form):
-    """What is held out has the bytes of the whole set's samples; a set of its own is packed too."""
+    """Held-out samples have the bytes of the whole set's; a set of its own is packed too."""
     root = images()
     pack(root, tmp_path / "packed", *form)
     whole = Packed(root=str(tmp_path / "packed")).load(CPU).train

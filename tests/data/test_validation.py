@@ -24,8 +24,7 @@ from drivetrain.data.digits import Digits, DigitScenes
 from drivetrain.data.images import ImageFolder
 from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.masks import Masks
-from drivetrain.data.own import Own, OwnSource
-from drivetrain.data.samples import Stack
+from drivetrain.data.own import Own, OwnSource, Stack
 from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Tabular, Wine
 from drivetrain.data.text import Stdlib, Texts

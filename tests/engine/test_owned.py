@@ -9,8 +9,7 @@ from drivetrain.core import owned
 from drivetrain.core.errors import UserError
 from drivetrain.core.owned import OwnState
 from drivetrain.core.world import World
-from drivetrain.data.own import OwnCollate, OwnSource
-from drivetrain.data.samples import Stack
+from drivetrain.data.own import OwnCollate, OwnSource, Stack
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.auto import Auto
 from drivetrain.loader.device import Device, Resident

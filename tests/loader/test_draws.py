@@ -13,8 +13,7 @@ from drivetrain.core import streams
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
-from drivetrain.data.own import Own, OwnCollate, OwnSource
-from drivetrain.data.samples import Stack
+from drivetrain.data.own import Own, OwnCollate, OwnSource, Stack
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.auto import Auto
 from drivetrain.loader.device import Device, Resident

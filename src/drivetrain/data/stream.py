@@ -22,8 +22,7 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.source import OwnCode, Source
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.world import World
-from drivetrain.data.own import Own, OwnSource, is_map_style
-from drivetrain.data.samples import stacked, tensors_of
+from drivetrain.data.own import Own, OwnSource, is_map_style, stacked, tensors_of
 
 logger = logging.getLogger(__name__)
 
