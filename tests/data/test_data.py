@@ -149,12 +149,6 @@ def test_train_and_val_folders_are_taken_as_they_are(images):
     assert sorted(splits.test.labels().tolist()) == [0, 0, 2, 2]  # the training folders' numbers
 
 
-def test_a_class_that_training_has_not_is_refused(images):
-    images("train", 3, ("cat", "dog"))
-    with pytest.raises(UserError, match=r"no training image has the class wolf"):
-        ImageFolder(root=str(images("val", 1, ("cat", "wolf"))), size=8).load(CPU)
-
-
 def layout(root: Path, *names: str, validation: str | None = "auto") -> list[str | None]:
     """The sets' folders that are found in a folder with these: "train/cat/1" is an image."""
     for name in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -89,18 +90,20 @@ def tables(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same samples in every form: a training set, and the sets near and far beside it."""
+    """The same samples in every form: a training set, the sets near and far beside it, and odd, which has a class of its own."""
     root = tmp_path_factory.mktemp("forms")
     splits = {}
-    for name, count in (("train", 60), ("near", 20), ("far", 12)):
-        rows, images = range(count), []
+    for name, count in (("train", 60), ("near", 20), ("far", 12), ("odd", 2)):
+        rows, images, kinds = range(count), [], "zab" if name == "odd" else "abc"
         for i in rows:
-            (root / "images" / name / "abc"[i % 3]).mkdir(parents=True, exist_ok=True)
-            images.append(root / "images" / name / "abc"[i % 3] / f"{i}.png")
+            (root / "images" / name / kinds[i % 3]).mkdir(parents=True, exist_ok=True)
+            images.append(root / "images" / name / kinds[i % 3] / f"{i}.png")
             Image.fromarray(np.full((8, 8, 3), 3 * i, np.uint8)).save(images[-1])
-        lines = [f"{i},{i * i % 5},{'abc'[i % 3]},{images[i]}" for i in rows]
+        lines = [f"{i},{i * i % 5},{kinds[i % 3]},{images[i]}" for i in rows]
         (root / f"{name}.csv").write_text("\n".join(["a,b,kind,image", *lines]) + "\n")
-        texts = [{"text": f"text {i}", "kind": i % 3, "tokens": [f"w{i}"], "tags": ["abc"[i % 3]]} for i in rows]
+        texts = [
+            {"text": f"text {i}", "kind": "abc".find(kinds[i % 3]), "tokens": [f"w{i}"], "tags": [kinds[i % 3]]} for i in rows
+        ]
         talks = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}] for i in rows]
         both = ({**text, "messages": talk} for text, talk in zip(texts, talks, strict=True))
         (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, both)))
@@ -175,13 +178,22 @@ def test_own_data_makes_one_dataset_for_each_set(their_marks):
     assert {name: len(source) for name, source in data.sets("test").items()} == {"one": 24, "two": 8}
 
 
-def test_sets_of_another_kind_are_refused(their_marks, tables):
-    path = str(tables / "train.csv")
-    (tables / "other.csv").write_text("a,b,kind\n1,2,z\n")
-    option = Tabular(path=path, test={"near": str(tables / "near.csv"), "other": str(tables / "other.csv")}, target="kind")
-    option.targets = "class"
-    with pytest.raises(UserError, match="z"):
-        option.load_sets(CPU)
+@pytest.mark.parametrize(
+    ("form", "says"),
+    {
+        "tabular": "odd.csv:2: no training row has the class z of kind",
+        "labels_csv": "odd.csv:2: no training row has the class z of kind",
+        "jsonl, labelled": "odd.jsonl:1: no training row has the class -1 of kind",
+        "words": "odd.jsonl:1: no training row has the class z of tags",
+        "imagefolder": "images/odd/: no training image has the class z",
+    }.items(),
+)
+def test_a_class_that_training_has_not_is_named_with_its_place(files, form, says):
+    (cls, settings), ending = of_training(files, form), FORMS[form][1]
+    odd = f"{files}/odd.{ending}" if ending else "odd"
+    for sets in ({"test": odd}, {"test": {"far": odd.replace("odd", "far"), "odd": odd}}):
+        with pytest.raises(UserError, match=re.escape(says)):
+            cls(**settings, **sets).load_sets(CPU)
 
 
 @pytest.mark.parametrize(
