@@ -163,12 +163,10 @@ class Instructions(Jsonl):
                 "left, and are left out",
                 cut, len(sizes), self.length, int((sizes == 0).sum()),
             )  # fmt: skip
-        return replace(data, files={**data.files, **self._kept_settings(data)})
-
-    def _kept_settings(self, data: Splits) -> dict[str, str]:
         if SETTINGS not in data.files:
-            return {}
-        return {SETTINGS: json.dumps({**json.loads(data.files[SETTINGS]), "chat_template": self._chat().text})}
+            return data
+        settings = json.dumps({**json.loads(data.files[SETTINGS]), "chat_template": self._chat().text})
+        return replace(data, files={**data.files, SETTINGS: settings})
 
 
 def exercises() -> Iterator[Sequence[dict[str, str]]]:

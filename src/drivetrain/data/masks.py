@@ -328,15 +328,14 @@ class MaskedImages(Images):
         return list(self.paths)
 
     def fetch(self, indices: torch.Tensor, boxes: Sequence[CropBox] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = [self._pair(index, None if boxes is None else boxes[row]) for row, index in enumerate(indices.tolist())]
-        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
-
-    def _pair(self, index: int, box: CropBox | None) -> tuple[torch.Tensor, torch.Tensor]:
-        content, name, size = self.content(index), self.name(index), self.how.size
-        layout = read_layout(content, name, self.how.max_pixels, box)
-        mask = self.reading.read(os.path.join(self.root, self.masks[index]), name, layout, size)
-        interpolation = "bilinear" if box is None else box.interpolation
-        return decode_crop(content, name, layout, size, interpolation, self.range), mask
+        images, masks, size = list[torch.Tensor](), list[torch.Tensor](), self.how.size
+        for index, box in zip(indices.tolist(), [None] * len(indices) if boxes is None else boxes, strict=True):
+            content, name = self.content(index), self.name(index)
+            layout = read_layout(content, name, self.how.max_pixels, box)
+            masks.append(self.reading.read(os.path.join(self.root, self.masks[index]), name, layout, size))
+            interpolation = "bilinear" if box is None else box.interpolation
+            images.append(decode_crop(content, name, layout, size, interpolation, self.range))
+        return torch.stack(images), torch.stack(masks)
 
 
 def _values(content: bytes, name: str, max_pixels: int, coloured: bool) -> tuple[np.ndarray, bool]:
