@@ -628,8 +628,7 @@ def _keys(source: Source) -> np.ndarray:
 
 def hash_of(identities: Iterable[str | bytes]) -> np.ndarray:
     """Return a hash (n,) uint64 of each text."""
-    contents = (name.encode(errors="surrogateescape") if isinstance(name, str) else name for name in identities)
-    digests = b"".join(hashlib.blake2b(content, digest_size=8, person=b"validation").digest() for content in contents)
+    digests = b"".join(hashlib.blake2b(_bytes(name), digest_size=8, person=b"validation").digest() for name in identities)
     return np.frombuffer(digests, "<u8").astype(np.uint64)
 
 

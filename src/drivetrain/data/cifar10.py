@@ -111,15 +111,9 @@ class Cifar10(Data):
 
 def _find(root: Path) -> tuple[Version, Path] | None:
     """Return the version that `root` is or holds, and its path: a folder of files before an archive."""
-    for version in VERSIONS:
-        for path in (root, root / version.folder):
-            if (path / (TRAIN[0] + version.ending)).is_file():
-                return version, path
-    for version in VERSIONS:
-        for path in (root, root / version.archive):
-            if path.name == version.archive and path.is_file():
-                return version, path
-    return None
+    found = [(v, at) for v in VERSIONS for at in (root, root / v.folder) if (at / (TRAIN[0] + v.ending)).is_file()]
+    found += [(v, at) for v in VERSIONS for at in (root, root / v.archive) if at.name == v.archive and at.is_file()]
+    return next(iter(found), None)
 
 
 def _read_files(version: Version, path: Path) -> dict[str, bytes]:

@@ -190,12 +190,7 @@ class ImageFileSource(Source):
 
     def image_file(self, index: int) -> tuple[bytes, int]:
         """Return a sample's file, unchanged, and its index; those of its replacement if the file cannot be decoded."""
-
-        def decodable(candidate: int) -> int:
-            self.decoded(candidate)
-            return candidate
-
-        found = self.policy.read(index, decodable)
+        _, found = self.sample(index)
         return self.content(found), found
 
     def image_file_and_layout(self, index: int, box: CropBox | None = None) -> tuple[bytes, Layout, int]:

@@ -156,33 +156,19 @@ class DigitScenes(HeldOut[Tensors, None, Tensors]):
         side = ACROSS * CELL
         images = torch.randint(self.noise + 1, (count, side, side), generator=generator, dtype=torch.uint8)
         masks, labels = torch.zeros(count, side, side, dtype=torch.int64), torch.zeros(count, 10)
+        pixels = torch.arange(DIGIT)
         for row in range(ACROSS):
             for column in range(ACROSS):
                 chosen = torch.randint(len(digits), (count,), generator=generator)
                 there = torch.rand(count, generator=generator) < self.density
                 top, left = torch.randint(CELL - DIGIT + 1, (2, count), generator=generator)
-                self._place(images, masks, digits[chosen, 0], classes[chosen], there, row * CELL + top, column * CELL + left)
+                at = (
+                    torch.arange(count).view(-1, 1, 1),
+                    (row * CELL + top.view(-1, 1) + pixels).unsqueeze(2),
+                    (column * CELL + left.view(-1, 1) + pixels).unsqueeze(1),
+                )
+                drawn, here = digits[chosen, 0], there.view(-1, 1, 1)
+                images[at] = torch.where(here, torch.maximum(images[at], drawn), images[at])
+                masks[at] = torch.where(here & (drawn >= INK), classes[chosen].view(-1, 1, 1) + 1, masks[at])
                 labels[there, classes[chosen][there]] = 1.0
         return images.unsqueeze(1), masks if self.targets == "mask" else labels
-
-    @staticmethod
-    def _place(
-        images: torch.Tensor,
-        masks: torch.Tensor,
-        digits: torch.Tensor,
-        classes: torch.Tensor,
-        there: torch.Tensor,
-        top: torch.Tensor,
-        left: torch.Tensor,
-    ) -> None:
-        """Draw one digit (8, 8) into each image where `there` (n,) is true, and mark its pixels in the mask."""
-        pixels = torch.arange(DIGIT)
-        at = (
-            torch.arange(len(images)).view(-1, 1, 1),
-            (top.view(-1, 1) + pixels).unsqueeze(2),
-            (left.view(-1, 1) + pixels).unsqueeze(1),
-        )
-        drawn = torch.maximum(images[at], digits)
-        images[at] = torch.where(there.view(-1, 1, 1), drawn, images[at])
-        ink = there.view(-1, 1, 1) & (digits >= INK)
-        masks[at] = torch.where(ink, classes.view(-1, 1, 1) + 1, masks[at])

@@ -99,9 +99,14 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known, "Images | Texts"
         return found or dict(zip([""], own, strict=False))
 
     def read_set(self, place: str, known: Known, split: str) -> Images | Texts:
+        import datasets
+
         splits, reader, tokenizer = known
-        rows = self._checked(split, place, splits)
-        return self._source(rows, reader.read(self._labels(rows)), tokenizer)
+        found, column = self._checked(split, place, splits), str(self.image or self.text)
+        rows, labels = found.with_format(None).select_columns([column]), reader.read(self._labels(found))
+        if self.text is not None:
+            return Texts(rows, column, labels, self.length, tokenizer)
+        return Images(self, rows.cast_column(column, datasets.Image(decode=False)), column, labels)
 
     def about(self, known: Known, sources: Sequence[tuple[str, Images | Texts]], own: Splits | None) -> dict[str, object]:
         (_, reader, tokenizer), train = known, sources[0][1]
@@ -140,16 +145,6 @@ class HuggingFace(PictureData, HeldOut["Images | Texts", Known, "Images | Texts"
         if self.image and not isinstance(rows.features[column], datasets.Image):
             raise UserError(f"data.image={column} is no column of images: set data.image=null data.text={column} for texts")
         return rows
-
-    def _source(self, rows: Dataset, labels: torch.Tensor, tokenizer: Tokenizer) -> Images | Texts:
-        """Return the rows of a split as a source."""
-        import datasets
-
-        column = str(self.image or self.text)
-        rows = rows.with_format(None).select_columns([column])
-        if self.text is not None:
-            return Texts(rows, column, labels, self.length, tokenizer)
-        return Images(self, rows.cast_column(column, datasets.Image(decode=False)), column, labels)
 
 
 def load_from_disk(setting: str, path: str) -> Dataset | dict[str, Dataset]:

@@ -83,7 +83,7 @@ def write_set(
             begun |= {"samples": begun["samples"] + len(chunk), "bytes": written, "names": names}
             write_json(journal, begun)  # after the samples that it counts are on the disk
         on_progress(begun["samples"])
-    return {"samples": begun["samples"], "bytes": begun["bytes"][0], "table": _digest(paths[1].read_bytes())}
+    return {"samples": begun["samples"], "bytes": begun["bytes"][0], "table": hashlib.blake2b(paths[1].read_bytes()).hexdigest()}
 
 
 def write_index(out: Path, index: Mapping[str, Any]) -> None:
@@ -133,10 +133,6 @@ def _writing(out: Path) -> Iterator[None]:
         raise UserError(
             f"{out} cannot be written ({error.strerror}): make room, or give another folder (of texts: data.cache)"
         ) from None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content).hexdigest()
 
 
 def damaged(path: Path, what: str) -> DataError:
@@ -219,7 +215,7 @@ class Stored:
         columns, odd = divmod(of_table, 8 * entry["samples"])
         if odd or columns not in (LABEL + 1, KEY + 1):
             raise damaged(path, f"is no table of {entry['samples']:,} samples")
-        if _digest(content := read_whole(path, of_table)) != entry["table"]:
+        if hashlib.blake2b(content := read_whole(path, of_table)).hexdigest() != entry["table"]:
             raise damaged(path, "is not what was packed (its checksum differs)")
         if size != entry["bytes"]:
             raise damaged(root / f"{name}.data", f"has {size:,} bytes, not {entry['bytes']:,}: it was cut or copied in part")

@@ -22,7 +22,7 @@ from drivetrain.core.order import Sampling
 from drivetrain.core.source import OwnCode, Source
 from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.world import World
-from drivetrain.data.own import Own, OwnSource, is_map_style, stacked, tensors_of
+from drivetrain.data.own import Own, OwnSource, is_map_style, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -289,9 +289,9 @@ class Reads:
         if len(parts) == 1:
             return parts[0]
         try:
-            x, y = ([part[n] for part in parts] for n in (0, 1))
-            return stacked(x, "x", lambda tensors, _: torch.cat(tensors)), stacked(y, "y", lambda tensors, _: torch.cat(tensors))
-        except RuntimeError as error:
+            x, y = trees.concatenate(parts)
+            return x, y
+        except (RuntimeError, ValueError) as error:
             raise DataError(f"{self.setting} gives batches of several shapes ({error}): let data.collate pad to one") from None
 
     def _empty(self) -> DataError:

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import tarfile
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -323,22 +322,12 @@ def load_index(shard: str, cache: Path) -> Index:
     except (OSError, ValueError, KeyError, SafetensorError):
         pass  # there is none, or it is damaged: scan
     index = scan(shard, size)
-    _write_index(path, index)
-    return index
-
-
-def _write_index(path: Path, index: Index) -> None:
-    """Write an index to the cache. Where that fails, the next run scans again."""
-    import numpy as np
-    import safetensors.numpy
-
-    names = "\0".join(index.names).encode(errors="surrogateescape")  # no name in a tar archive has a zero byte
-    arrays = {"names": np.frombuffer(names, np.uint8), "spans": index.spans, "labels": index.labels}
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.{threading.get_ident()}")
-    with contextlib.suppress(OSError):
+    content = "\0".join(index.names).encode(errors="surrogateescape")  # no name in a tar archive has a zero byte
+    arrays = {"names": np.frombuffer(content, np.uint8), "spans": index.spans, "labels": index.labels}
+    with contextlib.suppress(OSError):  # the next run scans again
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(safetensors.numpy.save(arrays))
-        temporary.replace(path)
+        files.write_bytes(path, safetensors.numpy.save(arrays))
+    return index
 
 
 def _size_and_version(shard: str) -> tuple[int, str]:
@@ -354,8 +343,6 @@ def _size_and_version(shard: str) -> tuple[int, str]:
 
 def scan(shard: str, size: int) -> Index:
     """Index a shard of `size` bytes by its members' headers. Raises DataError naming a member that a data set cannot have."""
-    import numpy as np
-
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, dict[str, int]] = {".json": {}, ".cls": {}}
     end = 0
