@@ -72,7 +72,12 @@ class Table:
         schema, reader, tokenizer = known
         if tokenizer is not None:
             return TextRows(part, schema, reader.read(part), tokenizer)
-        return Rows(schema.encode(part), reader.read(part), part, [*said(schema, part)])
+        said = [
+            f"{part.source}: {count:,} rows have a value of {name} that no training row has ({named(words, 3)}): it counts as "
+            "none"
+            for name, count, words in schema.unknown(part)
+        ]
+        return Rows(schema.encode(part), reader.read(part), part, said)
 
     def about(self, known: Known, sources: Sequence[tuple[str, Rows | TextRows]], own: Splits | None) -> dict[str, object]:
         schema, reader, tokenizer = known
@@ -87,6 +92,19 @@ class Table:
             about |= {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
         return about
 
+    def complete(self, cells: Cells, schema: Schema) -> Cells:
+        """Return the values of rows. Raises DataError where one of an input is missing and is to be refused."""
+        rows = schema.read(cells)
+        gaps = {name: gap for name in schema.inputs if (gap := absent(rows.columns[name])).any()}
+        if gaps and self.missing == "refuse":
+            raise DataError(
+                f"{rows.place(min(int(gap.argmax()) for gap in gaps.values()))} and others have no value in "
+                f"{named([f'{name} ({gap.sum()})' for name, gap in gaps.items()])}: set data.missing=fill (numbers: the mean of "
+                "the training rows; texts: a category of their own), leave columns out by data.columns, or mend the table "
+                f"(without a value is a cell that is empty, or {' '.join(filter(None, schema.missing))}: data.na)"
+            )
+        return rows
+
     def kept_rows(self, schema: Schema, data: Splits) -> Tokenizer | None:
         """Return the tokenizer of a run that reads a text of each row; None where it reads columns."""
         return None
@@ -99,9 +117,7 @@ class Table:
         tokenizer = self.kept_rows(schema, data)
 
         def read(cells: Callable[[slice], Cells], which: slice) -> torch.Tensor:
-            rows = schema.read(cells(which))
-            if self.missing == "refuse":
-                refuse_missing(rows, schema)
+            rows = self.complete(cells(which), schema)
             for name, count, _ in schema.unknown(rows):
                 unknown[name] += count
             if tokenizer is None:
@@ -168,18 +184,6 @@ class TextRows(LabelledTexts):
         return self._places(int(self.which[index]))
 
 
-def refuse_missing(rows: Cells, schema: Schema) -> None:
-    """Raise DataError where a value of an input is missing."""
-    gaps = {name: gap for name in schema.inputs if (gap := absent(rows.columns[name])).any()}
-    if gaps:
-        raise DataError(
-            f"{rows.place(min(int(gap.argmax()) for gap in gaps.values()))} and others have no value in "
-            f"{named([f'{name} ({gap.sum()})' for name, gap in gaps.items()])}: set data.missing=fill (numbers: the mean of the "
-            "training rows; texts: a category of their own), leave columns out by data.columns, or mend the table "
-            f"(without a value is a cell that is empty, or {' '.join(filter(None, schema.missing))}: data.na)"
-        )
-
-
 @dataclass(kw_only=True, eq=False)
 class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
@@ -234,7 +238,7 @@ class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
             if name in schema.left_out and (name in {**dict.fromkeys(targets), **given} or not schema.inputs):
                 raise UserError(f"{path}: the column {name} cannot be used: {schema.left_out[name]}")
         tokenizer = self.given_tokenizer() if self.tokens else None
-        return self._complete(cells, schema), (schema, self._reader(), tokenizer)
+        return self.complete(cells, schema), (schema, self._reader(), tokenizer)
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         table, schema = open_table(Path(str(self.path)), self.form()), schema_of(data)
@@ -278,21 +282,7 @@ class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         table, wanted = open_table(Path(place), self.form()), [*schema.inputs, *reader.names]
         check_has(table, wanted, f"data.{split}={place} has no column {{}}, which the run's own table has")
         check_names(reader.names, list(schema.columns), "data.target", "the run's own table")
-        return self._complete(table.cells(schema.plain, wanted), schema)
-
-    def _complete(self, cells: Cells, schema: Schema) -> Cells:
-        """Return the values of rows. Raises UserError where one of an input is missing and is to be refused."""
-        rows = schema.read(cells)
-        if self.missing == "refuse":
-            refuse_missing(rows, schema)
-        return rows
-
-
-def said(schema: Schema, rows: Cells) -> Iterator[str]:
-    """Yield what to say of categories that no training row has."""
-    for name, count, found in schema.unknown(rows):
-        shown = named(found, 3)
-        yield f"{rows.source}: {count:,} rows have a value of {name} that no training row has ({shown}): it counts as none"
+        return self.complete(table.cells(schema.plain, wanted), schema)
 
 
 DIABETES = ("age", "sex", "bmi", "bp", "s1", "s2", "s3", "s4", "s5", "s6")
