@@ -21,7 +21,7 @@ from drivetrain.data import tables
 from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk
 from drivetrain.data.schema import TargetReader
-from drivetrain.data.text import LabelledTexts, Pieces, TextData, Texts, tell_cut
+from drivetrain.data.text import LabelledTexts, TextData, Texts, tell_cut
 from drivetrain.data.tokenizer import (
     KEPT,
     BytePairs,
@@ -440,27 +440,33 @@ def tokens_of(words: Sequence[str], tokenizer: Tokenizer, length: int) -> tuple[
     return tokens, [-1 if end == 0 else bisect.bisect_right(begins, end - 1) - 1 for end in ends]
 
 
-class TaggedTexts(Pieces):
+class TaggedTexts(Source):
     """Texts as a source: tokens (n, longest of the batch), and for the first token of each word its class, -100 for others."""
 
     def __init__(
         self, texts: Sequence[Sequence[str]], classes: Sequence[torch.Tensor], tokenizer: Tokenizer, length: int
     ) -> None:
-        self.texts, self.padding = [" ".join(words) for words in texts], tokenizer.padding or 0
-        tokens, tags = list[torch.Tensor](), list[torch.Tensor]()
-        for words, of_words in zip(texts, classes, strict=True):
-            found, of = tokens_of(words, tokenizer, length)
-            word = torch.tensor(of)
-            first = (word >= 0) & word.diff(prepend=torch.tensor([-1])).bool()
-            tokens.append(torch.tensor(found))
-            tags.append(torch.where(first, of_words[word], IGNORE_INDEX))
-        super().__init__(tokens, length)
-        self.tags = torch.cat(tags)
+        self.padding, self._rows = tokenizer.padding or 0, list[tuple[torch.Tensor, torch.Tensor]]()
+        self.texts = [" ".join(words) for words in texts]
+        for words, tags in zip(texts, classes, strict=True):
+            tokens, of = tokens_of(words, tokenizer, length)
+            words_of = torch.tensor(of)
+            first = (words_of >= 0) & words_of.diff(prepend=torch.tensor([-1])).bool()
+            self._rows.append((torch.tensor(tokens), torch.where(first, tags[words_of], IGNORE_INDEX)))
+        sizes = [len(tokens) for tokens, _ in self._rows]
+        self.lengths, self._longest = torch.tensor(sizes), max(sizes)
 
-    def identities(self) -> list[str]:
-        return [self.texts[number] for number in self.which.tolist()]
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def identities(self) -> Sequence[str]:
+        return self.texts
 
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        x, padding, start, document = self.read(indices, pad_to)
-        at = ((self.begins[document] + start).unsqueeze(1) + torch.arange(x.shape[1])).masked_fill_(padding, 0)
-        return x.masked_fill_(padding, self.padding), self.tags[at].masked_fill_(padding, IGNORE_INDEX)
+        rows = [self._rows[i] for i in indices.tolist()]
+        longest = min(-(-max(len(x) for x, _ in rows) // pad_to) * pad_to, self._longest)
+
+        def padded(parts: Sequence[torch.Tensor], value: int) -> torch.Tensor:
+            return torch.stack([torch.nn.functional.pad(part, (0, longest - len(part)), value=value) for part in parts])
+
+        return padded([x for x, _ in rows], self.padding), padded([y for _, y in rows], IGNORE_INDEX)

@@ -240,7 +240,7 @@ class Pieces(Source):
         at = (self.begins[document] + start).unsqueeze(1) + position
         return self.documents.tokens[at.masked_fill_(padding, 0)].long(), padding, start, document
 
-    def identities(self) -> torch.Tensor | Sequence[str | bytes]:
+    def identities(self) -> torch.Tensor | list[bytes]:
         """Return what is equal for equal documents: their pieces stay together."""
         if self.documents.keys is not None:
             return self.documents.keys[self.which]
