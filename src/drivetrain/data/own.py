@@ -563,6 +563,7 @@ class Own(Data):
         if (
             self.target_key is None
             and not self.collate
+            and is_map_style(dataset)
             and isinstance(sample := Reader[list[Any]](dataset, list).look([0])[0], Mapping)
         ):
             target = next(key for key in TARGETS if key in sample)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
@@ -211,16 +211,6 @@ TASK = 16  # samples that a thread decodes at a time
 OnProgress = Callable[[str, int, int], None]  # called with a split's name, the samples in all, and the samples done
 
 
-class Encoder(Protocol):
-    """The form in which samples are stored."""
-
-    kind: str  # in index.json
-
-    def __call__(self, source: Source, indices: list[int]) -> list[Sample]:
-        """Return the stored form and the class of some of a source's samples."""
-        ...
-
-
 class Raw:
     """Stores decoded images: uint8, all of one shape, channels last."""
 
@@ -269,7 +259,7 @@ class Jpeg:
 
 
 def pack(
-    splits: Splits, out: Path, encode: Encoder, shape: tuple[int, ...], about: str, threads: int, on_progress: OnProgress
+    splits: Splits, out: Path, encode: Raw | Jpeg, shape: tuple[int, ...], about: str, threads: int, on_progress: OnProgress
 ) -> None:
     """Write all sets, then index.json, which marks the folder as complete. A continued packing writes the same bytes.
 
@@ -288,7 +278,7 @@ def pack(
     })  # fmt: skip
 
 
-def _encoded(source: Source, encode: Encoder, threads: int, start: int) -> Iterator[Sample]:
+def _encoded(source: Source, encode: Raw | Jpeg, threads: int, start: int) -> Iterator[Sample]:
     """Yield the samples from `start` on, in order. Threads encode them."""
     tasks = (list(range(i, min(i + TASK, len(source)))) for i in range(start, len(source), TASK))
     with ThreadPoolExecutor(threads) as pool:

@@ -107,9 +107,6 @@ class Stream(Own):
             )
         logger.warning("%s shuffles in a buffer: a resumed run goes on approximately, and loses and repeats samples", setting)
 
-    def _log_target(self, dataset: object, example: Tree) -> None:
-        """A stream's first sample is looked at as all others: by its source."""
-
 
 def _has_shuffle_buffer(dataset: object) -> bool:
     """Return whether a set of Hugging Face's shuffles its samples in a buffer."""
