@@ -258,16 +258,11 @@ def stacked(values: list[Tree], name: str, together: Callable[[list[torch.Tensor
 
 
 def stack(tensors: list[torch.Tensor], name: str) -> torch.Tensor:
-    """Return tensors of one shape as a batch (n, …)."""
-    check_shapes(tensors, name)
-    return torch.stack(tensors)
-
-
-def check_shapes(tensors: list[torch.Tensor], name: str) -> None:
-    """Raise DataError if these tensors have several shapes."""
+    """Return tensors of one shape as a batch (n, …). Raises DataError."""
     if len(shapes := sorted({tuple(t.shape) for t in tensors})) > 1:
         hint = ": data.pad=true pads sequences" if all(s[1:] == shapes[0][1:] and s for s in shapes) else ""
         raise DataError(f"{name} has the shapes {list(shapes[0])} and {list(shapes[-1])}{hint}")
+    return torch.stack(tensors)
 
 
 MASK = "mask"  # the input that says which positions of a padded sequence are real
@@ -310,7 +305,7 @@ class Pad:
 def _padded(tensors: list[torch.Tensor], name: str, length: int) -> torch.Tensor:
     """Return sequences as a batch (n, length, …). Raises DataError."""
     if len({t.shape[1:] for t in tensors}) > 1:
-        check_shapes(tensors, name)
+        stack(tensors, name)  # which refuses them
     counts = not (tensors[0].is_floating_point() or tensors[0].dtype == torch.bool)
     value = IGNORE_INDEX if counts and name.split(".")[0] == "y" else 0
     batch = tensors[0].new_full((len(tensors), length, *tensors[0].shape[1:]), value)
