@@ -87,8 +87,10 @@ def as_text(number: float) -> str:
     return str(int(number)) if number.is_integer() else str(number)
 
 
-def as_words(values: np.ndarray, known: Sequence[str] = ()) -> Words:
-    """Return numbers as words. A category that is known by another text of the same number, such as 007, has that one."""
+def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
+    """Return a column's values as words. A number that is known by another text of its own, such as 007, has that one."""
+    if isinstance(values, Words):
+        return values
     numbers, codes = np.unique(values, return_inverse=True)
     texts: dict[float, list[str]] = {}
     for text in known:
@@ -96,11 +98,6 @@ def as_words(values: np.ndarray, known: Sequence[str] = ()) -> Words:
             texts.setdefault(float(text), []).append(text)
     words = [texts[n][0] if len(texts.get(n, ())) == 1 else as_text(n) for n in numbers[~np.isnan(numbers)].tolist()]
     return Words(np.where(np.isnan(values), -1, codes).astype(np.int32), words)
-
-
-def words_of(values: np.ndarray | Words, known: Sequence[str] = ()) -> Words:
-    """Return a column's values as words."""
-    return values if isinstance(values, Words) else as_words(values, known)
 
 
 def styles_of(words: pa.StringArray, codes_too: bool) -> list[Style]:

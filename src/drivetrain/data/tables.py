@@ -38,7 +38,7 @@ class Words:
         absent = pc.is_in(pc.utf8_lower(trimmed.dictionary), value_set=strings(missing))
         number = np.append(np.cumsum(~numbers_of(absent)) - 1, -1)  # the last one stands for null
         number[:-1][numbers_of(absent)] = -1
-        codes = number[np.append(numbers_of(trimmed.indices), -1)].astype(np.int32)[_codes(found.indices)]
+        codes = number[np.append(numbers_of(trimmed.indices), -1)].astype(np.int32)[with_nan(found.indices, -1)]
         return cls(codes, trimmed.dictionary.filter(pc.invert(absent)))
 
     @classmethod
@@ -168,13 +168,9 @@ def _bits(array: pa.Array, buffer: int) -> np.ndarray:
     return np.unpackbits(packed, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
 
 
-def with_nan(array: pa.Array) -> np.ndarray:
-    """Return an array of float64, NaN where a number is missing."""
-    return np.where(_bits(array, 0), numbers_of(array), np.nan) if array.null_count else numbers_of(array)
-
-
-def _codes(indices: pa.Array) -> np.ndarray:
-    return np.where(_bits(indices, 0), numbers_of(indices), -1) if indices.null_count else numbers_of(indices)
+def with_nan(array: pa.Array, missing: float = np.nan) -> np.ndarray:
+    """Return an array's numbers, NaN or another number where one is missing."""
+    return np.where(_bits(array, 0), numbers_of(array), missing) if array.null_count else numbers_of(array)
 
 
 SEPARATORS = ",;\t|"  # that a file may have without being asked
