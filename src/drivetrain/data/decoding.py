@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -153,13 +154,13 @@ class ImageFileSource(Source):
     def __len__(self) -> int:
         return len(self.targets)
 
+    @abstractmethod
     def content(self, index: int) -> bytes:
         """Return a sample's image file. Raises DataError naming the sample."""
-        raise NotImplementedError
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return what messages call a sample."""
-        raise NotImplementedError
 
     def labels(self) -> torch.Tensor | None:
         """Return the classes (n,), where there is one for each image."""

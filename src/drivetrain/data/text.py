@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sysconfig
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
@@ -220,9 +221,9 @@ class Pieces(Source):
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @abstractmethod
     def fetch(self, indices: torch.Tensor, pad_to: int = 1) -> tuple[Tree, torch.Tensor]:
         """Return inputs and targets of these pieces, padded to the longest of them."""
-        raise NotImplementedError
 
     def read(self, indices: torch.Tensor, pad_to: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens (n, length), what of them is padding, the places of the first ones in their documents, and these."""
@@ -248,9 +249,9 @@ class Pieces(Source):
         parts = (self.documents.tokens[self.documents.begins[n] : ends[n]] for n in self.which.tolist())
         return [hashlib.blake2b(self.inputs(part).numpy().tobytes(), digest_size=8).digest() for part in parts]
 
+    @abstractmethod
     def inputs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return what a model reads of a document's tokens."""
-        raise NotImplementedError
 
 
 class Texts(Pieces):

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ LISTS = ("vocab", "merges")  # of a model of byte pairs; the rest are settings
 SWITCHES = dict[str, bool | None]
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Turns texts into tokens, numbers from 0 to `size` − 1. The base of those that are the data's alone.
 
     With them a token of its own stands before a text's first, and 0 pads texts that have a class, whose tokens are 1 larger.
@@ -62,13 +63,13 @@ class Tokenizer:
         """Return the bytes of text that each token stands for (size,); None: a token is a byte."""
         return None
 
+    @abstractmethod
     def __call__(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return each text's tokens, int (length,)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def located(self, texts: Sequence[str]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each text's tokens, int (length,), and the place in the text of the first character of each."""
-        raise NotImplementedError
 
     def written(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens stand for, special ones included."""
@@ -78,17 +79,17 @@ class Tokenizer:
         """Return the tokens of texts that have a class each, of which a model reads so many."""
         return self(texts)
 
+    @abstractmethod
     def with_ends(self, text: str, length: int) -> tuple[list[int], list[int]]:
         """Return at most `length` tokens of a text that is read as a whole, and where each ends in it; 0: none of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text that tokens stand for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_json(self) -> str:
         """Return the tokenizer as text, to be kept with the run."""
-        raise NotImplementedError
 
     def files(self) -> dict[str, str]:
         """Return what is kept of it with the run: name → text."""
