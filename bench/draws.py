@@ -18,7 +18,7 @@ KINDS = ("Nothing", "Torch", "Numpy", "Python", "All")
 
 def microseconds(kind: str, size: int, rounds: int) -> list[float]:
     """µs a sample: as the Dataset is, and by key."""
-    reader, order = Reader(getattr(drawing_sets, kind)()), torch.arange(size) % 53
+    reader, order = Reader(getattr(drawing_sets, kind)(), list), torch.arange(size) % 53
     indices = order.tolist()
     ways = (lambda: reader.plain(indices)), (lambda: reader.read(indices, keys(0, 1, order).tolist()))
     turns = [[timeit(way, number=1) for way in ways] for _ in range(rounds)]
