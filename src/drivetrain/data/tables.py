@@ -168,7 +168,7 @@ def _bits(array: pa.Array, buffer: int) -> np.ndarray:
     return np.unpackbits(packed, bitorder="little")[array.offset : array.offset + len(array)].astype(bool)
 
 
-def with_nan(array: pa.Array, missing: float = np.nan) -> np.ndarray:
+def with_nan(array: pa.Array, missing: float = float("nan")) -> np.ndarray:
     """Return an array's numbers, NaN or another number where one is missing."""
     return np.where(_bits(array, 0), numbers_of(array), missing) if array.null_count else numbers_of(array)
 
