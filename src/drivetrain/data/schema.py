@@ -612,21 +612,21 @@ class TargetReader:
         """Return the classes or labels of words by the numbers that their names have."""
         words = words_of(self._column(rows), classes)
         parts, numbers = self._parts(words), {name: number for number, name in enumerate(classes)}
-        words_with = {name: n for n, names in reversed([*enumerate(parts)]) for name in names if name not in numbers}
-        if unknown := sorted(name for name, n in words_with.items() if (words.codes == n).any()):
+        wrong = np.isin(words.codes, [n for n, names in enumerate(parts) if not numbers.keys() >= {*names}])
+        if wrong.any():
+            unknown = sorted({name for n in np.unique(words.codes[wrong]).tolist() for name in parts[n]} - numbers.keys())
             hint = ": others have names" if self.numbered else ": if it is a number to predict, set task=regression"
-            hint = hint if all(map(is_number, unknown)) else ""
-            row = int(np.isin(words.codes, [words_with[name] for name in unknown]).argmax())
             raise DataError(
-                f"{rows.place(row)}: no training row has the {'class' if self.kind == 'class' else 'label'} {named(unknown, 5)} "
-                f"of {self.names[0]}{hint}"
+                f"{rows.place(int(wrong.argmax()))}: no training row has the {'class' if self.kind == 'class' else 'label'} "
+                f"{named(unknown, 5)} of {self.names[0]}{hint if all(map(is_number, unknown)) else ''}"
             )
+        codes = torch.from_numpy(words.codes).long()
         if self.kind == "class":
-            return torch.tensor([numbers.get(name, 0) for (name,) in parts])[torch.from_numpy(words.codes).long()]
+            return torch.tensor([numbers.get(name, 0) for (name,) in parts], dtype=torch.int64)[codes]
         target = torch.zeros(len(parts) + 1, len(numbers))  # the last one is of rows without a word
         for n, names in enumerate(parts):
             target[n, [numbers[name] for name in names if name in numbers]] = 1.0
-        return target[torch.from_numpy(words.codes).long()]
+        return target[codes]
 
     def _parts(self, words: Words) -> list[list[str]]:
         """Return the names in each word."""
