@@ -67,8 +67,10 @@ def test_inputs_have_mean_0_and_deviation_1_measured_on_the_training_set():
     assert x.dtype == torch.float32
     assert x.mean().item() == pytest.approx(0, abs=1e-5)
     assert x.std().item() == pytest.approx(1, abs=1e-5)
-    raw = Digits(normalize=False).load(CPU)
+    raw, large = Digits(normalize=False).load(CPU), Digits(normalize=False, size=16).load(CPU)
     assert torch.equal(raw.normalize(raw.train.x), raw.train.x.float())
+    assert (large.train.x.shape[1:], large.shape) == ((1, 16, 16), (1, 16, 16))
+    assert (large.train.x.float().mean() - raw.train.x.float().mean()).abs() < 0.1
 
 
 def test_some_digits_alone_are_numbered_from_0():

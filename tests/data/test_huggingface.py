@@ -29,10 +29,13 @@ def saved(tmp_path):
         def split(numbers):
             images = [{"bytes": b"x" if n in broken else png(n), "path": None} for n in numbers]
             columns = {"image": images, "label": [n % 3 for n in numbers], "caption": [f"é{n}" for n in numbers]}
+            columns["share"], columns["signed"] = [n / 2 for n in numbers], [n - 5 for n in numbers]
             kinds = {
                 "image": datasets.Image(),
                 "label": datasets.ClassLabel(names=list("abc")),
                 "caption": datasets.Value("string"),
+                "share": datasets.Value("float64"),
+                "signed": datasets.Value("int64"),
             }
             return datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
 
@@ -128,6 +131,8 @@ def test_a_broken_image_is_named_by_its_row(saved):
         ({"image": "picture"}, r"data\.image=picture: .* has no such column"),
         ({"label": "lable"}, r"data\.label=lable: .*did you mean 'label'"),
         ({"label": "image"}, "the column image holds struct.*, which is no number and no text"),
+        ({"label": "share"}, "hub, row 2: the class 0.5 of share is no whole number from 0 on, as others are"),
+        ({"label": "signed"}, "hub, row 1: the class -5 of signed is no whole number from 0 on, as others are"),
         ({"image": "caption"}, "is no column of images"),
         ({"train": "trian"}, "has no such split: did you mean 'train'"),
         ({"test": "held"}, r"data\.test=held"),
