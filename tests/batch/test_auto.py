@@ -22,6 +22,7 @@ from drivetrain.engine.rehearsal.search import largest_micro_batch
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 from drivetrain.run.result import Result
+from tests.support.command import tensors
 
 NETS = """
 import torch
@@ -61,12 +62,6 @@ def net(tmp_path, monkeypatch):
 
 def train(tmp_path, *words):
     return drivetrain.train([*TINY, f"output_dir={tmp_path}", *words])
-
-
-def weights(result):
-    from safetensors.torch import load_file
-
-    return load_file(result.run_dir / "checkpoints" / str(result.updates) / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -192,8 +187,8 @@ def test_auto_tries_in_processes_and_keeps_the_update(tmp_path):
     plain = train(tmp_path, *wide)
     auto = train(tmp_path, *wide, "batch=auto", "batch.memory_gb=16")
     assert plain.status == auto.status == "completed"
-    for name, weight in weights(plain).items():
-        torch.testing.assert_close(weights(auto)[name], weight)
+    for name, weight in tensors(plain).items():
+        torch.testing.assert_close(tensors(auto)[name], weight)
 
 
 def test_growth_multiplies_updates_not_micro_batches():
@@ -354,7 +349,7 @@ def test_the_run_is_that_of_the_batch_that_was_chosen(train, here, measured, cap
     fixed = train("batch=accumulate", "batch.global_batch=12", "batch.accumulation_steps=2", "batch.lr_scaling=sqrt", *WORDS[4:])
     assert asked == [(2, None, [])]
     assert chosen.updates == fixed.updates == 8
-    assert all(torch.equal(weights(fixed)[name], weight) for name, weight in weights(chosen).items())
+    assert all(torch.equal(tensors(fixed)[name], weight) for name, weight in tensors(chosen).items())
     limits = {"smallest": 6, "largest": 24, "look_updates": None, "by": "noise"}
     found = {**limits, "noise_scale": 11.0, "updates": 50, "samples": 48, "update_seconds": [], "global_batch": 12}
     assert Result.read(chosen.run_dir).batch == chosen.batch == found
@@ -374,7 +369,7 @@ def test_a_resumed_run_goes_on_with_its_batch(here, measured):
     assert resumed.status == "completed", resumed.error
     assert resumed.updates == whole.updates == 4
     assert resumed.batch == whole.batch
-    assert all(torch.equal(weights(whole)[name], weight) for name, weight in weights(resumed).items())
+    assert all(torch.equal(tensors(whole)[name], weight) for name, weight in tensors(resumed).items())
 
 
 def test_the_look_measures_the_beginning_of_the_run(make):

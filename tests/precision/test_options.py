@@ -15,10 +15,9 @@ from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.world import World
 from drivetrain.precision import Precision, base
-from drivetrain.precision.base import Amp
+from drivetrain.precision.base import Amp, Fp8
 from drivetrain.precision.bf16_pure import Bf16Pure
 from drivetrain.precision.cpu_half import without_strides
-from drivetrain.precision.fp8 import Fp8
 from drivetrain.saving import checkpoint_io
 from tests.support import slow
 from tests.support.context import context

@@ -172,7 +172,7 @@ def test_a_rate_that_goes_on_as_its_schedule_has_it_is_not_told(words, train, ca
 
 
 PACKAGE = Path(drivetrain.__file__).parent
-DATES = {"core/process.py", "run/environment.py", "compile/inductor.py"}  # that read the date, and take no duration from it
+DATES = {"core/process.py", "run/environment.py", "compile/base.py"}  # that read the date, and take no duration from it
 
 
 def test_setting_the_clock_back_moves_neither_records_nor_durations(monkeypatch, train):

@@ -162,6 +162,14 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted((run_dir / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
 
 
+def tensors(result: Any) -> dict[str, Any]:
+    """The weights that a run, which must have completed, saved last."""
+    from safetensors.torch import load_file
+
+    assert result.status == "completed", result.error
+    return load_file(checkpoints(result.run_dir)[-1] / "model.safetensors")
+
+
 def weights(run_dir: Path) -> bytes:
     """The newest saved weights, byte for byte, without what the file says of the model."""
     content = (checkpoints(run_dir)[-1] / "model.safetensors").read_bytes()

@@ -4,7 +4,6 @@ import copy
 import re
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
@@ -14,6 +13,7 @@ from drivetrain.surgery.fused_norm import FusedNorm, fused_form, recognise
 from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
 from drivetrain.surgery.rank_norms import synchronised
 from drivetrain.surgery.sync_bn import SyncBn, partial_statistics
+from tests.support.command import tensors
 
 RESNET = ["model=resnet9", "model.width=8", "model.bias=true"]
 IMAGES = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -238,16 +238,11 @@ ACCUMULATE = ["batch=accumulate"]
 RESNET_OF_RANKS = ["model=resnet9", "model.width=8", "updates=3", "epochs=2", "data.test_samples=6"]
 
 
-def weights(result) -> dict[str, torch.Tensor]:
-    assert result.status == "completed", result.error
-    return safetensors.torch.load_file(result.run_dir / f"checkpoints/{result.updates}/model.safetensors")
-
-
 def test_two_ranks_with_sync_bn_see_the_whole_batch(train):
     """Weights and running statistics equal one process's; without sync_bn the statistics are those of half a batch."""
-    whole = weights(train(*RESNET_OF_RANKS))
-    synced = weights(train(*RESNET_OF_RANKS, "parallel=ddp", "surgery=[sync_bn]"))
-    apart = weights(train(*RESNET_OF_RANKS, "parallel=ddp"))
+    whole = tensors(train(*RESNET_OF_RANKS))
+    synced = tensors(train(*RESNET_OF_RANKS, "parallel=ddp", "surgery=[sync_bn]"))
+    apart = tensors(train(*RESNET_OF_RANKS, "parallel=ddp"))
     assert whole.keys() == synced.keys() == apart.keys()
     for name, value in whole.items():
         torch.testing.assert_close(synced[name], value, rtol=2e-3, atol=2e-4)
@@ -474,7 +469,7 @@ def test_torchs_and_timms_own_norms_stay():
 
 def test_a_fused_model_trains_to_the_same_weights(train):
     words = ["model=own", "model.target=tests.surgery.test_surgery.Normed", "trust=[tests]", "updates=4"]
-    plain, fused = weights(train(*words)), weights(train(*words, "surgery=[fused_norm]"))
+    plain, fused = tensors(train(*words)), tensors(train(*words, "surgery=[fused_norm]"))
     assert plain.keys() == fused.keys()
     for name, value in plain.items():
         torch.testing.assert_close(fused[name], value, rtol=1e-4, atol=1e-6)

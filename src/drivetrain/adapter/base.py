@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from drivetrain.core import groups, limits
+from drivetrain.core import groups, limits, low_rank
 from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
@@ -114,14 +114,12 @@ class Lora(Adapter):
                 for layer in new.values():
                     layer.narrow(BITS[self.base])
             put_in_place(model, new.items())
-        added = sum(p.numel() for name, p in model.named_parameters() if layers.is_adapters(name))
+        added = sum(p.numel() for name, p in model.named_parameters() if low_rank.is_adapters(name))
         yield (
             f"{len(chosen)} linear layers have adapters of rank {self.rank}: {added:,} parameters beside the model's own {own:,}"
         )
         if self.weights is not None:
-            from drivetrain.adapter import peft_files
-
-            yield peft_files.load_into(model, expanded(self.weights), self.rank, self.alpha, not self.true_gradient)
+            yield layers.load_peft(model, expanded(self.weights), self.rank, self.alpha, not self.true_gradient)
 
     def trained_whole(self, model: torch.nn.Module, heads: Sequence[str]) -> set[str]:
         """Return the modules whose own parameters train beside the adapters. `heads` are those that give the outputs."""

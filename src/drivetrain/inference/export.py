@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from drivetrain.adapter import peft_files
+from drivetrain.adapter import layers as adapter_layers
 from drivetrain.adapter.base import Lora
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
@@ -281,7 +281,7 @@ def _write_folder(finished: Finished, folder: Path, adapter: bool) -> str:
         temporary.mkdir()
         if adapter:
             weights = chosen_weights(finished.checkpoint, *checkpoint_io.load(finished.checkpoint), finished.average)
-            peft_files.write(
+            adapter_layers.write_peft(
                 temporary, weights, Lora.of(run).trained_whole(loaded.model, option.output_layers(loaded.model)), base
             )
             library, use = "peft", [

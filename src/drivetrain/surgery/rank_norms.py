@@ -72,10 +72,6 @@ class _ThenActivation:
         return self.act(self.drop(super().forward(x)))  # type: ignore[attr-defined, misc, no-any-return]
 
 
-class SyncNorm(nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm, which runs on CUDA, ROCm and XPU."""
-
-
 class SyncNormAct(_ThenActivation, nn.SyncBatchNorm):
     """torch.nn.SyncBatchNorm, then the activation."""
 
@@ -95,7 +91,7 @@ def synchronised(norm: nn.Module, by_torch: bool) -> nn.Module | None:
     It takes over what a subclass adds, which torch's convert_sync_batchnorm loses.
     """
     if type(norm) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-        made = taken_over(norm, SyncNorm if by_torch else AnyDeviceSyncBatchNorm)
+        made = taken_over(norm, nn.SyncBatchNorm if by_torch else AnyDeviceSyncBatchNorm)
     elif type(norm).__name__ == "BatchNormAct2d" and hasattr(norm, "drop") and hasattr(norm, "act"):
         made = taken_over(norm, SyncNormAct if by_torch else AnyDeviceSyncNormAct)
     else:

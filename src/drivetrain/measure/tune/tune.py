@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from drivetrain.compile.inductor import eager_only_settings
+from drivetrain.compile.base import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
 from drivetrain.core import accelerators
 from drivetrain.core.errors import DONE, UserError
