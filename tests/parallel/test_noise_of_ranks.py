@@ -10,6 +10,7 @@ import torch
 
 from drivetrain.core.world import World
 from drivetrain.parallel.base import OwnGradients
+from tests.support import slow
 
 COMMON = ["updates=4", "log_every=100", "runtime.device=cpu", "runtime.threads=1", "saving=none"]
 MLP = ["model=mlp", "model.hidden=[15,16]", "data.classes=3"]  # parts that are not equal
@@ -48,43 +49,25 @@ def test_it_is_that_of_accumulation(ranks, make, strategy, unequal):
     assert all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(weights, same, strict=True))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["parallel=fsdp"],  # gradients are summed up whole on each rank
-        pytest.param(["parallel=fsdp", "parallel.sync_each_micro=true"], marks=pytest.mark.slow),
-        pytest.param(["parallel=fsdp", "parallel.reshard_after_forward=false", "checkpointing=blocks"], marks=pytest.mark.slow),
-        pytest.param(["parallel=ddp"], marks=pytest.mark.slow),
-    ],
-    ids=lambda words: " ".join(words),
-)
-def test_ranks_that_accumulate_too_measure_their_first_micro_batch(ranks, make, words):
-    model = VIT if "checkpointing=blocks" in words else MLP
-    (first, _), (second, _) = of_ranks(ranks, make, [*words, *HALVES, *model])
-    assert first == pytest.approx(sums(make, [*QUARTERS, *model])[0], rel=1e-4)
-    assert second != pytest.approx(first, rel=1e-2)
+KEPT = ["parallel=fsdp", "parallel.reshard_after_forward=false", "checkpointing=blocks"]
+FIRST = [  # the words of the ranks, those of one process, and which micro-batch each rank has first
+    (["parallel=fsdp", *HALVES, *MLP], [*QUARTERS, *MLP], [0, 1]),  # gradients are summed up whole on each rank
+    (["parallel=tensor", *HALVES, *VIT], [*HALVES, *VIT], [0, 0]),  # the ranks of a block have the same samples
+    (["parallel=fsdp", "parallel.sync_each_micro=true", *HALVES, *MLP], [*QUARTERS, *MLP], [0, 1]),
+    ([*KEPT, *HALVES, *VIT], [*QUARTERS, *VIT], [0, 1]),
+    (["parallel=ddp", *HALVES, *MLP], [*QUARTERS, *MLP], [0, 1]),
+    (["parallel=tensor", "parallel.size=2", *VIT], [*HALVES, *VIT], [0, 0, 1, 1]),
+    (["parallel=fsdp", "parallel.replicate=2", *VIT], [*QUARTERS, *VIT], [0, 1, 2, 3]),
+]
 
 
-def test_ranks_of_one_block_count_each_weight_once(ranks, make):
-    first, second = (found[0] for found in of_ranks(ranks, make, ["parallel=tensor", *HALVES, *VIT]))
-    assert first == pytest.approx(second, rel=1e-6)  # they have the same samples
-    assert first == pytest.approx(sums(make, [*HALVES, *VIT])[0], rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "groups"),
-    [(["parallel=tensor", "parallel.size=2"], [0, 0, 1, 1]), (["parallel=fsdp", "parallel.replicate=2"], [0, 1, 2, 3])],
-    ids=["tensor × fsdp", "hybrid"],
-)
-def test_four_ranks(ranks, make, words, groups):
-    found = [sums_ for sums_, _ in of_ranks(ranks, make, [*words, *VIT], count=4)]
-    one = sums(make, [*(HALVES if 2 not in groups else QUARTERS), *VIT])[0]
-    for rank, group in enumerate(groups):
-        if group == 0:
-            assert found[rank] == pytest.approx(one, rel=1e-4)
-        else:
-            assert found[rank] != pytest.approx(one, rel=1e-2)
+@pytest.mark.parametrize(("words", "alone", "first"), slow.but(FIRST[:2].__contains__, FIRST))
+def test_a_rank_measures_its_first_micro_batch_and_counts_each_weight_once(ranks, make, words, alone, first):
+    found = [sums_ for sums_, _ in of_ranks(ranks, make, words, len(first))]
+    one = sums(make, alone)[0]
+    for sums_, micro_batch in zip(found, first, strict=True):
+        assert (sums_ == pytest.approx(one, rel=1e-4)) == (micro_batch == 0)
+        assert micro_batch == 0 or sums_ != pytest.approx(one, rel=1e-2)
 
 
 def test_measuring_leaves_no_hook_and_changes_nothing(ranks, make):

@@ -9,8 +9,7 @@ from drivetrain.core.world import World
 from drivetrain.parallel import Parallel
 from drivetrain.parallel.ddp import Ddp
 from drivetrain.saving import checkpoint_io
-from tests.clip.test_clip import BITES
-from tests.support.command import records, tensors
+from tests.support.command import tensors
 from tests.support.context import context
 
 # What float32 sums in another order may differ by after a handful of updates.
@@ -18,42 +17,6 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 # --- real ranks: two processes of gloo ---
-
-
-ACCUMULATE = ["batch=accumulate", "batch.accumulation_steps=3"]
-TAIL = ["data.test_samples=7", "data.drop_last=false", "epochs=2", "updates=null"]
-PLAIN = ["optimizer.momentum=0.0", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "optimizer.lr=0.1", "updates=3"]
-MIXED = ["augment=[cutmix,mixup]", "augment.mixup.alpha=1.0", "data.samples=30", "batch.global_batch=6", "updates=6"]
-AS_ONE = {  # what trains: its words, and those that only the two ranks have
-    "a tail of 1, fewer than ranks": (["data.samples=25", *TAIL], ACCUMULATE),
-    "mixed samples": (MIXED, []),
-    "agc": ([*PLAIN, *BITES["agc"]], []),
-}
-AS_ONE_SLOW = {
-    "a tail of 5": (["data.samples=53", *TAIL], ACCUMULATE),
-    "mixed samples that accumulate": (MIXED, ACCUMULATE),
-    **{kind: ([*PLAIN, *BITES[kind]], []) for kind in ("norm", "value")},
-}
-
-
-@pytest.mark.parametrize("name", [*AS_ONE, *(pytest.param(name, marks=pytest.mark.slow) for name in AS_ONE_SLOW)])
-def test_two_ranks_equal_one_process(train, make, name):
-    words, more = {**AS_ONE, **AS_ONE_SLOW}[name]
-    one, two = train(*words), train(*words, "parallel=ddp", "parallel.nproc=2", *more)
-    assert (one.world_size, two.world_size) == (1, 2), two.error
-    assert one.updates == two.updates
-    start = make(*words).model.state_dict()
-    a, b = tensors(one), tensors(two)
-    assert a.keys() == b.keys() == start.keys()
-    for weight in a:
-        torch.testing.assert_close(b[weight], a[weight], **CLOSE)
-        assert not torch.allclose(a[weight], start[weight], **CLOSE)
-    (of_one, of_two) = ([r["loss"] for r in records(run.run_dir, "train")] for run in (one, two))
-    assert len(of_one) == one.updates
-    assert of_two == pytest.approx(of_one, rel=1e-5)
-    # Each test sample is on one of the ranks, so the sums are those of one process.
-    assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=1e-5)
-    assert two.judged("final")["accuracy"] == one.judged("final")["accuracy"]
 
 
 RESNET = ["model=resnet9", "model.width=8", "checkpointing=blocks", "ema=ema", "ema.decay=0.5", "updates=4"]

@@ -12,6 +12,7 @@ import torch
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.parallel import fsdp
+from tests.clip.test_clip import BITES
 from tests.support import command
 
 RUN = [
@@ -44,7 +45,7 @@ STRATEGIES = {
 SETTINGS = {
     "all that must be exact": [
         *DOUBLE, "optimizer=adamw", "optimizer.eps=1e-4", "batch=accumulate", "batch.accumulation_steps=3", "clip=norm",
-        "clip.max_norm=0.1",         "ema=ema", "ema.decay=0.5", "checkpointing=every_k",
+        "clip.max_norm=0.1", "ema=ema", "ema.decay=0.5", "checkpointing=every_k",
     ],
     "bf16": [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "precision=bf16", "clip=value"],
     "amp": [*VIT, "optimizer=sgd", "optimizer.lr=0.05", "precision=amp", "precision.init_scale=256.0",
@@ -113,44 +114,78 @@ def by_name(optimizer: dict) -> dict:
     return {names[i]: state for i, state in optimizer["state"].items()}
 
 
-SHORT = {(strategy, "all that must be exact") for strategy in ("ddp", "fsdp", "tensor", "pipeline", "split", "dp")}
+TEXT = [
+    *(w for w in RUN if not w.startswith("data")), "data=stdlib", "data.length=32", "data.max_files=20", "data.test_samples=8",
+    "loss=next_token", "model=gpt", "model.width=32", "model.depth=4", "model.heads=2",
+]  # fmt: skip
+RESNET = ["model=resnet9", "model.width=8"]
+STEPS = ["batch=accumulate", "batch.accumulation_steps=4", "optimizer=sgd", "optimizer.lr=0.01"]
+MLP = [
+    "model=mlp", "optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0.0", "optimizer.nesterov=false",
+    "optimizer.weight_decay=0.0", "batch.global_batch=12", "data.drop_last=true", "updates=3",
+]  # fmt: skip
+TAIL = [*MLP, "data.drop_last=false", "updates=null"]
+THIRDS = ["batch=accumulate", "batch.accumulation_steps=3"]
+MIXED = [*MLP, "augment=[cutmix,mixup]", "augment.mixup.alpha=1.0", "data.samples=30", "batch.global_batch=6", "updates=6"]
+HALVES = [*VIT, "batch=accumulate", "batch.accumulation_steps=2"]
+IN_PLACE = ["model=own", "model.target=double_nets.overwriting", "trust=[double_nets]", "optimizer=sgd", "optimizer.lr=0.01"]
+EXACT = SETTINGS["all that must be exact"]
+FROZEN = [*EXACT, "model.freeze=[patch_embed, pos_embed, blocks.0.attn, blocks.3, '*.norm1']"]
+LATER = "model.unfreeze={blocks.3: 2, blocks.0: 4}"  # with ddp, which then looks for unused parameters in every forward
+CONVOLUTIONS = [*RESNET, *STEPS, "data.drop_last=true", "updates=3"]  # the same pooling in three places, BatchNorm
 
 
-@pytest.mark.parametrize(
-    ("strategy", "setting"),
-    [
-        pytest.param(strategy, setting, marks=[] if (strategy, setting) in SHORT else [pytest.mark.slow])
-        for strategy in STRATEGIES
-        for setting in SETTINGS
-    ],
-)
-def test_a_strategy_equals_one_process(done, strategy, setting):
-    # Sharing out a stage's weights needs all updates to be equal.
+def case(words: list[str], strategy: str, to: float, *more: str, slow: bool = True, beside: list[str] | None = None) -> Any:
+    """A run of these words in one process (or with those `beside`), and one under a strategy, with more of its words."""
+    # Sharing out a stage's weights needs all updates to be equal. Recomputation and dp exclude each other.
     alike = ["data.drop_last=true", "epochs=3"] if "parallel.shard_stages=true" in STRATEGIES[strategy] else []
-    one = done(*SETTINGS[setting], *alike)
-    words = [word for word in SETTINGS[setting] if strategy != "dp" or not word.startswith("checkpointing=")]  # refused together
-    many = done(*words, *alike, *STRATEGIES[strategy])
-    equal(one, many, CLOSE[setting])
-    assert many.losses != one.losses[:1] * len(one.losses)  # it has learnt something
+    many = [word for word in words if strategy != "dp" or not word.startswith("checkpointing=")]
+    marks = [pytest.mark.slow] if slow else []
+    name = " ".join([strategy, *words[-2:], *more])
+    return pytest.param(
+        [*words, *alike, *(beside or [])], [*many, *alike, *STRATEGIES[strategy], *more], to, marks=marks, id=name
+    )
 
 
-def test_a_stage_may_begin_with_an_operation_in_place(done):
-    words = ["model=own", "model.target=double_nets.overwriting", "trust=[double_nets]", "optimizer=sgd", "optimizer.lr=0.01"]
-    equal(done(*words), done(*words, "parallel=pipeline"), 1e-9)
+SHORT = {"ddp", "fsdp", "tensor", "pipeline", "split", "dp"}
+AS_ONE = [
+    *(
+        case(words, strategy, CLOSE[setting], slow=words is not EXACT or strategy not in SHORT)
+        for strategy in STRATEGIES
+        for setting, words in SETTINGS.items()
+    ),
+    case(IN_PLACE, "pipeline", 1e-9, slow=False),
+    case([*FROZEN, LATER], "ddp", 1e-9, "parallel.find_unused_parameters=true", slow=False),
+    case([*FROZEN, LATER], "dp", 1e-9),
+    *(case(FROZEN, strategy, 1e-9) for strategy in ("fsdp", "tensor", "pipeline")),
+    case([*TAIL, "data.samples=25"], "ddp", 1e-4, *THIRDS, slow=False),  # a tail of 1, fewer than ranks
+    case([*TAIL, "data.samples=53"], "ddp", 1e-4, *THIRDS),
+    case(MIXED, "ddp", 1e-4, slow=False),
+    case(MIXED, "ddp", 1e-4, *THIRDS),
+    *(case([*MLP, *BITES[kind]], "ddp", 1e-4, slow=kind != "agc") for kind in BITES),
+    case([*MLP, "precision=bf16_pure"], "ddp", 2e-2, slow=False),  # all that differs is the order of sums, in 16 bits
+    case([*MLP, "precision=bf16_pure", "precision.master=stochastic"], "ddp", 2e-2),
+    case(CONVOLUTIONS, "split", 1e-4, slow=False),
+    case(CONVOLUTIONS, "pipeline", 1e-4, "surgery=[channels_last]"),
+    case(CONVOLUTIONS, "pipeline", 1e-4, "parallel.schedule=interleaved"),
+    # Ranks have statistics of their own, in shards as with ddp. Weights in another order are summed in another order.
+    case([*CONVOLUTIONS, "precision=bf16"], "fsdp", 2e-2, beside=["parallel=ddp"]),
+    case([*CONVOLUTIONS, "surgery=[channels_last]"], "fsdp", 2e-3, beside=["parallel=ddp"]),
+    case([*CONVOLUTIONS, "precision=fp32"], "fsdp", 1e-4, beside=["parallel=ddp"]),
+    *(
+        case([*TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"], strategy, 1e-4)
+        for strategy in ("pipeline", "fsdp", "tensor", "tensor × fsdp")
+    ),
+    *(case([*HALVES, "compile=regional", "compile.block=Block"], s, 1e-4) for s in ("ddp", "fsdp", "tensor", "pipeline")),
+    *(case([*HALVES, "compile=inductor"], strategy, 1e-4) for strategy in ("ddp", "fsdp", "tensor")),
+]  # fmt: skip
 
 
-FROZEN = [*SETTINGS["all that must be exact"], "model.freeze=[patch_embed, pos_embed, blocks.0.attn, blocks.3, '*.norm1']"]
-
-
-@pytest.mark.parametrize(
-    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "pipeline", "dp"))]
-)
-def test_frozen_parameters_equal_one_process(done, strategy):
-    """With ddp some begin to train at the third update: DDP then looks for unused parameters in every forward."""
-    words = [word for word in FROZEN if strategy != "dp" or not word.startswith("checkpointing=")]
-    words += ["model.unfreeze={blocks.3: 2, blocks.0: 4}"] if strategy in ("ddp", "dp") else []
-    unused = ["parallel.find_unused_parameters=true"] if strategy == "ddp" else []
-    equal(done(*words), done(*words, *STRATEGIES[strategy], *unused), CLOSE["all that must be exact"])
+@pytest.mark.parametrize(("one", "many", "to"), AS_ONE)
+def test_several_devices_equal_one_process(done, one, many, to):
+    alone, together = done(*one), done(*many)
+    equal(alone, together, to)
+    assert together.losses != alone.losses[:1] * len(alone.losses)  # it has learnt something
 
 
 @pytest.mark.parametrize(
@@ -168,7 +203,6 @@ def test_gradients_that_travel_in_fewer_bits(done, how, to):
 
 # --- checkpoints: whole or in parts, from one strategy to another ---
 
-EXACT = SETTINGS["all that must be exact"]
 CHAIN = [("ddp", 1), ("one process", 2), ("fsdp", 3), ("tensor", 4), ("pipeline × tensor", 6)]  # until which update
 
 
@@ -265,49 +299,6 @@ def test_the_slowest_rank_is_named_in_the_metrics(strategy, tmp_path, monkeypatc
     assert f"% waits for rank {slow}" in capfd.readouterr().out
 
 
-# --- other models ---
-
-TEXT = [
-    "data=stdlib", "data.length=32", "data.max_files=20", "data.test_samples=8", "loss=next_token", "model=gpt", "model.width=32",
-    "model.depth=4", "model.heads=2",
-]  # fmt: skip
-RESNET = ["model=resnet9", "model.width=8"]
-
-
-STEPS = ["batch=accumulate", "batch.accumulation_steps=4", "optimizer=sgd", "optimizer.lr=0.01"]
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("parallel=pipeline surgery=[channels_last]", marks=pytest.mark.slow),
-        pytest.param("parallel=pipeline parallel.schedule=interleaved", marks=pytest.mark.slow),
-        "parallel=split parallel.devices=[cpu,cpu]",
-    ],
-)
-def test_a_network_of_convolutions(done, strategy):
-    """Its row has the same pooling in three places; its BatchNorm sees micro-batches, on whichever rank."""
-    words = [*RESNET, *STEPS, "data.drop_last=true", "updates=3"]
-    equal(done(*words), done(*words, *strategy.split()), 1e-4)
-
-
-@pytest.mark.parametrize(
-    ("words", "to"),
-    [
-        pytest.param(["precision=bf16"], 2e-2, marks=pytest.mark.slow),
-        pytest.param(
-            ["surgery=[channels_last]"], 2e-3, marks=pytest.mark.slow
-        ),  # weights in another order are summed in another order
-        pytest.param(["precision=fp32"], 1e-4, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_network_with_batch_norms_in_shards(done, words, to):
-    """Ranks have statistics of their own, as with ddp."""
-    words = [*RESNET, *STEPS, "data.drop_last=true", "updates=3", *words]
-    equal(done(*words, "parallel=ddp"), done(*words, "parallel=fsdp"), to)
-
-
 @pytest.mark.parametrize(("norm", "dtype"), [(torch.nn.BatchNorm1d, None), (torch.nn.LayerNorm, "bfloat16")])
 def test_a_network_with_batch_norms_is_gathered_in_float32(monkeypatch, norm, dtype):
     """All of its blocks are, also those without one: their statistics are of float32, and so is what they are computed of."""
@@ -316,29 +307,6 @@ def test_a_network_with_batch_norms_is_gathered_in_float32(monkeypatch, norm, dt
     blocks = [torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), norm(4))]
     fsdp.fully_shard_blocks(torch.nn.Sequential(*blocks), blocks, None, "bfloat16")
     assert seen == [dtype] * 3
-
-
-@pytest.mark.parametrize(
-    "strategy", ["pipeline", *(pytest.param(s, marks=pytest.mark.slow) for s in ("fsdp", "tensor", "tensor × fsdp"))]
-)
-@pytest.mark.slow
-def test_a_text_model_whose_output_is_tied_to_its_input(done, strategy):
-    words = [*(w for w in RUN if not w.startswith("data")), *TEXT, *STEPS, "batch.accumulation_steps=2", "clip=norm", "updates=4"]
-    equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
-def test_blocks_are_compiled_by_themselves_under_any_strategy(done, strategy):
-    words = [*VIT, "batch=accumulate", "batch.accumulation_steps=2", "compile=regional", "compile.block=Block"]
-    equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
-def test_a_model_is_compiled_as_a_whole_under_any_strategy(done, strategy):
-    words = [*VIT, "batch=accumulate", "batch.accumulation_steps=2", "compile=inductor"]
-    equal(done(*words), done(*words, *STRATEGIES[strategy]), 1e-4)
 
 
 @pytest.mark.slow

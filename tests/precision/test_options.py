@@ -38,11 +38,6 @@ ALL = {
 }
 
 
-def every(**leave_out: str) -> pytest.MarkDecorator:
-    rows = [pytest.param(words, id=name, marks=[fp8] if name == "fp8" else []) for name, words in ALL.items()]
-    return pytest.mark.parametrize("words", rows)
-
-
 def losses(trainer) -> list[float]:
     return [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"]
 
@@ -70,7 +65,9 @@ def test_the_process_is_as_it_was_also_after_a_run_that_failed(train, monkeypatc
         assert torch.get_float32_matmul_precision() == "highest"
 
 
-@every()
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, id=name, marks=fp8 if name == "fp8" else []) for name, words in ALL.items()]
+)
 def test_a_run_may_go_on_in_another_precision(tiny, words):
     plain = [w for w in words if not w.startswith("precision")]
     part = drivetrain.train(tiny(*plain, "updates=2", "epochs=9"))
@@ -380,15 +377,6 @@ def test_ranks_round_alike_and_runs_of_another_seed_do_not(make):
     ranks = [make(*words, world=World(rank, 2)).precision._generator.get_state() for rank in (0, 1)]
     assert torch.equal(*ranks)
     assert not torch.equal(make(*words, "runtime.seed=1").precision._generator.get_state(), ranks[0])
-
-
-@pytest.mark.parametrize("master", slow.but(PURE["fp32 masters"].__eq__, PURE.values()))
-def test_two_ranks_end_with_the_weights_of_one(train, master):
-    """All that differs is the order of sums, in 16 bits."""
-    words = ["precision=bf16_pure", master, "data.samples=48", "updates=3"]
-    one, two = train(*words), train(*words, "parallel=ddp")
-    assert (one.status, two.status, two.world_size) == ("completed", "completed", 2), two.error
-    assert two.judged("final")["loss"] == pytest.approx(one.judged("final")["loss"], rel=0.02)
 
 
 def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
@@ -26,22 +26,13 @@ KEY = "checkpointing.memory_gb"
 logger = logging.getLogger(__name__)
 
 
-class Recomputed(TypedDict):
-    """The blocks that a forecast has chosen, for environment.json."""
-
-    memory_gb: float
-    recomputed: int
-    blocks: int
-    bytes: int
-
-
 class Checkpointing(Option, groups.Checkpointing):
     """checkpointing=none: every activation is kept."""
 
     stage_option: ClassVar[bool] = True
     stage_keys: ClassVar[tuple[str, ...]] = ("*",)
     effect: ClassVar[Effect] = "exact"
-    found: Recomputed | None = None  # what was forecast and chosen
+    found: JsonMapping | None = None  # what was forecast and chosen
 
     def apply(self, model: torch.nn.Module) -> None:
         """Patch the model's forward in place. Its parameters keep their names."""

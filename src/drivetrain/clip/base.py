@@ -11,7 +11,6 @@ from drivetrain.core.option import BuildContext, Effect, Option, Positive
 
 Tensors = Sequence["torch.Tensor"]
 GlobalNorm = Callable[[Tensors, float], "torch.Tensor"]  # (parameters, type of the norm) → norm of their gradients, 0-d
-Sums = Callable[[Tensors], Tensors]  # of numbers of each parameter, over the ranks that hold its parts
 
 
 def _nothing() -> None:
@@ -119,8 +118,10 @@ class Agc(Clip):
     def create(self, parameters: list[torch.nn.Parameter], norm: GlobalNorm) -> Callable[[], None]:
         return self._clipping(parameters[: _last_matrix(parameters)], lambda _: None)
 
-    def _clipping(self, clipped: list[torch.nn.Parameter], row_sums: Callable[[Tensors], Sums | None]) -> Callable[[], None]:
-        sums: dict[tuple[bool, ...], Sums | None] = {}  # by which parameters have a gradient
+    def _clipping(
+        self, clipped: list[torch.nn.Parameter], row_sums: Callable[[Tensors], groups.Sums | None]
+    ) -> Callable[[], None]:
+        sums: dict[tuple[bool, ...], groups.Sums | None] = {}  # by which parameters have a gradient
 
         def clip() -> None:
             has_grad = tuple(p.grad is not None for p in clipped)
@@ -132,7 +133,7 @@ class Agc(Clip):
 
         return clip
 
-    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: Sums | None = None) -> None:
+    def _clip(self, weights: list[torch.Tensor], gradients: list[torch.Tensor], sums: groups.Sums | None = None) -> None:
         with torch.no_grad():
             scale = [_unit_norms(w) for w in weights]
             norms = [_unit_norms(g) for g in gradients]
@@ -149,7 +150,7 @@ def _last_matrix(parameters: list[torch.nn.Parameter]) -> int:
     return max((i for i, p in enumerate(parameters) if p.ndim > 1), default=len(parameters))
 
 
-def _norms_of_all_parts(sums: Sums, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def _norms_of_all_parts(sums: groups.Sums, *of_parts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Norms of whole units from those of this rank's parts, all by one sum over the ranks."""
     squares = [torch.stack([norm.square() for norm in of_weight]) for of_weight in zip(*of_parts, strict=True)]
     whole = [square.sqrt_().unbind() for square in sums(squares)]

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _NULL = nullcontext()
 T = TypeVar("T")
-Sums = Callable[[Sequence["torch.Tensor"]], list["torch.Tensor"]]
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
