@@ -65,7 +65,8 @@ class ColorJitter(Augment):
 def gray(x: torch.Tensor) -> torch.Tensor:
     """Return the luma (n, 1, h, w) of float images (ITU-R 601)."""
     r, g, b = x.split(1, 1)
-    return (r * 0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
+    found: torch.Tensor = (r * 0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
+    return found
 
 
 def brightness(x: torch.Tensor, factor: torch.Tensor, max_value: float) -> torch.Tensor:

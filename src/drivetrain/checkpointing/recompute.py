@@ -66,7 +66,8 @@ def checkpoint_forward(block: torch.nn.Module, policy: Callable[[], Policy] | No
     def selective_contexts() -> Contexts:
         if policy is None:
             return nullcontext(), nullcontext()
-        return create_selective_checkpoint_contexts(policy())  # type: ignore[no-any-return, no-untyped-call]
+        contexts: Contexts = create_selective_checkpoint_contexts(policy())
+        return contexts
 
     def contexts() -> Contexts:
         forward_context, recompute_context = selective_contexts()
@@ -165,7 +166,7 @@ def _is_traced() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Record(TorchDispatchMode):
     """Keeps what the forward's random draws give, and the operations that the policy keeps."""
 
     def __init__(self, values: Values, policy: Policy | None) -> None:
@@ -189,7 +190,7 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map_only(torch.Tensor, torch.Tensor.detach, out)
 
 
-class _Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Replay(TorchDispatchMode):
     """Returns the kept values again, call by call, and freezes BatchNorm's statistics."""
 
     def __init__(self, values: Values, norms: list[_NormBase]) -> None:

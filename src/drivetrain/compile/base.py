@@ -135,7 +135,8 @@ class Jit(Compiled):
         device = first(example).device  # the only one that is used: by default torch would start all of them
         with torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type):
             inputs = {"example_kwarg_inputs": example} if isinstance(example, dict) else {"example_inputs": example}
-            return torch.jit.trace(model, **inputs, check_trace=False)  # type: ignore[no-any-return, no-untyped-call]
+            traced: torch.nn.Module = torch.jit.trace(model, **inputs, check_trace=False)
+        return traced
 
     def seconds(self) -> float | None:
         return self._seconds

@@ -41,7 +41,7 @@ class BadSamples:
 
     def __init__(self, on_error: OnError, max_skipped: float, samples: int) -> None:
         self.max_skipped = math.ceil(max_skipped * samples) if max_skipped < 1 else int(max_skipped)
-        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_() if on_error == "skip" else None  # type: ignore[no-untyped-call]
+        self.bad = torch.zeros(samples, dtype=torch.uint8).share_memory_() if on_error == "skip" else None
 
     def read(self, index: int, read_sample: Callable[[int], Sample]) -> Sample:
         """Return `read_sample(index)`, or the sample that replaces a bad one."""
@@ -79,7 +79,7 @@ class Range:
     high: float
     said: bool = False  # by the user: it holds for images of 8 bits too
     beyond: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(1, dtype=torch.int64).share_memory_(),  # type: ignore[no-untyped-call]
+        default_factory=lambda: torch.zeros(1, dtype=torch.int64).share_memory_(),
         compare=False,
         repr=False,
     )

@@ -227,7 +227,7 @@ class Stored:
     def expect_all(self) -> None:
         """Verify each sample when it is read."""
         # In memory that worker processes share: each sample is verified once, whichever process reads it.
-        self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None  # type: ignore[no-untyped-call]
+        self.unverified = torch.ones(len(self.table), dtype=torch.bool).share_memory_() if self.verifies else None
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_open": None}  # each process maps the file itself

@@ -30,7 +30,7 @@ def waiting_calls(found: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):
     """Observes dispatched operations, including those within torch's own functions and the backward."""
 
     def __init__(self, found: Callable[[str], None]) -> None:
@@ -103,7 +103,7 @@ def _backward(
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
-class NarrowFloats(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NarrowFloats(TorchDispatchMode):
     """Calls `found` at each operation that returns floats narrower than float64."""
 
     def __init__(self, found: Callable[[], None]) -> None:

@@ -123,9 +123,9 @@ class Nvtx(Window):
     def record(self, warmup: int, window: int) -> Iterator[Callable[[], None]]:
         with ExitStack() as stack:
             torch.cuda.synchronize()  # work queued before does not belong to the window
-            torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
+            torch.cuda.profiler.start()
             stack.callback(torch.cuda.profiler.stop)
             stack.callback(torch.cuda.synchronize)
             if self.operations:
-                stack.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self.shapes))  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.autograd.profiler.emit_nvtx(record_shapes=self.shapes))
             yield lambda: None

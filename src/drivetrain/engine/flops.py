@@ -176,7 +176,7 @@ def _watch_norms(model: torch.nn.Module, samples: int) -> list[str]:
     return found
 
 
-class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counter(TorchDispatchMode):
     """Adds up torch's formulas, those of FlopCounterMode, for the forward and for the backward that would follow.
 
     The gradient of each operand of a product is a product of the same size.

@@ -98,7 +98,7 @@ class TwoPasses(Passes):
         loss_sum += loss.detach()
         ranks = self.loss.ranks
         unused = torch.zeros_like(loss_sum)
-        parts: tuple[torch.Tensor, ...] = gradient.split([len(f) for f in found])  # type: ignore[no-untyped-call]
+        parts: tuple[torch.Tensor, ...] = gradient.split([len(f) for f in found])
         for batch, state, part in zip(batches, random_states, parts, strict=True):
             streams.restore(state)
             target: Tree = Gradient(part * ranks)

@@ -73,7 +73,7 @@ class Answers:
             row[longest - len(prompt) :], real[longest - len(prompt) :] = prompt.to(device), 1
         drawing = Drawing(self.temperature, self.seed, numbers.to(device), longest)
         ending = Ending(self._texts, self._stops, longest, len(prompts))
-        config = GenerationConfig(max_new_tokens=self.most, do_sample=False, use_cache=True, pad_token_id=0)  # type: ignore[no-untyped-call]
+        config = GenerationConfig(max_new_tokens=self.most, do_sample=False, use_cache=True, pad_token_id=0)
         with self.loaded.computing():
             out: Any = self.loaded.model.generate(  # type: ignore[operator]
                 ids, attention_mask=mask, generation_config=config, logits_processor=[drawing], stopping_criteria=[ending]

@@ -222,12 +222,12 @@ def _read_exported_program(path: Path) -> Run:
 
 
 def _write_torchscript(model: torch.nn.Module, example: torch.Tensor, path: Path, about: Mapping[str, str]) -> None:
-    traced = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
+    traced = torch.jit.trace(model, example, check_trace=False)
     torch.jit.save(traced, str(path), _extra_files=dict(about))
 
 
 def _read_torchscript(path: Path) -> Run:
-    program: Run = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
+    program: Run = torch.jit.load(str(path))
     return program
 
 

@@ -91,10 +91,8 @@ class OverClasses(Loss):
         dtype = sum_dtype(target.device)
         if target.is_floating_point():
             return super().count(target)
-        counts = target != self.ignore_index
-        if self.weight is None:
-            return counts.sum().to(dtype)
-        return (self.weights_of(target) * counts).sum(dtype=dtype)
+        counts: torch.Tensor = target != self.ignore_index
+        return counts.sum().to(dtype) if self.weight is None else (self.weights_of(target) * counts).sum(dtype=dtype)
 
     def weights_of(self, target: torch.Tensor) -> torch.Tensor:
         """The weight of each item's class; any for an item that is ignored."""

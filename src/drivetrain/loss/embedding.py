@@ -97,7 +97,8 @@ class ComparingLoss(Loss):
             return torch.stack([wide(view) for view in output], 1)
         if output.dim() != 2:
             raise UserError(f"the loss wants embeddings (n, d), but the model's output has {output.dim()} dimensions")
-        return wide(output).unflatten(0, (-1, self.views))
+        found: torch.Tensor = wide(output).unflatten(0, (-1, self.views))
+        return found
 
     def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         return self(forward(self.joined(batch.x)), batch.y)
@@ -248,7 +249,8 @@ class Triplet(ComparingLoss):
     def right(self, embeddings: torch.Tensor, target: Tree) -> torch.Tensor:
         itself = torch.eye(len(target), dtype=torch.bool, device=target.device)
         nearest = self._distances(embeddings).masked_fill(itself, float("inf")).argmin(1)
-        return (target[nearest] == target).sum()
+        found: torch.Tensor = (target[nearest] == target).sum()
+        return found
 
     def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() or target.dim() != 1:

@@ -57,14 +57,16 @@ class NextToken(Loss):
             return super().__call__(output, target)
         if self._parts(output) == 1:
             return _token_loss(output, target, "mean", self.z_loss)
-        return self._sum(output, target) / (target != PADDING).sum()
+        found: torch.Tensor = self._sum(output, target) / (target != PADDING).sum()
+        return found
 
     def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         total = self._sum(output, target)
         return total, self.count(target).to(total.dtype)
 
     def count(self, target: Tree) -> torch.Tensor:
-        return (target != PADDING).sum().to(sum_dtype(target.device))
+        found: torch.Tensor = (target != PADDING).sum().to(sum_dtype(target.device))
+        return found
 
     def problem(self, target: Tree, classes: int) -> str | None:
         if target.is_floating_point() or target.dim() != 2:

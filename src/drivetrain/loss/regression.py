@@ -105,7 +105,8 @@ class Quantile(Regression):
         """The distance by which each target is above each of its quantiles (n, numbers, quantiles)."""
         output = wide(output).unflatten(1, (-1, len(self.quantiles)))
         _, target = same_shape(output[..., 0], target, f"quantile with {len(self.quantiles)} quantiles")
-        return target.reshape(len(output), -1, 1) - output
+        found: torch.Tensor = target.reshape(len(output), -1, 1) - output
+        return found
 
     def sums(self, output: torch.Tensor, target: Tree) -> torch.Tensor:
         dtype = sum_dtype(output.device)
@@ -137,7 +138,8 @@ class Dice(OverClasses):
         return super().problem(target, classes)
 
     def count(self, target: Tree) -> torch.Tensor:
-        return (target != self.ignore_index).flatten(1).any(1).sum().to(sum_dtype(target.device))
+        found: torch.Tensor = (target != self.ignore_index).flatten(1).any(1).sum().to(sum_dtype(target.device))
+        return found
 
     def sum_and_count(self, output: torch.Tensor, target: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         check_pixels(output, target)

@@ -28,7 +28,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(n, length, 3, -1, self.head).permute(2, 0, 3, 1, 4)
         q, k = apply_rotary(q, rotary), apply_rotary(k, rotary)
         mixed = scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        found: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found
 
 
 class FeedForward(nn.Module):
@@ -40,7 +41,8 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(relu(self.up(x)).square())
+        found: torch.Tensor = self.down(relu(self.up(x)).square())
+        return found
 
 
 class DropPath(nn.Module):
@@ -72,7 +74,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
         x = x + self.drop_path(self.dropout(self.attention(self.norm1(x), rotary)))
-        return x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
+        found: torch.Tensor = x + self.drop_path(self.dropout(self.feed_forward(self.norm2(x))))
+        return found
 
     def tensor_layout(self) -> TensorLayout:
         """The layout of the block over ranks for parallel=tensor."""
@@ -143,7 +146,8 @@ class Gpt(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.features(tokens))
+        found: torch.Tensor = self.head(self.features(tokens))
+        return found
 
     def features(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (n, length) to what the head reads (n, length, width)."""
@@ -154,7 +158,8 @@ class Gpt(nn.Module):
         rotary = self.rotary[:, : tokens.shape[1]]
         for block in self.blocks:
             x = block(x, rotary)
-        return self.norm(x)
+        found: torch.Tensor = self.norm(x)
+        return found
 
 
 class GptClassifier(Gpt):
@@ -171,7 +176,8 @@ class GptClassifier(Gpt):
         counts = (tokens != 0).unsqueeze(2)
         wide = torch.promote_types(x.dtype, torch.float32)  # 16 bits are too few to count tokens
         mean = (x * counts).sum(1, dtype=wide) / counts.sum(1).clamp(min=1)
-        return self.head(mean.to(x.dtype))
+        found: torch.Tensor = self.head(mean.to(x.dtype))
+        return found
 
 
 def rotary_table(length: int, head: int) -> torch.Tensor:

@@ -34,7 +34,8 @@ class Mlp(nn.Module):
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x.flatten(1)))
+        found: torch.Tensor = self.head(self.layers(x.flatten(1)))
+        return found
 
 
 def conv_norm(inputs: int, outputs: int, bias: bool) -> nn.Sequential:
@@ -51,7 +52,8 @@ class Residual(nn.Module):
         self.body = nn.Sequential(conv_norm(width, width, bias), conv_norm(width, width, bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.body(x)
+        found: torch.Tensor = x + self.body(x)
+        return found
 
 
 class ResNet9(nn.Module):
@@ -71,7 +73,8 @@ class ResNet9(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # max, not amax: the backward of amax compares its output with x, and a compiler may recompute x in bfloat16 with
         # another rounding, in which no element is equal.
-        return self.head(self.features(x).flatten(2).max(2).values)
+        found: torch.Tensor = self.head(self.features(x).flatten(2).max(2).values)
+        return found
 
 
 class Block(nn.Sequential):
@@ -107,4 +110,5 @@ class UNet(nn.Module):
         for block in self.up:
             wide = seen.pop()
             x = block(torch.cat([interpolate(x, size=wide.shape[-2:]), wide], 1))
-        return self.head(x)
+        found: torch.Tensor = self.head(x)
+        return found

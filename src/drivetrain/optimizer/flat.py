@@ -146,4 +146,4 @@ class ScheduleFree(Optimizer):
         return flat_optimizer.ScheduleFree(groups, loop=implementation == "loop", **self.arguments())
 
     def eval_weights(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-        return optimizer.averaged()  # type: ignore[attr-defined]
+        return optimizer.averaged()  # type: ignore[attr-defined, no-any-return]

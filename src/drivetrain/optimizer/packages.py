@@ -53,7 +53,8 @@ class Apex(Optimizer):
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         from apex import optimizers
 
-        return getattr(optimizers, self.apex_name)(groups, **self.arguments())
+        found: torch.optim.Optimizer = getattr(optimizers, self.apex_name)(groups, **self.arguments())
+        return found
 
 
 @dataclass(kw_only=True, eq=False)

@@ -30,7 +30,8 @@ class ScalableShampoo(pytorch_optimizer.ScalableShampoo):
         gradient, p.grad = p.grad, torch.zeros_like(p)
         self.init_group({**group, "params": [p]})
         p.grad = gradient
-        return self.state[p]
+        found: StateDict = self.state[p]
+        return found
 
 
 def _tensors(state: StateDict) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from drivetrain.core.typed import StateDict
 SCALE = "_scale"  # what the name of a moment's scales ends with
 
 
-class AdamW8bit(torchao.optim.AdamW8bit):
+class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]  # a class without types
     """Both moments as 8-bit codes with one float32 scale for each block of 256 elements (Dettmers et al. 2022).
 
     Tensors of fewer than 4096 elements, or of a number that 256 does not divide, keep moments of their own precision. An

@@ -57,7 +57,7 @@ class OwnGradients:
             self._norms[dimensions].append(torch.linalg.vector_norm(shard_of(gradient), dtype=wide).float())
 
         if id(weight) not in self._hooks:  # recomputation runs a forward, which gathers weights, twice
-            self._hooks[id(weight)] = weight.register_hook(add)  # type: ignore[no-untyped-call]
+            self._hooks[id(weight)] = weight.register_hook(add)
 
     def squares(self) -> dict[tuple[str, ...], torch.Tensor]:
         """The sums so far, 0-d."""

@@ -241,7 +241,7 @@ class ReducingStep(WrappingStep):
         shares = [(f if self.sent_as is None else f.to(self.sent_as)) / self.ranks for f in flat]
         means = [collectives.all_reduce(share, "sum", world) for share in shares]  # all begin before one is waited for
         for bucket, mean in zip(buckets, means, strict=True):
-            parts = torch.split(collectives.wait_tensor(mean), [g.numel() for g in bucket])  # type: ignore[no-untyped-call]
+            parts = torch.split(collectives.wait_tensor(mean), [g.numel() for g in bucket])
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.view(gradient.shape))
 

@@ -61,7 +61,7 @@ def _counted() -> Iterator[Callable[[], float]]:
 
     total = 0.0
 
-    class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Counter(TorchDispatchMode):
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
             """Return False: nothing is compiled here, and else torch imports its compiler for this mode."""

@@ -310,7 +310,7 @@ class PipelineStep(WrappingStep):
         with self._precision.autocast():
             loss = self._loss.step(lambda _: output, batch)
         self._losses.append(loss.detach())
-        return self._precision.scaled(loss, batch.weight)  # type: ignore[no-any-return]
+        return self._precision.scaled(loss, batch.weight)
 
     def _reduce_gradients(self) -> None:
         """Sum the shared modules' gradients over the stages, then average all gradients over the pipelines."""

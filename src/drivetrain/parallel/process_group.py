@@ -185,11 +185,11 @@ class ProcessGroupStrategy(Parallel):
         self.data_world = World(world.rank // model_ranks, world.size // model_ranks, world.local_rank, world.local_size)
         timeout = timedelta(seconds=self.timeout_s)
         try:
-            meeting = torch.distributed.rendezvous("env://", world.rank, world.size, timeout=timeout)  # type: ignore[attr-defined]
+            meeting = torch.distributed.rendezvous("env://", world.rank, world.size, timeout=timeout)
             store, _, _ = next(meeting)
             # A prefix per restart, so that restarted ranks do not read old addresses from the launcher's store.
             prefix = f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-            store = torch.distributed.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+            store = torch.distributed.PrefixStore(prefix, store)
             own = torch.distributed.get_default_backend_for_device(device)  # nccl for CUDA and ROCm, xccl for XPU
             backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"  # shards may be offloaded to the CPU
             torch.distributed.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)

@@ -72,7 +72,7 @@ def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[Part]:
 
     The DTensor of a fused projection has a dimension more than its weight, for its matrices, and a part of each is here.
     """
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    (chunk,) = tensor.__create_chunk_list__()
     local, offsets = shard_of(tensor), tuple(chunk.offsets)
     if not local.numel() and 0 not in shape:
         return []

@@ -72,7 +72,7 @@ class Bf16Pure(Precision):
             self._keep_masters_of(trained)
         for module in model.modules():
             if module not in norms:
-                module._apply(_to_bfloat16, recurse=False)  # type: ignore[no-untyped-call]
+                module._apply(_to_bfloat16, recurse=False)
         model.register_forward_pre_hook(_arguments_in_bfloat16, with_kwargs=True)
         model.register_forward_hook(lambda _, args, output: map_tensors(_to_float32, output))
         masters = {"fp32": "float32 masters", "stochastic": "stochastic rounding"}[self.master]

@@ -95,12 +95,12 @@ class _Uncalled:
         raise Malformed("it asks for an empty storage")
 
 
-class _Structure(pickle._Unpickler):  # type: ignore[name-defined,misc]
+class _Structure(pickle._Unpickler):
     """Reads a pickle without making anything of it. The one in C takes gigabytes for a large number of a memo."""
 
     dispatch = {  # noqa: RUF012
         code: read
-        for code, read in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined]
+        for code, read in pickle._Unpickler.dispatch.items()
         if code not in (pickle.BYTEARRAY8[0], pickle.EXT1[0], pickle.EXT2[0], pickle.EXT4[0])
     }
 

@@ -85,7 +85,7 @@ class Poly(Decay):
         self.power = power
 
     def decay_curve(self, progress: float) -> float:
-        return (1 - progress) ** self.power
+        return float((1 - progress) ** self.power)
 
 
 class Cosine(Decay):
@@ -160,7 +160,7 @@ class Exponential(Scheduler):
         self._every = horizon.in_updates(self.every)
 
     def factor_after_warmup(self, since: int) -> float:
-        return self.gamma ** (since / self._every)
+        return float(self.gamma ** (since / self._every))
 
 
 class Wsd(Scheduler):
@@ -200,7 +200,7 @@ class Wsd(Scheduler):
     def factor_after_warmup(self, since: int) -> float:
         t = min(1.0, max(0, since - self._stable) / self._decay)
         if self.shape == "exponential":
-            return self.final**t
+            return float(self.final**t)
         height = {"linear": 1 - t, "cosine": (1 + math.cos(math.pi * t)) / 2, "sqrt": 1 - math.sqrt(t)}[self.shape]
         return self.final + (1 - self.final) * height
 

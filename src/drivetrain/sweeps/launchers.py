@@ -277,7 +277,7 @@ class Submitit(Launcher):
             number = files.read_text(entry.run_dir / SUBMITTED)
         except OSError:
             return super().attach(entry)
-        job = self._executor._executor.job_class(self._executor.folder, number)  # type: ignore[attr-defined]
+        job = self._executor._executor.job_class(self._executor.folder, number)
         if not self.detached or job.done(force_check=True):
             return super().attach(entry)
         self._running[job] = entry

@@ -79,7 +79,7 @@ class Rehearsal:
         trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
         for parameter in trained:
             note(parameter)
-        within = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]  # a closure's, or phases'
+        within = [p.register_post_accumulate_grad_hook(note) for p in trained]  # a closure's, or phases'
         trainer.step.update()
         for handle in within:
             handle.remove()

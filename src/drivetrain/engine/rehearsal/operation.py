@@ -111,8 +111,8 @@ def _flops(func: OpOverload[..., object], args: tuple[Any, ...], kwargs: Mapping
     """torch's formulas, those of FlopCounterMode; a CPU's attention, for which it has none, counts as a GPU's."""
     name = func._overloadpacket.__name__
     if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return int(sdpa_flop_count(*(tuple(t.shape) for t in args[:3])))  # type: ignore[no-untyped-call]
+        return int(sdpa_flop_count(*(tuple(t.shape) for t in args[:3])))
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return int(sdpa_backward_flop_count(*(tuple(t.shape) for t in args[:4])))  # type: ignore[no-untyped-call]
+        return int(sdpa_backward_flop_count(*(tuple(t.shape) for t in args[:4])))
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0

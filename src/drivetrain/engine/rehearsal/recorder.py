@@ -34,7 +34,7 @@ class Fakes(FakeTensorMode):
     """torch's fake tensors, which have shapes and no values. Real tensors that meet them count as fake ones of their shape."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # type: ignore[no-untyped-call]
+        super().__init__(allow_non_fake_inputs=True)
         self.fake_tensor_converter = _Converter()
         self._standing: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id → the real tensor, which is kept, and its fake
         self._addresses: dict[int, int] = {}  # of the real tensors' memory, by the fakes' storages

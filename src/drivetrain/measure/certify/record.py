@@ -71,7 +71,7 @@ def widen_loss(loss: object) -> None:
 
 
 @dataclass
-class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomRounding(TorchDispatchMode):
     """Changes the result of each operation by a random relative error of at most `roundoff` (Monte Carlo arithmetic).
 
     Parker 1997; a run with it differs from the exact one as a run in that number format does, and shows how errors grow.

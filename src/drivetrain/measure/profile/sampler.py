@@ -356,7 +356,7 @@ class Operation:
 
 
 @dataclass
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """Records operations while it is entered. Its own time, which is more than theirs, is not in theirs."""
 
     phase: Callable[[], str]

@@ -148,7 +148,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Prepare a step from all gradients, before any parameter is updated."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters. Returns the loss that `closure` returns, if there is one."""
         loss = None
         if closure is not None:

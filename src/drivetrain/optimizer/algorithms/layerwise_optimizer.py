@@ -107,7 +107,8 @@ class Lamb(LayerwiseOptimizer):
             return self._norm([p for group in self.param_groups for p in group["params"]], 2.0)
         device = chunks[0].step.device  # a model may lie on several
         norms = [torch.linalg.vector_norm(chunk.grads()).to(device) for chunk in chunks]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        found: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return found
 
     def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
         w, g = chunk.weights(), chunk.grads()
