@@ -89,7 +89,7 @@ def _owners(others: tuple[Path, ...]) -> Mapping[str, Mapping[str, Sequence[str]
     return found
 
 
-def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set[str]:
+def option_keys(group: str, option: object, config_dirs: Sequence[str] = ()) -> set[str]:
     """The keys of an option's file; none where there is no such option. Of a sum of several: their names, and `weights`."""
     if isinstance(option, list) and group in SUMS:
         return {*map(str, option), "weights"}
@@ -97,7 +97,7 @@ def option_keys(group: str, option: Any, config_dirs: Sequence[str] = ()) -> set
     return {str(key) for key in content(file)} if file is not None else set()
 
 
-def still_applies(key: str, chosen: Mapping[str, Any], config_dirs: Sequence[str] = ()) -> bool:
+def still_applies(key: str, chosen: Mapping[str, object], config_dirs: Sequence[str] = ()) -> bool:
     """True if a dotted key is one of the options that are `chosen` (group → option), or of a group that is not among them."""
     group, _, setting = key.partition(".")
     if not setting or group not in chosen:
@@ -144,7 +144,7 @@ def key_lines(file: Path) -> list[str]:
     return [*own, *(line for lines in shared for line in lines if line.partition(":")[0] not in named)]
 
 
-def one_or_several(group: str, option: Any) -> Any:
+def one_or_several(group: str, option: object) -> Any:
     """A choice in the form that its group has it: a list for LISTS, and for SUMS where it is more than one."""
     if group in LISTS:
         return option if isinstance(option, list) else [] if option is None else [option]

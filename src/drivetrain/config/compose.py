@@ -46,13 +46,13 @@ class Preset:
     choices: Mapping[str, Any]  # group → option
     values: Mapping[str, Any]  # dotted key → value
 
-    def values_for(self, choices: Mapping[str, Any]) -> dict[str, Any]:
+    def values_for(self, choices: Mapping[str, object]) -> dict[str, Any]:
         """Return the values that hold for these options: a group's, if its option is the one that the task was written for."""
         written_for = {**default_options(), **self.choices}
         return {k: v for k, v in self.values.items() if choices.get(g := k.split(".")[0]) == written_for.get(g)}
 
 
-def read(task: Any, groups: Container[str], config_dirs: Sequence[str] = ()) -> Preset:
+def read(task: object, groups: Container[str], config_dirs: Sequence[str] = ()) -> Preset:
     """Return the preset of a task; an empty one where there is no such task."""
     file = option_files(config_dirs).get("task", {}).get(str(task))
     given = (yaml.safe_load(file.read_text(encoding="utf-8")).get("preset") or {}) if file is not None else {}
@@ -63,7 +63,7 @@ def compose(
     overrides: Sequence[str],
     config_dirs: Sequence[str] = (),
     base: Recipe | None = None,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, object] | None = None,
 ) -> Composed:
     """Compose a config from command-line overrides. `base` is a recipe that was read already, as that of a resumed run.
 
@@ -179,7 +179,7 @@ class _Choices:
     problems: list[str]
     made: dict[str, Any] = field(default_factory=dict)
 
-    def choose(self, group: str, option: Any, recipe: Recipe | None = None) -> None:
+    def choose(self, group: str, option: object, recipe: Recipe | None = None) -> None:
         """Choose an option (None: none; several for LISTS). What cannot be chosen is added to `problems`."""
         where = f"{recipe.where(group)}: " if recipe is not None else ""
         if group not in self.known:
@@ -205,7 +205,7 @@ class _Choices:
             self.made[group] = names if isinstance(option, list) else names[0]
 
 
-def _as_typed(name: Any) -> str:
+def _as_typed(name: object) -> str:
     """An option's name as a command line has it: true, where Hydra has read True."""
     return format_value(name) if name is None or isinstance(name, bool) else str(name)
 
@@ -231,7 +231,7 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
     return "; ".join([*hints, hint])
 
 
-def _read(name: str, chosen: dict[str, Any], choices: _Choices) -> Recipe:
+def _read(name: str, chosen: dict[str, object], choices: _Choices) -> Recipe:
     """The recipe of this name or path. Raises UserError."""
     try:
         return places.read(name)
@@ -272,7 +272,7 @@ def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictCon
     return config, every, defaults, wrong
 
 
-def _by_hydra(choices: dict[str, Any], config_dirs: Sequence[str]) -> DictConfig:
+def _by_hydra(choices: dict[str, object], config_dirs: Sequence[str]) -> DictConfig:
     """conf/config.yaml with these options, composed by Hydra."""
     sums = {group: names for group, names in choices.items() if group in SUMS and isinstance(names, list)}
     others = {group: option for group, option in choices.items() if group not in sums}

@@ -53,7 +53,7 @@ class KeySetter:
     config_dirs: Sequence[str] = ()
     made: set[str] = field(default_factory=set)  # keys of values that mappings took the place of
 
-    def set(self, key: str, value: Any, of_mapping: bool = False) -> str | None:
+    def set(self, key: str, value: object, of_mapping: bool = False) -> str | None:
         """Set a key that exists; keys below an open mapping may be new. Returns the problem if it cannot be set.
 
         A key below null makes a mapping of it. With `of_mapping` it also does so of another value.
@@ -87,7 +87,7 @@ class KeySetter:
             return f"{key}={value}: it cannot be set so: {str(error).splitlines()[0]}"
         return None
 
-    def _unknown(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
+    def _unknown(self, parts: list[str], value: object, depth: int, names: list[str]) -> str:
         """The problem of a key whose part at `depth` is not among the `names` there."""
         key, part, inside = ".".join(parts), parts[depth], ".".join(parts[:depth])
         known = options(self.config_dirs)
@@ -136,7 +136,7 @@ class KeySetter:
         }
         return sorted(having, key=lambda group: self.choices[group] not in having[group])
 
-    def _unknown_in_sum(self, parts: list[str], value: Any, depth: int, names: list[str]) -> str:
+    def _unknown_in_sum(self, parts: list[str], value: object, depth: int, names: list[str]) -> str:
         """The problem of a key of a sum of options, whose keys are below their names."""
         group, part, key = parts[0], parts[depth], ".".join(parts)
         chosen = self.choices[group]
@@ -144,7 +144,7 @@ class KeySetter:
         hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
         return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
 
-    def unknown_in_group(self, key: str, value: Any) -> str | None:
+    def unknown_in_group(self, key: str, value: object) -> str | None:
         """The problem of a setting that no option of its group has: which option was meant is not known, its name is wrong."""
         group, setting, *_ = key.split(".")
         names = set(options(self.config_dirs)[group] if group in LISTS else owners(self.config_dirs)[group])

@@ -50,7 +50,7 @@ def code_problems(composed: Composed) -> Iterator[str]:
             yield OperatorGives(f"{recipe.where(group)}: {code_refusal(group)}")
 
 
-def not_for_recipes(plain: Mapping[str, Any], classes: Classes) -> Iterator[str]:
+def not_for_recipes(plain: Mapping[str, object], classes: Classes) -> Iterator[str]:
     """The dotted keys of a config whose values no recipe may have: the operator gave them, and a run's recipe leaves them out."""
     for prefix, cls in classes.items():
         section: Any = plain
@@ -80,7 +80,7 @@ def local_settings(cls: type[Option]) -> tuple[str, ...]:
     return cls.machine_local_keys if isinstance(cls.machine_local_keys, tuple) else ()
 
 
-def _value_problem(key: str, value: Any, classes: Classes) -> str:
+def _value_problem(key: str, value: object, classes: Classes) -> str:
     """The reason why no recipe may have this value; "" where it may, or where there is no such key."""
     group, _, of_group = key.partition(".")
     if group in OF_NO_GROUP:

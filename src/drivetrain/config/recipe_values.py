@@ -19,7 +19,7 @@ class _TooMuch(Exception):
     """A reference stands for more than MAX_SIZE, or goes on for more than MAX_STEPS, as one in a circle does."""
 
 
-def problems(recipe: Recipe, values: Mapping[str, Any], config: DictConfig) -> Iterator[str]:
+def problems(recipe: Recipe, values: Mapping[str, object], config: DictConfig) -> Iterator[str]:
     """The references among a recipe's values that stand for too much. It is asked before the config is resolved.
 
     A reference to a key that is not there is composing's to report.
@@ -37,11 +37,11 @@ def problems(recipe: Recipe, values: Mapping[str, Any], config: DictConfig) -> I
 class _Sizes:
     """The sizes of a config's values with what they refer to."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         self.config = config
         self.known: dict[str, tuple[int, int]] = {}
 
-    def of_value(self, value: Any, above: int = 0) -> tuple[int, int]:
+    def of_value(self, value: object, above: int = 0) -> tuple[int, int]:
         """The values and characters of `value` with what it refers to, and the steps to the end of its references.
 
         `above` is the number of steps that led to it. Raises _TooMuch.
@@ -68,7 +68,7 @@ class _Sizes:
         return self.known[name]
 
 
-def followed(value: Any, config: DictConfig) -> Any:
+def followed(value: object, config: DictConfig) -> Any:
     """A value of a recipe, with what its references stand for."""
     if isinstance(value, list):
         return [followed(part, config) for part in value]
@@ -86,7 +86,7 @@ def _selected(config: DictConfig, name: str) -> Any:
     return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
 
 
-def for_task(recipe: Recipe, task: Any, notices: list[str]) -> Recipe:
+def for_task(recipe: Recipe, task: object, notices: list[str]) -> Recipe:
     """The recipe; for another task than its own without what was merely a default, for that task has defaults of its own."""
     own = recipe.choices.get("task", task)
     if task is None or own == task or not recipe.unchanged:

@@ -38,7 +38,7 @@ def nowhere(key: str) -> str:
 class Schema:
     """The settings that something takes by their names and annotations: it checks values and reads texts, by pydantic."""
 
-    def __init__(self, owner: str, hints: Mapping[str, Any]) -> None:
+    def __init__(self, owner: str, hints: Mapping[str, object]) -> None:
         self.owner, self.hints = owner, hints
 
     @cached_property
@@ -50,7 +50,7 @@ class Schema:
         fields: Any = {f"f{n}": (hint, Field(None, alias=key)) for n, (key, hint) in enumerate(self.hints.items())}
         return create_model(self.owner, __config__=config, **fields)
 
-    def problems(self, prefix: str, given: Mapping[str, Any], where: Where = nowhere) -> Iterator[str]:
+    def problems(self, prefix: str, given: Mapping[str, object], where: Where = nowhere) -> Iterator[str]:
         """Each key that is not taken, and each value that its annotation excludes. Checked strictly: "1" is no number."""
         from pydantic import ValidationError
 
@@ -83,7 +83,7 @@ class Schema:
         return getattr(found, f"f{[*self.hints].index(key)}")
 
 
-def of(cls: Any) -> Schema:
+def of(cls: object) -> Schema:
     """The schema of a constructor. A dataclass's fields are annotated in its own module and in those of its base classes."""
     return _of(cls)
 
@@ -102,7 +102,7 @@ def _of(cls: Any) -> Schema:
     return Schema(cls.__name__, {name: found.get(name, Any) for name in names})
 
 
-def _is_too_large(value: Any) -> bool:
+def _is_too_large(value: object) -> bool:
     return any(map(_is_too_large, value)) if isinstance(value, list) else isinstance(value, int) and abs(value) > MAX_WHOLE
 
 
@@ -123,7 +123,7 @@ def _reason(errors: Iterable[Any], nullable: bool) -> str:
     return f"{', '.join(middle)} or {last}" if middle else last
 
 
-def references(config: Any, prefix: str = "") -> dict[str, str]:
+def references(config: object, prefix: str = "") -> dict[str, str]:
     """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
     items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
     found: dict[str, str] = {}

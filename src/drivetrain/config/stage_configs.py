@@ -53,7 +53,7 @@ def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list
     return found if len(found) >= len(given) else []
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Nested mappings with dotted keys; an empty mapping is a value."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -61,7 +61,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _until_problems(label: str, until: Any, needed: bool) -> Iterator[str]:
+def _until_problems(label: str, until: object, needed: bool) -> Iterator[str]:
     if until is None:
         if needed:
             yield f"{label} has no until: give a share of the run (0.4), epochs (5ep) or updates (500); only the last needs none"
@@ -71,7 +71,7 @@ def _until_problems(label: str, until: Any, needed: bool) -> Iterator[str]:
         yield from length_problem(f"{label}.until", until)
 
 
-def _refusal(key: str, value: Any, base_of: Mapping[str, type[Option]]) -> str:
+def _refusal(key: str, value: object, base_of: Mapping[str, type[Option]]) -> str:
     """The reason why no stage may change a key; "" where it may, or where composing tells that there is no such key."""
     group, _, setting = key.partition(".")
     if group == "stages":
@@ -90,7 +90,7 @@ def _refusal(key: str, value: Any, base_of: Mapping[str, type[Option]]) -> str:
     return f"{key}={value} cannot change in the middle of a run: {base.why_fixed}{of_group}: set it beside stages"
 
 
-def _composed(whole: Composed, changes: Mapping[str, Any], label: str, problems: list[str]) -> Composed | None:
+def _composed(whole: Composed, changes: Mapping[str, object], label: str, problems: list[str]) -> Composed | None:
     """The run's config with these changes. What is wrong with them is added to `problems`."""
     recipe, groups = whole.recipe, options(whole.config_dirs)
     if recipe is not None and "stages" in recipe.values:  # what the recipe may not set, it may not set in a stage either

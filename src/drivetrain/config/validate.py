@@ -210,7 +210,7 @@ def _with_parts(sections: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict
         yield from (*parts, (prefix, section)) if section and section.get("_target_") in SUMS.values() else [(prefix, section)]
 
 
-def _class(prefix: str, section: dict[str, Any], trusted: Collection[str], problems: list[str]) -> type[Option] | None:
+def _class(prefix: str, section: dict[str, object], trusted: Collection[str], problems: list[str]) -> type[Option] | None:
     """The class of an option, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
     target, group = str(section.get("_target_")), prefix.split(".")[0]
     if target not in shipped_targets():
@@ -253,7 +253,7 @@ def _near(target: str, group: str) -> str:
     return f": did you mean {' or '.join(repr(known[name]) for name in near)}?" if near else ""
 
 
-def _decode(composed: Composed, prefix: str, takes: Schema, values: dict[str, Any]) -> None:
+def _decode(composed: Composed, prefix: str, takes: Schema, values: dict[str, object]) -> None:
     """Turn texts from the environment into what their keys take: "0.1" into a number where a number belongs."""
     for key, value in values.items():
         name = f"{prefix}.{key}" if prefix else key
@@ -261,7 +261,7 @@ def _decode(composed: Composed, prefix: str, takes: Schema, values: dict[str, An
             values[key] = composed.decoded[name] = takes.read(key, value)
 
 
-def _class_problems(group: str, cls: Any, target: str) -> Iterator[str]:
+def _class_problems(group: str, cls: object, target: str) -> Iterator[str]:
     """The problem of a class from outside that is not an option of this group."""
     if target in shipped_targets(group):
         return
@@ -290,7 +290,7 @@ def _base_of(cls: type) -> type:
     return cls.__mro__[cls.__mro__.index(Option) - 1]
 
 
-def _wrong_values(values: Mapping[str, Any], where: Where) -> Iterator[tuple[str, list[str]]]:
+def _wrong_values(values: Mapping[str, object], where: Where) -> Iterator[tuple[str, list[str]]]:
     """The keys of conf/config.yaml that are no group and whose values are wrong, and what is wrong with them."""
     for key, value in values.items():
         wrong = list(VALUES.problems("", {key: value}, where)) if key in VALUES.hints else []
@@ -299,7 +299,7 @@ def _wrong_values(values: Mapping[str, Any], where: Where) -> Iterator[tuple[str
             yield key, wrong
 
 
-def _phase_problems(given: Any, where: Where) -> Iterator[str]:
+def _phase_problems(given: object, where: Where) -> Iterator[str]:
     """The problems of the settings of the phases of an update."""
     for name, settings in given.items() if isinstance(given, dict) else ():
         if isinstance(settings, dict) and "parameters" in settings:

@@ -47,7 +47,7 @@ def _near(pattern: str, names: Collection[str]) -> str:
     return f"there is: {', '.join(outermost[:SHOWN])}{more}, and what is in them, such as {min(names, key=len, default='')}"
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Nested mappings with dotted keys: `{head: {bias: 2}}`, as in a recipe, becomes `{head.bias: 2}`."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
@@ -126,7 +126,7 @@ def rules(hint: object) -> Iterator[Text | Entries | _Open]:
         yield OPEN
 
 
-def problem(hint: Any, value: Any, entry: str = "") -> str:
+def problem(hint: object, value: Any, entry: str = "") -> str:
     """The reason why a recipe may not give a setting of this annotation this value; "" where it may, or the type is wrong anyway.
 
     `entry` is the dotted name within the setting, where the value is that of one entry of a mapping.

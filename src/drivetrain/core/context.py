@@ -39,7 +39,7 @@ class BuildContext:
     world: World  # this process among all ranks
     run_dir: Path
     config_hash: str = ""  # differs between ranks that were started with different configs
-    config: Mapping[str, Any] = field(default_factory=dict)  # by dotted key, without machine-local keys
+    config: Mapping[str, object] = field(default_factory=dict)  # by dotted key, without machine-local keys
     findings: Callable[[], list[str]] = list  # the debug option's report at the end of the run, one line each
     progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
     log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it

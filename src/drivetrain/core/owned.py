@@ -143,7 +143,7 @@ def _on_cpu(tree: object) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: Any) -> bool:
     """Return whether two states are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         same_kind = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)

@@ -76,7 +76,7 @@ class PythonStream:
         self.save, self.restore = generator.getstate, generator.setstate
         self.seed = generator.seed
 
-    def moved(self, saved: Any) -> bool:
+    def moved(self, saved: object) -> bool:
         """See `Stream`."""
         return bool(self.save() != saved)
 
@@ -153,11 +153,11 @@ class NumpyGeneratorStream:
         """See `Stream`."""
         return self._bits.state
 
-    def moved(self, saved: Any) -> bool:
+    def moved(self, saved: object) -> bool:
         """See `Stream`."""
         return pickle.dumps(self._bits.state) != pickle.dumps(saved)
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: object) -> None:
         """See `Stream`."""
         self._bits.state = saved
 
@@ -176,7 +176,7 @@ def of_process() -> Sequence[Stream]:
     return [TorchStream(torch.random.default_generator), NumpyStream(legacy._rand), PythonStream(python._inst)]
 
 
-def kept_by(*roots: Any) -> list[Stream]:
+def kept_by(*roots: object) -> list[Stream]:
     """Return the generators that objects keep: as attributes, in containers, closures, partials, and globals of their code."""
     import numpy as np
 
@@ -205,7 +205,7 @@ def kept_by(*roots: Any) -> list[Stream]:
     return found
 
 
-def _parts(value: Any) -> list[Any]:
+def _parts(value: object) -> list[Any]:
     """Return what an object holds on to, of that which may be or hold a generator."""
     if isinstance(value, str | bytes | int | float | types.ModuleType | torch.Tensor) or type(value).__module__ == "numpy":
         return []

@@ -14,7 +14,7 @@ Named: TypeAlias = Mapping[str, object] | None  # the arguments of a call that h
 LARGEST = 2**1000
 
 
-def fits(value: Any, kind: Any) -> bool:
+def fits(value: object, kind: Any) -> bool:
     """True if a value of JSON has an annotation's type. A number must be one that a float can hold; NaN can be held."""
     origin = get_origin(kind)
     if kind is Any:

@@ -51,7 +51,7 @@ class RunModel:
         self._forward, self._module, self._whole = forward, module, whole
         self.was_called = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self.was_called = True
         return self._forward(*args, **kwargs)
 
@@ -72,7 +72,7 @@ class UserCall:
         self,
         setting: str,
         function: Callable[..., Any],
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, object] | None = None,
         *,
         offers: Collection[str],
         positions: tuple[str, ...] = ("output", "target"),
@@ -118,7 +118,7 @@ class UserCall:
         if (takes < len(self._positions) and not any_number) or len(required) > len(self._positions):
             raise UserError(f"{setting} cannot be called as {wants}: its parameters are ({', '.join(parameters)})")
 
-    def __call__(self, **offered: Any) -> Any:
+    def __call__(self, **offered: object) -> Any:
         """Call it with those of the offered things that it wants."""
         if self.positional:
             return self.function(*(offered[name] for name in self._positions))
