@@ -12,7 +12,8 @@ from typing import Any
 
 import matrix
 
-from drivetrain.config import catalog, recipe_schema, schema
+from drivetrain.cli import recipe_schema
+from drivetrain.config import catalog, schema
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 

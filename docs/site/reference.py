@@ -9,8 +9,7 @@ from contextlib import redirect_stdout
 import cards
 
 import drivetrain
-from drivetrain.cli import verbs
-from drivetrain.config import recipe_schema
+from drivetrain.cli import recipe_schema, verbs
 
 
 def pages() -> dict[str, str]:
