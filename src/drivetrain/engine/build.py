@@ -367,9 +367,9 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     context.device, context.seed = Runtime.of(run).set_up_process(context.world), run.runtime.seed
     context.trains = False
     context.parallel, context.data = Parallel.of(run).build(context), data
-    context.precision = Precision.of(run).build(context)
-    model = _edited_model(context)
-    return _whole(context)[1].convert(model, context.example).eval()
+    precision = context.precision = Precision.of(run).build(context)
+    converted: torch.nn.Module = precision.convert(_edited_model(context), context.example)
+    return converted.eval()
 
 
 def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:

@@ -28,7 +28,8 @@ MAX_VALUES = 100_000  # of a key that is searched over
 
 def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
     """The overrides, and the distribution of each key with several values, which stands bare among them. Raises UserError."""
-    words, axes = list[str](), dict[str, BaseDistribution]()
+    words: list[str] = []
+    axes: dict[str, BaseDistribution] = {}
     problems: list[str] = []
     for text, override in parse_each(overrides, "key=value, key=a,b or key=interval(a,b)", problems):
         if not override.is_sweep_override():
