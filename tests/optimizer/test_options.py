@@ -222,7 +222,7 @@ def test_a_fused_kernel_is_looked_up_where_it_would_run():
 )
 def test_a_kernel_is_not_used_where_the_class_refuses_it(monkeypatch, option):
     """As torch 2.11's Adagrad refuses the one for CUDA, which is there, in its first update."""
-    name = option.fused_class
+    name = option.torch_name
     module = inspect.getmodule(getattr(torch.optim, name)._init_group)
     genuine = functools.partial(module._device_dtype_check_for_fused, cuda_unsupported=True)
     monkeypatch.setattr(module, "_device_dtype_check_for_fused", lambda p, **_: genuine(p))

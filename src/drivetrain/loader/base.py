@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, lru_cache, partial
 from itertools import starmap
-from typing import Annotated, Any, ClassVar, NamedTuple, cast
+from typing import Annotated, ClassVar, NamedTuple, cast
 
 from annotated_types import Ge, Le
 
@@ -39,7 +39,7 @@ IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory 
 
 
 @cache
-def side_stream(device: torch.device) -> Any:
+def side_stream(device: torch.device) -> torch.Stream:
     """Return the stream that all loaders of this process copy on: the allocator keeps freed memory for each stream apart."""
     return torch.get_device_module(device).Stream(device)
 
@@ -59,8 +59,8 @@ def copy_ahead(
     many steps to do.
     """
     module, side = torch.get_device_module(device), side_stream(device)
-    started: deque[tuple[MicroBatch, Any]] = deque()
-    copies: deque[Any] = deque()  # the events of those that may be under way
+    started: deque[tuple[MicroBatch, torch.Event]] = deque()
+    copies: deque[torch.Event] = deque()  # the events of those that may be under way
     for batch in batches:
         main = module.current_stream(device)
         if trees.first(batch[0]).device.type == "cpu":
@@ -78,7 +78,7 @@ def copy_ahead(
         yield _wait_for(*started.popleft(), module.current_stream(device))
 
 
-def _wait_for(micro: MicroBatch, event: Any, main: Any) -> MicroBatch:
+def _wait_for(micro: MicroBatch, event: torch.Event, main: torch.Stream) -> MicroBatch:
     """Make the main stream wait until a micro-batch is ready."""
     main.wait_event(event)
     return micro

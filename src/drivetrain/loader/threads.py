@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.core import trees
 from drivetrain.core.errors import UserError
@@ -120,7 +120,7 @@ class ThreadPool:
     """Daemon threads that run jobs in order: unlike concurrent.futures' threads, a stuck one does not keep the process alive."""
 
     def __init__(self, threads: int) -> None:
-        self.jobs: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[tuple[Callable[..., None], tuple[object, ...]] | None] = queue.SimpleQueue()
         self.closed = False
         names = (f"loader thread {n + 1} of {threads}" for n in range(threads))
         self.threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in names]

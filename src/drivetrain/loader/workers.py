@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any
 
@@ -161,7 +162,7 @@ class _WaitLimit:
                 self._waits_since = None
             yield batch
 
-    def _next(self, batches: Iterator[object]) -> Any:
+    def _next(self, batches: Iterator[object]) -> object:
         while True:
             try:
                 return next(batches)
@@ -194,7 +195,7 @@ class _WaitLimit:
                 self.kill()
                 return
 
-    def dead_worker(self) -> Any:
+    def dead_worker(self) -> BaseProcess | None:
         """Return a worker that has ended, or ends within a few seconds; None if none does."""
         until = time.monotonic() + DEATH_NOTICE_S
         while time.monotonic() < until:
@@ -240,7 +241,7 @@ class _RequestDataset:
     def __init__(self, work: Callable[[Request], Batch]) -> None:
         self.work = work
 
-    def __getitem__(self, request: Request) -> Any:
+    def __getitem__(self, request: Request) -> _Delivery | DataError:
         began = time.perf_counter()
         try:
             x, y = self.work(request)

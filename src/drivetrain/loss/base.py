@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from drivetrain.core import groups, trees
 from drivetrain.core.device import sum_dtype
@@ -55,7 +55,7 @@ class Loss(Option, groups.Loss):
     def setup(self, context: BuildContext) -> None:
         """Prepare this copy for its run: on the run's device, with weights counted from the training data."""
 
-    def input_shape(self, shape: object) -> Any:
+    def input_shape(self, shape: Tree) -> Tree:
         """Return the shape of one input as the model gets it, for data whose inputs have this `shape`."""
         return shape
 
@@ -71,7 +71,7 @@ class Loss(Option, groups.Loss):
         """Run the forward on a micro-batch's inputs, and return the mean loss, 0-d, to be differentiated."""
         return self(forward(batch.x), batch.y)
 
-    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
         """Run the forward of an evaluation; return its output, where that is needed, and the `sums` of the batch."""
         output = forward(batch.x)
         return output, self.sums(output, batch.y)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
@@ -18,7 +18,7 @@ from drivetrain.loss.base import SMALLEST, Loss, wide
 class Gathered(NamedTuple):
     """The target of a step that computes the loss of the global batch: embeddings are gathered over the ranks."""
 
-    target: Any
+    target: Tree
     valid: torch.Tensor  # (n,) whether a sample belongs to the batch
 
 
@@ -84,11 +84,11 @@ class ComparingLoss(Loss):
     def right(self, embeddings: torch.Tensor, target: object) -> torch.Tensor:
         """The number of samples of a group whose nearest is the right one, 0-d."""
 
-    def joined(self, x: Tree) -> Any:
+    def joined(self, x: Tree) -> Tree:
         """A batch's inputs as the model takes them: the views (n, views, …) of the samples one after the other."""
         return x.flatten(0, 1) if self.views > 1 and isinstance(x, torch.Tensor) else x
 
-    def input_shape(self, shape: object) -> Any:
+    def input_shape(self, shape: Tree) -> Tree:
         return shape[1:] if self.views > 1 and isinstance(shape, tuple) and isinstance(shape[0], int) else shape
 
     def embeddings(self, output: Tree) -> torch.Tensor:
@@ -103,7 +103,7 @@ class ComparingLoss(Loss):
     def step(self, forward: Forward, batch: MicroBatch) -> torch.Tensor:
         return self(forward(self.joined(batch.x)), batch.y)
 
-    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Forward, batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
         output = forward(self.joined(batch.x))
         return output, self.sums(output, batch.y)
 

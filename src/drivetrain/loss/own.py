@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.targets import DESCRIPTIONS
-from drivetrain.core.trees import Forward
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.user_call import Progress, RunModel, UserCall
 from drivetrain.loss.base import Loss, PartedLoss
 
@@ -103,10 +103,10 @@ class Own(PartedLoss):
                 "compile=inductor"
             )
 
-    def keeps(self) -> dict[str, Any]:
+    def keeps(self) -> dict[str, object]:
         return {self.target_key: self.function}
 
-    def _made(self, setting: str, device: torch.device) -> Callable[..., Any]:
+    def _made(self, setting: str, device: torch.device) -> Callable[..., object]:
         """Import the target; make an object of it if it is a class. Raises UserError."""
         self._target = made = user_code.load(setting, str(self.target))
         if isinstance(made, type):
@@ -117,7 +117,7 @@ class Own(PartedLoss):
             made = made.to(device)
         if not callable(made):
             raise UserError(f"{setting} makes {type(made).__name__}, which cannot be called")
-        return made  # type: ignore[no-any-return]
+        return made
 
     def items(self, batch: MicroBatch) -> torch.Tensor:
         plain = self.count(batch.y)
@@ -138,7 +138,7 @@ class Own(PartedLoss):
                 self.log(name if self._phase is None else f"{self._phase}_{name}", value * batch.weight)
         return parts["loss"]
 
-    def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
         """The output, and the loss, and that of each phase, times its items, and their number (metrics + 1,)."""
         output = forward(batch.x) if need_output or "output" in self._call.needs else None
         count = self.items(batch)
@@ -149,7 +149,7 @@ class Own(PartedLoss):
             ]
         return output, torch.stack([torch.stack(losses).sum(), *(losses if self._phases else ()), count])
 
-    def _returned(self, forward: Callable[[object], object], output: object, batch: MicroBatch, training: bool) -> Any:
+    def _returned(self, forward: Callable[[object], object], output: object, batch: MicroBatch, training: bool) -> object:
         """The values that the function returns for a micro-batch."""
         model = self._model(forward) if self.runs_model else None
         returned = self._call(

@@ -9,7 +9,8 @@ from typing import Any, Self
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, NonNegative, RunSpec
-from drivetrain.core.trees import Forward
+from drivetrain.core.targets import TargetKind
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.loss.base import Loss, PartedLoss
 
 
@@ -31,7 +32,7 @@ class Sum(PartedLoss):
         return tuple(f"{name}.{key}" for name, loss in self.losses.items() for key in loss.machine_local_keys)
 
     @property
-    def takes(self) -> Any:  # type: ignore[override]
+    def takes(self) -> tuple[TargetKind, ...]:  # type: ignore[override]
         """The kinds of targets that all of the losses take."""
         first, *others = self.losses.values()
         return tuple(kind for kind in first.takes if all(kind in other.takes for other in others))
@@ -89,7 +90,7 @@ class Sum(PartedLoss):
         for loss in self.losses.values():
             loss.setup(context)
 
-    def keeps(self) -> dict[str, Any]:
+    def keeps(self) -> dict[str, object]:
         return {name: kept for loss in self.losses.values() for name, kept in loss.keeps().items()}
 
     def outputs(self, classes: int) -> int:
@@ -118,7 +119,7 @@ class Sum(PartedLoss):
         below = [(name, loss.parts()) for name, loss in self.losses.items()]
         return super().parts() | {f"loss_{name}_{k.removeprefix('loss_')}": v for name, parts in below for k, v in parts.items()}
 
-    def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Any, torch.Tensor]:
+    def evaluate(self, forward: Callable[[object], object], batch: MicroBatch, need_output: bool) -> tuple[Tree, torch.Tensor]:
         """The output, and the sums of each part, one after the other."""
         output = forward(batch.x)
         return output, torch.cat([loss.evaluate(lambda _: output, batch, False)[1] for loss in self.losses.values()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
@@ -68,7 +68,7 @@ class Accuracy(_Counted):
         """Return which rows are right, bool (n,)."""
         return logits.argmax(-1) == target
 
-    def figures(self, computed: Any) -> dict[str, float]:
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
         right, total = computed.tolist()
         return dict.fromkeys(self.directions, right / total)
 
@@ -357,7 +357,7 @@ class Perplexity(Metric):
         """Return what each token counts, (n,); 0 for padding."""
         return tokens >= 0
 
-    def figures(self, computed: Any) -> dict[str, float]:
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
         nats, tokens = computed.tolist()
         return {self.name: math.exp(min(nats / tokens, 700.0))}  # the exponential of more is no float
 
@@ -378,7 +378,7 @@ class BitsPerByte(Perplexity):
     def amount(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens >= 0 if self._bytes is None else self._bytes[tokens.clamp(min=0)] * (tokens >= 0)
 
-    def figures(self, computed: Any) -> dict[str, float]:
+    def figures(self, computed: torch.Tensor) -> dict[str, float]:
         nats, length = computed.tolist()
         return {self.name: nats / math.log(2) / length}
 

@@ -23,7 +23,7 @@ def place(state: Any, device: torch.device, parallel: groups.Parallel) -> Any:
     return state.to(device)
 
 
-def gather(rows: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+def gather(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
     """Return every rank's tensor. They may have different lengths. Raises UserError where they differ otherwise.
 
     A rank without a batch has none of the others' shape: of torchmetrics' lists an empty float32 vector.
@@ -55,7 +55,7 @@ def unlike_shapes(why: str) -> str:
 class State:
     """The state of a metric over one evaluation's batches. It has the methods of a torchmetrics.Metric that metrics call."""
 
-    process_group: Any = None  # of the ranks whose states are joined; None: of all
+    process_group: dist.ProcessGroup | None = None  # of the ranks whose states are joined; None: of all
     distributed_available_fn: Callable[[], bool] = staticmethod(lambda: False)  # whether there are several
 
     def to(self, device: torch.device) -> State:

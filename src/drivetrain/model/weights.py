@@ -7,7 +7,7 @@ of classes, and what timm adapts too: positional embeddings and the first convol
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def load_into(model: torch.nn.Module, path: Path, skip: Sequence[str], shape: tu
     yield from _adapt_first_convolution(model, weights, own, shape)
     remade = _drop_head(model, weights, own, classes)
     if remade:
-        yield f"the head ({_listed(remade)}) starts anew: {_classes(remade)} classes in the file, {classes} in the data"
+        classes_of_file = " or ".join(map(str, sorted({*remade.values()})))
+        yield f"the head ({_listed(remade)}) starts anew: {classes_of_file} classes in the file, {classes} in the data"
     unbiased = _add_zero_biases(model, weights, own)
     if unbiased:
         yield f"no bias in the file for {_listed(unbiased)}: these biases start at 0, which is the same function"
@@ -266,14 +267,10 @@ def _count(names: Collection[str]) -> str:
     return f"{len(names)} tensor{'s are' if len(names) > 1 else ' is'}"
 
 
-def _listed(names: Any) -> str:
+def _listed(names: Iterable[str]) -> str:
     """The first names, and how many there are besides."""
-    names = list(names)
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-
-def _classes(remade: Mapping[str, int]) -> str:
-    return " or ".join(str(count) for count in sorted(set(remade.values())))
+    listed = list(names)
+    return ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")
 
 
 def _as_names(given: str | Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ class Optimizer(Hyperparameters):
     changes = "how gradients become updates"
     key_effects: ClassVar[Mapping[str, Effect]] = {"fused": "close", "foreach": "close"}
     fused_on: ClassVar[tuple[str, ...]] = ()  # device types that are known to have a fused implementation
+    torch_name: ClassVar[str | None] = None  # the class of torch.optim whose fused implementation it uses; None: its own, or none
     has_foreach: ClassVar[bool] = True
     in_chunks: ClassVar[bool] = False  # whether its foreach implementation works on chunks that fit a CPU's cache
 
@@ -146,18 +147,13 @@ class Optimizer(Hyperparameters):
         """A function from a parameter's name, and whether it decays, to the further settings of its group."""
         return lambda name, decayed: {}
 
-    @property
-    def fused_class(self) -> str | None:
-        """The class of torch.optim whose fused implementation it uses; None: it has its own, or none."""
-        return None
-
     def has_fused(self, device: str) -> bool:
         """True if there is a fused implementation on this device type."""
-        if device not in self.fused_on or self.fused_class is None:
+        if device not in self.fused_on or self.torch_name is None:
             return device in self.fused_on
         from drivetrain.optimizer import torch_wrappers
 
-        return torch_wrappers.has_fused(self.fused_class, device)
+        return torch_wrappers.has_fused(self.torch_name, device)
 
     def implementation(self, device: str, elements: int) -> Implementation:
         """The implementation for a model with so many elements on this device type."""

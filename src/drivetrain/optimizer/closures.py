@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ class Sam(Sgd):
     rho: Positive = 0.05
     adaptive: bool = False
 
-    def algorithm(self) -> Any:
+    def algorithm(self) -> Callable[..., torch.optim.Optimizer]:
         from drivetrain.optimizer.algorithms import sam
 
         return sam.Sam

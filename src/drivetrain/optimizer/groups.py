@@ -39,7 +39,7 @@ class Hyperparameters(Option, groups.Optimizer):
     foreach: bool | None = None
 
 
-GroupSettings = Callable[[str, bool], dict[str, Any]]  # (parameter's name, whether it decays) → further settings of its group
+GroupSettings = Callable[[str, bool], dict[str, object]]  # (parameter's name, whether it decays) → further settings of its group
 
 
 def parameter_groups(
@@ -57,7 +57,7 @@ def parameter_groups(
     multipliers = flatten(option.lr_multipliers)
     layer_factors = layer_decay_factors(model, option.layer_decay) if option.layer_decay is not None else {}
     models_own: set[str] = getattr(model, "no_weight_decay", set)()
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[tuple[object, ...], dict[str, Any]] = {}
     for name, p in named.items():
         exempt = p.ndim <= 1 or any(matches(name, pattern) for pattern in models_own)
         listed = any(matches(name, pattern) for pattern in option.no_weight_decay)

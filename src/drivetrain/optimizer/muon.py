@@ -34,7 +34,7 @@ class Muon(Optimizer):
 
     decays_by_lr = True
     by_parameter = True
-    fused_on = ("cpu", "cuda")
+    fused_on, torch_name = ("cpu", "cuda"), "AdamW"
     for_whole_weights = True
     lr: Positive = 0.02
     weight_decay: NonNegative = 0.01
@@ -51,10 +51,6 @@ class Muon(Optimizer):
     eps: Positive = 1e-8
     adamw: list[NamePattern] = field(default_factory=list)
     _heads: Sequence[str] = field(default=(), init=False)  # names of the layers that give the outputs
-
-    @property
-    def fused_class(self) -> str | None:
-        return "AdamW"
 
     def build(self, context: BuildContext) -> torch.optim.Optimizer:
         self._heads = context.run.model.output_layers(context.model)
@@ -101,13 +97,12 @@ class Muon(Optimizer):
         matrices, others = ([g for g in groups if g["matrix"] == matrix] for matrix in (True, False))
         optimizers: list[torch.optim.Optimizer] = []
         if matrices:  # a stage of a pipeline may have none
-            settings: dict[str, Any] = {
-                "momentum": self.momentum,
-                "nesterov": self.nesterov,
-                "scale": self.scale,
-                "ns_steps": self.ns_steps,
-            }
-            optimizers.append(muon.Muon([_plain(g) for g in matrices], lr=self.lr, weight_decay=self.weight_decay, **settings))
+            optimizers.append(
+                muon.Muon(
+                    [_plain(g) for g in matrices], lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum,
+                    nesterov=self.nesterov, scale=self.scale, ns_steps=self.ns_steps,
+                )
+            )  # fmt: skip
         if others:
             others = [{**_plain(g), "lr": g["lr"] * g["adamw_lr"] / self.lr} for g in others]
             betas = (self.beta1, self.beta2)

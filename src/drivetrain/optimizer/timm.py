@@ -30,7 +30,7 @@ class Timm(Optimizer):
     kwargs: Annotated[dict[str, Any], Entries(PLAIN_NAME)] = field(default_factory=dict)
 
     @property
-    def fused_class(self) -> str | None:
+    def torch_name(self) -> str | None:  # type: ignore[override]
         of_timm: Any = self._info().opt_class
         return of_timm.__name__ if of_timm.__module__.startswith("torch.") else None
 

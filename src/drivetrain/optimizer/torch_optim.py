@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,15 +19,12 @@ class TorchOptimizer(Optimizer):
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         flags = {"foreach": implementation == "foreach"} | ({"fused": implementation == "fused"} if self.fused_on else {})
-        return self.algorithm()(groups, **flags, **self.arguments())  # type: ignore[no-any-return]
+        return self.algorithm()(groups, **flags, **self.arguments())
 
-    def algorithm(self) -> Any:
+    def algorithm(self) -> Callable[..., torch.optim.Optimizer]:
         """The class that makes the updates."""
-        return getattr(torch.optim, self.torch_name)
-
-    @property
-    def fused_class(self) -> str | None:
-        return self.torch_name
+        made: type[torch.optim.Optimizer] = getattr(torch.optim, self.torch_name)
+        return made
 
 
 @dataclass(kw_only=True, eq=False)
@@ -43,12 +40,12 @@ class Sgd(TorchOptimizer):
     momentum: Momentum = 0.9
     nesterov: bool = True
 
-    def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         optimizer = super().make(groups, implementation)
         if implementation == "fused" and self.momentum:
             # torch's fused kernel fails if some parameters get their first gradient later than others. A momentum buffer of
             # zeros makes the same first step.
-            for p in (p for group in groups for p in group["params"]):
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
                 optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
 

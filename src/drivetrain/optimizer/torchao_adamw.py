@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torchao.optim
+from torch.optim.optimizer import ParamsT
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -23,7 +22,7 @@ class AdamW8bit(torchao.optim.AdamW8bit):  # type: ignore[misc]  # a class witho
     """
 
     def __init__(
-        self, params: Any, *, compiled: bool, lr: float, weight_decay: float, betas: tuple[float, float], eps: float
+        self, params: ParamsT, *, compiled: bool, lr: float, weight_decay: float, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay)
         # Each shape has a kernel of its own, which is compiled once.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drivetrain.core import groups
 from drivetrain.core.horizon import Horizon, length_problem, run_horizon
@@ -136,7 +136,7 @@ def late_end_advice(length: Length | None, horizon: Horizon) -> Iterator[str]:
         yield f"{beside_run('length', length, horizon)}: the run ends before the learning rate has reached its end"
 
 
-def set_group_value(group: dict[str, Any], key: str, value: float) -> None:
+def set_group_value(group: StateDict, key: str, value: float) -> None:
     """Set a number in a parameter group. A tensor is filled in place, since a recorded graph may read it."""
     if isinstance(group[key], torch.Tensor):
         group[key].fill_(value)

@@ -36,7 +36,7 @@ class Decay(Scheduler):
 
     lengths = ("warmup", "length")
 
-    def __init__(self, warmup: Length, warmup_start: Share, final: Share, length: Length | None) -> None:
+    def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0, final: Share = 0.0, length: Length | None = None) -> None:
         super().__init__(warmup, warmup_start)
         self.final, self.length = final, length
 
@@ -62,9 +62,6 @@ class Decay(Scheduler):
 
 class Linear(Decay):
     """A straight line (torch's LinearLR)."""
-
-    def __init__(self, warmup: Length = 0.0, warmup_start: Share = 0.0, final: Share = 0.0, length: Length | None = None) -> None:
-        super().__init__(warmup, warmup_start, final, length)
 
     def decay_curve(self, progress: float) -> float:
         return 1 - progress

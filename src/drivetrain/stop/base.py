@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drivetrain.core import accelerators, groups, process, selection
 from drivetrain.core.allowed import FigureName
@@ -14,7 +14,7 @@ from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import run_horizon
 from drivetrain.core.option import BuildContext, Count, Effect, NonNegative, Option, RunSpec
 from drivetrain.core.selection import Reach
-from drivetrain.core.typed import StateDict
+from drivetrain.core.typed import JsonObject, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class TimeToTarget:
         self._joules = self._energy()
         logger.info("target %s reached after %s updates, %.1f s", self.reach, f"{self.update:,}", self._seconds)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonObject:
         """The record of it in result.json; null where the target was not reached, or nothing tells."""
         return {
             "reach": str(self.reach),
@@ -113,7 +113,7 @@ class Stop(Option, groups.Stop):
         return f"target {self._to_target.reach} reached"
 
     @property
-    def target(self) -> dict[str, Any] | None:
+    def target(self) -> JsonObject | None:
         """The time when the run's target was reached, as result.json has it; None where the run has no target."""
         return None if self._to_target is None else self._to_target.record()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.typed import StateDict
@@ -132,10 +133,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     state_chunk_numbers: tuple[str, ...] = ()  # with one number for all parameters of a chunk, in float64 where there is that
     own_work = False  # each chunk keeps its "work" until the step ends
 
-    def __init__(self, params: Any, defaults: dict[str, Any], loop: bool = False) -> None:
+    def __init__(self, params: ParamsT, *, loop: bool = False, **settings: object) -> None:
+        """`settings` are those that the formulas of the subclass name."""
         self.loop = loop  # every parameter is a chunk of its own
         self._chunks: dict[int, tuple[list[bool], list[Chunk]]] = {}  # group's index → (which have a gradient, chunks)
-        super().__init__(params, defaults)
+        super().__init__(params, settings)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         """Update the chunk's parameters. `chunk.step` counts this update already."""
@@ -274,17 +276,6 @@ class Lion(FlatOptimizer):
 
     state_vectors = ("exp_avg",)
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        loop: bool = False,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, loop)
-
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         g, m = chunk.grads(), chunk.vectors["exp_avg"]
         beta1, beta2 = group["betas"]
@@ -310,18 +301,9 @@ class ScheduleFree(FlatOptimizer):
     state_vectors = ("z", "exp_avg_sq")
     state_chunk_numbers = ("weight_sum",)
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        loop: bool = False,
-    ) -> None:
+    def __init__(self, params: ParamsT, **settings: object) -> None:
         self._trained: dict[Tensor, Tensor] = {}  # y of each parameter that is x at present
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, loop)
+        super().__init__(params, **settings)  # type: ignore[arg-type]
 
     def init_state(self, state: dict[str, list[Tensor]], params: list[Tensor]) -> None:
         torch._foreach_copy_(state["z"], [p.detach() for p in params])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.device import sum_dtype
 from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
@@ -78,24 +79,10 @@ class Lamb(LayerwiseOptimizer):
     state_vectors = ("exp_avg", "exp_avg_sq")
     measures = 2
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        bias_correction: bool,
-        max_grad_norm: float | None,
-        fused: bool,
-        adapt: bool = True,
-        loop: bool = False,
-    ) -> None:
+    def __init__(self, params: ParamsT, *, max_grad_norm: float | None, fused: bool, **settings: object) -> None:
         self.max_grad_norm = max_grad_norm
         self._moments: Callable[..., None] = _fused_moments if fused else _moments
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "bias_correction": bias_correction}
-        super().__init__(params, {**defaults, "adapt": adapt}, loop)
+        super().__init__(params, **settings)  # type: ignore[arg-type]
 
     def before_updates(self, chunks: list[Chunk]) -> None:
         self._divisor = None
@@ -118,7 +105,7 @@ class Lamb(LayerwiseOptimizer):
         m, v, u = (chunk.vectors[name] for name in ("exp_avg", "exp_avg_sq", "work"))
         self._moments(g, m, v, step, *group["betas"], group["eps"], u)
         u.add_(w, alpha=group["weight_decay"])
-        return (chunk.norms(w), chunk.norms(u)) if group["adapt"] else ()
+        return (chunk.norms(w), chunk.norms(u)) if group.get("adapt", True) else ()
 
     def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
         if norms:
@@ -159,28 +146,13 @@ class Lars(LayerwiseOptimizer):
     state_vectors = ("momentum_buffer",)
     measures = 2
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        nesterov: bool,
-        trust: float,
-        adapt: bool = True,
-        loop: bool = False,
-    ) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov, "trust": trust}
-        super().__init__(params, {**defaults, "adapt": adapt}, loop)
-
     def measure(self, chunk: Chunk, group: dict[str, Any]) -> tuple[Tensor, ...]:
         if chunk.by_tensors:
-            tensors = (chunk.params, chunk.shaped_grads()) if group["adapt"] else ()
+            tensors = (chunk.params, chunk.shaped_grads()) if group.get("adapt", True) else ()
             return tuple(torch.stack(torch._foreach_norm(of_each)) for of_each in tensors)
         w, g = chunk.weights(), chunk.grads()
         torch.add(g, w, alpha=group["weight_decay"], out=chunk.vectors["work"])
-        return (chunk.norms(w), chunk.norms(g)) if group["adapt"] else ()
+        return (chunk.norms(w), chunk.norms(g)) if group.get("adapt", True) else ()
 
     def move(self, chunk: Chunk, group: dict[str, Any], *norms: Tensor) -> None:
         rates = group["lr"]  # lr · λ
@@ -232,20 +204,6 @@ class NovoGrad(LayerwiseOptimizer):
     state_vectors = ("exp_avg",)
     state_numbers = ("exp_avg_sq",)
     measures = 1
-
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        grad_averaging: bool,
-        loop: bool = False,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "grad_averaging": grad_averaging}
-        super().__init__(params, defaults, loop)
 
     def update(self, chunk: Chunk, group: dict[str, Any]) -> None:
         g = chunk.grads()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from drivetrain.core.typed import StateDict
 from drivetrain.optimizer.algorithms.flat_optimizer import memory_order
@@ -30,7 +31,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         *,
         lr: float,
         weight_decay: float,

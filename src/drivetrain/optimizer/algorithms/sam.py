@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import ParamsT
 
 
 class Sam(torch.optim.SGD):
     """w ← SGD(w, ∇L(w + ε)) with ε = rho · ∇L(w) / ‖∇L(w)‖; with `adaptive` ε = rho · w² ∇L(w) / ‖w ∇L(w)‖."""
 
-    def __init__(self, params: Any, *, rho: float, adaptive: bool, **settings: Any) -> None:
+    def __init__(self, params: ParamsT, *, rho: float, adaptive: bool, **settings: Any) -> None:
         super().__init__(params, **settings)
         self.rho, self.adaptive = rho, adaptive
 
