@@ -1,4 +1,4 @@
-"""What a user's code draws for a sample follows from seed, epoch and index, whoever reads it; the streams stay as they were."""
+"""The numbers that a user's code draws for a sample follow from seed, epoch and index; the streams stay as they were."""
 
 import random
 from pathlib import Path

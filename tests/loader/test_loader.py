@@ -390,7 +390,7 @@ def test_threads_read_ahead_and_no_further():
 
 
 def test_device_reads_raw_bytes_and_finishes_them_in_one_piece(monkeypatch):
-    """What crosses to the device is as small as it lies in the source; augmentation and normalisation see it there."""
+    """The batch that crosses to the device is as small as it lies in the source; augmentation and normalisation see it there."""
     seen = []
     original = FlipCrop.__call__
     monkeypatch.setattr(
@@ -483,7 +483,7 @@ def test_a_loaders_start_is_told_apart_from_its_batches(monkeypatch):
 
 
 def test_auto_goes_on_with_the_loader_whose_samples_the_run_had(monkeypatch):
-    """What is augmented on the device rounds otherwise than what is augmented on the CPU."""
+    """Samples that are augmented on the device are rounded otherwise than on the CPU."""
     monkeypatch.setattr(
         Auto, "candidates", lambda *_: {"loader=sync": Loader(), "loader=threads": Threads(1), "loader=device": Device()}
     )
@@ -548,7 +548,7 @@ def test_what_cannot_be_is_refused(problems):
 
 
 def test_a_batch_is_done_with_its_last_piece():
-    """Whichever of its pieces that is."""
+    """Any of its pieces may be the last."""
     source = Tensors(torch.arange(4.0).view(4, 1), torch.arange(4))
     source.parallel_read = True
     pipeline = Pipeline(source, (), None, 0)

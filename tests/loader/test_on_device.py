@@ -1,4 +1,4 @@
-"""What loaders and augmentations do on a device: the host waits for nothing, no devices mix, streams wait for each other."""
+"""Loaders and augmentations on a device: the host waits for nothing, no devices mix, streams wait for each other."""
 
 import copy
 import io
@@ -46,7 +46,7 @@ NAMES = options()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What options read: images, a class of one's own, small data sets."""
+    """The files that options read: images, a class of one's own, small data sets."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "outside.py").write_text(NET)
     for label, name in enumerate(("cat", "dog")):
@@ -92,7 +92,7 @@ def requests(pipeline: Pipeline, size: int = SIZE) -> list[Request]:
 
 
 def train(device: StreamedDevice, loader: Loader, work: Pipeline) -> set[torch.dtype]:
-    """What a training loop does: it keeps a micro-batch until it has the next one, and queues work that reads all of it.
+    """Do as a training loop does: it keeps a micro-batch until it has the next one, and queues work that reads all of it.
 
     What is made once, such as a table, may be copied while the first micro-batch is made.
     """

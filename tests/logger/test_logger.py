@@ -1,4 +1,4 @@
-"""Where metrics go: the same numbers in every place, each update once."""
+"""The places of metrics: the same numbers in every place, each update once."""
 
 import csv
 import json

@@ -23,7 +23,7 @@ Split = Sequence[Sequence[int]]  # of one rank: the samples of each micro-batch,
 
 
 class Meeting:
-    """Where the ranks add up."""
+    """The place at which the ranks add up."""
 
     def __init__(self, size: int) -> None:
         self.tensors: list[Any] = [None] * size

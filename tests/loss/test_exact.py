@@ -157,7 +157,7 @@ def model_for(kind, x, y, loss):
 
 
 class Run:
-    """What losses ask of a run."""
+    """The parts of a run that losses ask."""
 
     def __init__(self, kind):
         self.data = type("Data", (), {"targets": kind, "byte_tokens": True})
@@ -195,7 +195,7 @@ def test_micro_batches_and_ranks_are_one_big_batch(name):
 
 
 def test_without_the_counts_it_is_another_loss():
-    """What is compared above does differ: the same pixels, each micro-batch weighted by its samples."""
+    """The comparison above can fail: the same pixels, each micro-batch weighted by its samples."""
     x, y = images(torch.Generator().manual_seed(3))
     loss = CrossEntropy()
     model = model_for("mask", x, y, loss)

@@ -36,7 +36,7 @@ class Right(torchmetrics.Metric):
         return {"right": self.right, "scaled": self.right * self.factor}
 
 def worst(output, target):
-    """What no mean of batches is."""
+    """The largest of the set, which no mean of batches is."""
     return torch.nn.functional.cross_entropy(output, target, reduction="none").max()
 
 def several(output, target):
@@ -67,7 +67,7 @@ def loss_of_two(output, target):
     return torch.nn.functional.cross_entropy(output["logits"], target)
 
 def of_two(output, target):
-    """What no mean of batches is."""
+    """A median and a maximum, which no mean of batches is."""
     each = torch.nn.functional.cross_entropy(output["logits"], target, reduction="none")
     assert len(each) == len(output["norms"][0])
     return {"median": each.median(), "longest": output["norms"][0].max()}

@@ -72,7 +72,7 @@ def _run_dir(tmp_path: Path) -> None:
 
 @pytest.fixture
 def said(caplog):
-    """What was logged."""
+    """The messages that were logged."""
     caplog.set_level(logging.INFO, "drivetrain")
     return lambda: "\n".join(record.getMessage() for record in caplog.records)
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps: resumed bit for bit, loadable without pickles, skipped where there is no gradient, never sparse."""
+"""The state of an optimizer: resumed bit for bit, loadable without pickles, skipped where there is no gradient, never sparse."""
 
 from __future__ import annotations
 

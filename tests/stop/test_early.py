@@ -230,7 +230,7 @@ RUN_UNDEFINED = [
 
 @pytest.fixture
 def values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What the metric gives in the next evaluations: a list to fill."""
+    """The figures of the next evaluations: a list to fill."""
     (tmp_path / "their_metric.py").write_text(METRIC)
     monkeypatch.syspath_prepend(str(tmp_path))
     import their_metric  # type: ignore[import-not-found]
