@@ -41,7 +41,8 @@ IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory 
 @cache
 def side_stream(device: torch.device) -> torch.Stream:
     """Return the stream that all loaders of this process copy on: the allocator keeps freed memory for each stream apart."""
-    return torch.get_device_module(device).Stream(device)
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream
 
 
 def copy_ahead(

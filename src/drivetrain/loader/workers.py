@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -145,7 +145,8 @@ class _WaitLimit:
 
     def __init__(self, timeout_s: float, batches: Any) -> None:
         self.timeout_s, self.exceeded = timeout_s, False
-        self._batches, self._workers = batches, getattr(batches, "_workers", [])
+        self._batches = batches
+        self._workers: Sequence[BaseProcess] = getattr(batches, "_workers", [])
         self._waits_since: float | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="loader wait limit")

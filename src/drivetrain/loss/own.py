@@ -108,6 +108,7 @@ class Own(PartedLoss):
 
     def _made(self, setting: str, device: torch.device) -> Callable[..., object]:
         """Import the target; make an object of it if it is a class. Raises UserError."""
+        made: Callable[..., object]
         self._target = made = user_code.load(setting, str(self.target))
         if isinstance(made, type):
             made = user_code.make(setting, made, self.kwargs)
