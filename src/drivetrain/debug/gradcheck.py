@@ -226,7 +226,10 @@ class Gradcheck(Debug):
         batch = MicroBatch(x, y, torch.ones((), device=device), True, False)
         arguments = self._context.model_call.arguments(loss.joined(x))
         with _float64_and_own_rng(device):
-            copy = _float64_copy(model)
+            try:
+                copy = deepcopy(model).double().train()
+            except Exception as error:
+                raise UserError(f"debug=gradcheck works on a copy of the model, and it cannot be copied: {error}") from None
             calls, left_out = record_calls(copy, arguments)
             if loss.runs_model:
                 left_out = {**left_out, LOSS: "it runs the model itself"}
@@ -303,13 +306,6 @@ def _float64_and_own_rng(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.set_default_dtype(before)
-
-
-def _float64_copy(model: torch.nn.Module) -> torch.nn.Module:
-    try:
-        return deepcopy(model).double().train()
-    except Exception as error:
-        raise UserError(f"debug=gradcheck works on a copy of the model, and it cannot be copied: {error}") from None
 
 
 def _contains(name: str, others: Sequence[str] | dict[str, str]) -> bool:

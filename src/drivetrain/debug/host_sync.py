@@ -103,7 +103,9 @@ class HostSync(Debug):
             if code.co_name == "_get_value" and code.co_filename.endswith(_OPTIMIZER):
                 return None
             if line is None and not code.co_filename.startswith(self._ignored):
-                line = f"{_relative(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+                inside = code.co_filename.startswith(os.getcwd() + os.sep)
+                file = os.path.relpath(code.co_filename) if inside else code.co_filename
+                line = f"{file}:{frame.f_lineno} in {code.co_name}"
             frame = frame.f_back
         return line or "a thread of torch's own"
 
@@ -118,8 +120,3 @@ class HostSync(Debug):
             f"debug=host_sync: {len(self.found)} hidden host synchronisations in {self._steps} updates, the most frequent first"
         )
         return [header, *(f"  {line}: {call}, {n} times" for (line, call), n in self.found.most_common())]
-
-
-def _relative(path: str) -> str:
-    """Return the path relative to the working directory, if it is inside."""
-    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path

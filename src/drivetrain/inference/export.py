@@ -110,7 +110,9 @@ def _write_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: 
     if not isinstance(example, torch.Tensor):
         raise UserError(f"--format {kind} takes models of one input tensor, and this one has several: set --format safetensors")
     about = _with_files(loaded.about, loaded.run_dir)
-    about |= {"update": loaded.update, "input": _describe_input(loaded, with_normalize)}
+    described = "normalised, float32: (x - mean) / std" if loaded.transforms.normalize is not None else "float32"
+    described = "values as the data set has them, float32: the file normalises them" if with_normalize else described
+    about |= {"update": loaded.update, "input": "tokens, int64" if loaded.transforms.tokens else described}
     write, read = {
         "torch.export": (_write_exported_program, _read_exported_program),
         "onnx": (_write_onnx, _read_onnx),
@@ -167,14 +169,6 @@ class _Normalized(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.model((x.float() - self.mean) / self.std)
         return output
-
-
-def _describe_input(loaded: LoadedRun, with_normalize: bool) -> str:
-    if loaded.transforms.tokens:
-        return "tokens, int64"
-    if with_normalize:
-        return "values as the data set has them, float32: the file normalises them"
-    return "normalised, float32: (x - mean) / std" if loaded.transforms.normalize is not None else "float32"
 
 
 @contextmanager

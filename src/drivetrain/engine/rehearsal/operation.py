@@ -71,7 +71,8 @@ def describe(
     if torch._C._current_graph_task_id() != -1:  # autograd's engine makes the call
         phase = "backward"
     dtype = inputs[0].dtype if inputs else results[0].dtype if results else torch.float32
-    return Operation(signature(func, specs), kind, phase, flops, nbytes, made, dtype, (func, *specs))
+    signature = f"{func} {specs[0]!r} {specs[1]!r}"  # the same for the same work, in every process
+    return Operation(signature, kind, phase, flops, nbytes, made, dtype, (func, *specs))
 
 
 def spec_of(value: object) -> object:
@@ -82,11 +83,6 @@ def spec_of(value: object) -> object:
 def is_spec(value: object) -> bool:
     """True if it stands for a tensor."""
     return isinstance(value, Spec)
-
-
-def signature(func: OpOverload[..., object], specs: tuple[object, object]) -> str:
-    """A text that is the same for the same work, in every process."""
-    return f"{func} {specs[0]!r} {specs[1]!r}"
 
 
 def _specs(tree: object) -> list[Spec]:

@@ -303,7 +303,9 @@ def certify(
     """Record both runs, and what rounding changes where they are not bit for bit the same. Raises UserError."""
     say("recording both runs")
     theirs, ours = recorded(), recorded_tested()
-    roundoff = max(map(roundoff_of, (tested, reference)))
+    groups = [*tested.parts.values(), *reference.parts.values()]
+    options = [option for group in groups for option in (group if isinstance(group, list) else [group])]
+    roundoff = max(option.roundoff() for option in options if isinstance(option, Option))  # the largest error of one rounding
     if ours.skipped != theirs.skipped:  # the runs are not at the same update then
         raise UserError(
             f"{max(ours.skipped, theirs.skipped)} updates were skipped by an overflow in one of the two runs (this one has "
@@ -373,12 +375,6 @@ def measured_floors(recorded: Recorded, recorded_tested: Recorded, roundoff: flo
         rounded=[recorded(float64=True, roundoff=roundoff, seed=seed) for seed in range(ROUNDED)],
         tested=[ours, *(recorded_tested(permute=seed) for seed in orders)] if roundoff > FLOAT32 else [],
     )
-
-
-def roundoff_of(run: RunSpec) -> float:
-    """Return the largest relative error of one rounding in a run."""
-    parts = [each for part in run.parts.values() for each in (part if isinstance(part, list) else [part])]
-    return max(part.roundoff() for part in parts if isinstance(part, Option))
 
 
 def _draws(run: RunSpec, layers: Sequence[str]) -> str:

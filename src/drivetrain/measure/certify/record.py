@@ -141,13 +141,6 @@ class WatchedStep(WrappingStep):
         self.inner.zero_grad()
 
 
-def hidden(trainer: Trainer) -> str:
-    """The reason why the modules of a run cannot be looked into; "" if they can."""
-    if not trainer.parallel.own_forward:
-        return "layers: each rank runs a part of the model"
-    return "layers: the model is compiled" if trainer.compile_seconds() is not None else ""
-
-
 @contextmanager
 def watched_modules(recorder: Recorder) -> Iterator[None]:
     """Within the context the inputs and outputs of the model's modules are recorded, a row for each sample."""
@@ -273,7 +266,9 @@ class Recorder:
         self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
         for name, entry in self.first.items():
             self._add("start", name, entry, 0)
-        gradients, layers = "" if look.gradients else "gradients: the whole step is one graph", hidden(trainer)
+        gradients = "" if look.gradients else "gradients: the whole step is one graph"
+        layers = "layers: the model is compiled" if trainer.compile_seconds() is not None else ""
+        layers = layers if parallel.own_forward else "layers: each rank runs a part of the model"
         self.trace.unseen += filter(None, (gradients, layers))
         with nullcontext() if layers else watched_modules(self):
             trainer.fit()
