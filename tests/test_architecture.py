@@ -228,11 +228,31 @@ def test_nobody_replaces_anothers_method_or_class():
 
 # Lines of a package in which the word `Any` stands: what two packages pass to each other has a type. They only become fewer.
 ANY = {
-    "adapter": 4, "batch": 2, "checkpointing": 4, "cli": 23, "config": 63, "core": 146, "data": 84, "debug": 9,
-    "engine": 9, "inference": 5, "launch": 3, "loader": 13, "loss": 8, "measure": 25, "metrics": 12, "model": 24,
-    "optimizer": 41, "parallel": 12, "recipe": 9, "run": 9, "saving": 4, "sweeps": 9,
-    "task": 1, "ui": 12,
-}  # fmt: skip
+    "adapter": 4,
+    "batch": 2,
+    "checkpointing": 4,
+    "cli": 23,
+    "config": 63,
+    "core": 96,
+    "data": 84,
+    "debug": 9,
+    "engine": 9,
+    "inference": 5,
+    "launch": 3,
+    "loader": 13,
+    "loss": 8,
+    "measure": 25,
+    "metrics": 12,
+    "model": 24,
+    "optimizer": 41,
+    "parallel": 12,
+    "recipe": 9,
+    "run": 9,
+    "saving": 4,
+    "sweeps": 9,
+    "task": 1,
+    "ui": 12,
+}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -143,9 +143,9 @@ def _nvml() -> Any:
     return pynvml
 
 
-def total(before: list[Any], after: list[Any]) -> float | None:
+def total(before: Sequence[tuple[str, float] | None], after: Sequence[tuple[str, float] | None]) -> float | None:
     """The joules that the devices of all ranks have used between two readings, each device once; None where one did not tell."""
+    first, last = dict(filter(None, before)), dict(filter(None, after))
     if None in before or None in after or not after:
         return None
-    first, last = dict(before), dict(after)
     return sum(last[device] - first[device] for device in last) if first.keys() == last.keys() else None

@@ -146,7 +146,7 @@ def problem(hint: object, value: Any, entry: str = "") -> str:
     return ""
 
 
-def _parts(value: object) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[object]:
     """The elements of a list and of lists in it; any other value itself."""
     if isinstance(value, list | tuple):
         for part in value:

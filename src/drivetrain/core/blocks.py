@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
@@ -66,7 +66,7 @@ def sequential_blocks(setting: str, model: torch.nn.Module, class_name: str | No
     return row
 
 
-def _without_repetition(row: Any) -> list[torch.nn.Module]:
+def _without_repetition(row: torch.nn.Sequential | torch.nn.ModuleList) -> list[torch.nn.Module]:
     """The members of a row. A module without weights (a pooling) that is in the row several times is replaced by copies."""
     seen: set[int] = set()
     for i, block in enumerate(row):
@@ -76,7 +76,7 @@ def _without_repetition(row: Any) -> list[torch.nn.Module]:
     return list(row)
 
 
-def _outermost_rows(module: torch.nn.Module) -> list[Any]:
+def _outermost_rows(module: torch.nn.Module) -> list[torch.nn.Sequential | torch.nn.ModuleList]:
     if isinstance(module, torch.nn.Sequential | torch.nn.ModuleList):
         return [module]
     return [row for child in module.children() for row in _outermost_rows(child)]

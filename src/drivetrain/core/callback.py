@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from drivetrain.core.lazy import torch
+from drivetrain.core.typed import JsonMapping
 
 PLAIN, AVERAGE = "plain", "average"  # the weights that are evaluated
 
@@ -22,11 +22,11 @@ class Event:
     """The facts that a callback is told. All of them are for reading."""
 
     run_dir: Path
-    config: Mapping[str, Any]  # by dotted key, as "optimizer.lr", without what belongs to this machine
+    config: Mapping[str, object]  # by dotted key, as "optimizer.lr", without what belongs to this machine
     update: int  # updates made so far
     epoch: int  # epochs completed so far
     samples: int  # samples trained on, as of the last log point
-    metrics: Mapping[str, Any]  # at an update those of its record (loss, lr, …), else those of the last evaluation
+    metrics: JsonMapping  # at an update those of its record (loss, lr, …), else those of the last evaluation
     best: Mapping[str, float]  # the metrics of the best evaluation so far, and its update
     status: str = "running"  # at the end: completed, failed, diverged or interrupted
     model: torch.nn.Module | None = None  # in training, as the step has it; only for a callback that `needs_model`

@@ -62,7 +62,7 @@ def opened(path: Path, mode: Literal["rb"]) -> BufferedReader: ...
 def opened(path: Path, mode: Literal["wb", "ab"]) -> BufferedWriter: ...
 
 
-def opened(path: Path, mode: str = "r", newline: str | None = None) -> IO[Any]:
+def opened(path: Path, mode: str = "r", newline: str | None = None) -> IO[str] | IO[bytes]:
     """Open an ordinary file; text is UTF-8, whatever the locale. Raises OSError."""
     return open(path, mode, encoding=None if "b" in mode else "utf-8", newline=newline, opener=descriptor)
 

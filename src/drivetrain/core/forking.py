@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.signals import STOP_SIGNALS, handled_by
@@ -205,7 +205,7 @@ def answer_of(work: Callable[[Callable[[T], None]], object], failed: str, limit_
     return value  # type: ignore[no-any-return]
 
 
-def _end_of(printed: Any) -> str:
+def _end_of(printed: IO[bytes]) -> str:
     printed.seek(max(0, printed.seek(0, os.SEEK_END) - MOST_READ))
     lines = printed.read().decode(errors="replace").strip().splitlines()
     return f" ({lines[-1]})" if lines else ""

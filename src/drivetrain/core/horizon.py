@@ -6,11 +6,12 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.allowed import Length
+from drivetrain.core.groups import Batch
 from drivetrain.core.run_spec import RunSpec
-from drivetrain.core.typed import StateDict
+from drivetrain.core.typed import JsonObject, StateDict
 
 LONGEST = 10**15  # updates or epochs: beyond any run, and exact as a float
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)ep")
@@ -52,7 +53,7 @@ class Horizon(NamedTuple):
         return self if updates is None else self._replace(updates=min(updates, self.updates))
 
 
-def run_horizon(run: RunSpec, samples: int | None = None, batch: Any = None) -> Horizon | None:
+def run_horizon(run: RunSpec, samples: int | None = None, batch: Batch | None = None) -> Horizon | None:
     """The horizon of a run over so many training samples; None where the data must be read first, or gives no update.
 
     `batch` is the batch option as it was built over the data, where it has been.
@@ -96,7 +97,7 @@ class Progress:
     final: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     ranked: dict[int, float] = field(default_factory=dict)  # update → the value of its evaluation, the best first
-    tables: dict[str, Any] = field(default_factory=dict)  # of the last evaluation, as result.json has them
+    tables: JsonObject = field(default_factory=dict)  # of the last evaluation, as result.json has them
 
     @property
     def steps(self) -> int:

@@ -155,7 +155,7 @@ def model_within(most_bytes: int, what: str, beside: str = "", where: str = "thi
     seen: dict[int, torch.Tensor] = {}  # keeps them, so that no other object gets their ids
     modules = total = 0
 
-    def count_parameter(_: Any, name: str, parameter: Any) -> None:
+    def count_parameter(_: object, name: str, parameter: torch.Tensor | None) -> None:
         nonlocal total
         if parameter is None or is_lazy(parameter) or id(parameter) in seen or parameter.is_meta:
             return
@@ -167,7 +167,7 @@ def model_within(most_bytes: int, what: str, beside: str = "", where: str = "thi
                 f"{most_bytes / 2**30:,.3g} GiB of them{beside}: make it smaller; {ALL_THE_SAME}"
             )
 
-    def count_module(*_: Any) -> None:
+    def count_module(*_: object) -> None:
         nonlocal modules
         modules += 1
         if modules > MOST_MODULES:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ class Request:
             return self.indices
         return torch.cat([self.indices, self.mix_with[~torch.isin(self.mix_with, self.indices)]])
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., Request], tuple[object, ...]]:
         """Pickle tensors as arrays. torch's queues would have the reader fetch each by a connection.
 
         Where the reader is killed then, the thread at its other end prints a traceback.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import Tree, call, described, named_leaves, part
+from drivetrain.core.trees import Forward, Tree, call, described, named_leaves, part
 
 ForwardInput = Literal["auto", "keywords", "positions", "one"]  # the top-level value forward_input
 
@@ -38,7 +38,7 @@ class ModelCall:
             return tuple(x.values() if isinstance(x, dict) else x)
         return x if self.how == "keywords" or isinstance(x, torch.Tensor) else (x,)
 
-    def taking_batches(self, forward: Callable[..., object]) -> Callable[[Tree], Any]:
+    def taking_batches(self, forward: Callable[..., object]) -> Forward:
         """Return `forward` as a function of a batch's inputs, or of its own arguments, with which a user's loss may call it.
 
         For one argument it is `forward` itself: it costs nothing.
@@ -48,14 +48,14 @@ class ModelCall:
         if self.how == "one":
             return forward
 
-        def called(*given: object, **keywords: object) -> Any:
+        def called(*given: object, **keywords: object) -> Tree:
             if len(given) != 1 or keywords or isinstance(given[0], torch.Tensor):
                 return forward(*given, **keywords)
             return call(forward, self.arguments(given[0]))
 
         return called
 
-    def output_of(self, returned: object) -> Any:
+    def output_of(self, returned: object) -> Tree:
         """Return the output in what the model returned. Raises UserError."""
         if self.output is None:
             return returned

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.trees import Tree, call
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 M = TypeVar("M", bound="torch.nn.Module")
 
@@ -47,7 +50,7 @@ def replace_parameters(model: torch.nn.Module, new: Mapping[int, torch.nn.Parame
                 module._parameters[name] = new[id(p)]
 
 
-def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[Any]) -> None:
+def run_once(model: torch.nn.Module, example: Tree, hooks: Sequence[RemovableHandle]) -> None:
     """Run one forward in evaluation mode, without gradients, and then remove the hooks. The model's mode stays."""
     training = model.training
     try:

@@ -17,6 +17,7 @@ from drivetrain.core.allowed import Length
 from drivetrain.core.context import BuildContext
 from drivetrain.core.protocols import Trials
 from drivetrain.core.run_spec import RunSpec
+from drivetrain.core.typed import JsonMapping
 
 __all__ = [
     "Bins", "BuildContext", "Count", "CountOrZero", "Effect", "Few", "Length", "Momentum", "NonNegative", "Option", "Positive",
@@ -134,7 +135,7 @@ class Option:
         """Yield the problems that need torch or the device to be found, one line each."""
         return iter(())
 
-    def choose(self, trials: Trials, recorded: Any = None) -> Option:
+    def choose(self, trials: Trials, recorded: JsonMapping | None = None) -> Option:
         """Return this option with what trials find, before any rank starts. `recorded` is what a resumed run has found."""
         return self
 

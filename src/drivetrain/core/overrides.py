@@ -164,7 +164,7 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def words_of(verb: str, overrides: Any, keywords: Mapping[str, object]) -> list[str]:
+def words_of(verb: str, overrides: Iterable[str], keywords: Mapping[str, object]) -> list[str]:
     """The overrides that a function of the package was given, with its keywords as further ones. Raises UserError.
 
     A keyword's text is as on the command line: optimizer="sgd,adamw" is a sweep.

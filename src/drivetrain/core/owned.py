@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from drivetrain.core import groups
 from drivetrain.core.context import BuildContext
@@ -27,11 +27,11 @@ class Stateful(Protocol):
     def state_dict(self) -> Any:
         """Return it."""
 
-    def load_state_dict(self, state: Any, /) -> Any:
+    def load_state_dict(self, state: StateDict, /) -> object:
         """Load it."""
 
 
-def find(roots: Mapping[str, Any]) -> dict[str, Stateful]:
+def find(roots: Mapping[str, object]) -> dict[str, Stateful]:
     """Return what has a state, by name: of these objects, and of what they keep as attributes and in containers.
 
     A module that is kept in evaluation mode, such as a teacher that does not learn, has none.
@@ -45,13 +45,13 @@ def find(roots: Mapping[str, Any]) -> dict[str, Stateful]:
         seen.add(id(value))
         if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
             if name in roots or getattr(value, "training", True):
-                found[name] = value
+                found[name] = cast(Stateful, value)
         else:
             waiting += [(f"{name}.{key}", part) for key, part in _parts(value)]
     return found
 
 
-def _parts(value: object) -> list[tuple[Any, Any]]:
+def _parts(value: object) -> list[tuple[object, object]]:
     if isinstance(value, dict):
         return list(value.items())[:ITEMS]
     if isinstance(value, list | tuple):
@@ -119,9 +119,9 @@ class OwnState:
         for name, owner in self.owners.items():
             owner.load_state_dict(before[name])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a `state_dict()`. Raises UserError where ranks have different states, and there are not as many now."""
-        ranks: Sequence[Mapping[str, Any]] = state.get("ranks", [])
+        ranks: Sequence[StateDict] = state.get("ranks", [])
         if not ranks or self.parallel is None:
             return
         world = self.parallel.world

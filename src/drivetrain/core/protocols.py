@@ -12,7 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.run_spec import RunSpec
 from drivetrain.core.source import Source
-from drivetrain.core.trees import Forward
+from drivetrain.core.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
 
 
@@ -22,7 +22,7 @@ class Pipeline(Protocol):
     @property
     def source(self) -> Source: ...
 
-    def __call__(self, request: Request) -> tuple[Any, Any]:
+    def __call__(self, request: Request) -> tuple[Tree, Tree]:
         """Return the inputs and targets of a request, ready for the model."""
 
 
@@ -36,7 +36,7 @@ class LossStep(Protocol):
 class PrecisionStep(Protocol):
     """The methods that a step calls on a precision."""
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the context for forward and loss."""
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor) -> None:
@@ -49,7 +49,7 @@ class PrecisionStep(Protocol):
 class LogWriter(Protocol):
     """Writes the records of a run: one mapping for each logged update and each evaluation."""
 
-    def log(self, record: Mapping[str, Any], /) -> None:
+    def log(self, record: Mapping[str, object], /) -> None:
         """Write one record."""
 
     def log_image(self, name: str, update: int, path: Path, /) -> None:

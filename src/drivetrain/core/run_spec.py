@@ -19,11 +19,11 @@ class InvalidValue(KeyError, AttributeError):
 class CheckedValues(dict[str, Any]):
     """The options or the values of a run. `wrong` names those that are left out: to ask for one raises InvalidValue."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *given: Mapping[str, object]) -> None:
         super().__init__(*given)
         self.wrong: set[str] = set()
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         raise InvalidValue(name) if name in self.wrong else KeyError(name)
 
 
@@ -104,7 +104,7 @@ class Stage:
     """A part of a run: the run's config with changes, up to a boundary."""
 
     until: Length | None  # None: the end of the run
-    changes: Mapping[str, Any]  # dotted key or group → value
+    changes: Mapping[str, object]  # dotted key or group → value
     run: RunSpec  # its options
 
     @property

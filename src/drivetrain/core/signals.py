@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType, TracebackType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from drivetrain.core.errors import Interrupted
 
@@ -111,7 +111,7 @@ class StopFlag:
             raise Interrupted("stopped by a signal while a data set was evaluated")
 
     @classmethod
-    def ends_reads(cls) -> AbstractContextManager[Any]:
+    def ends_reads(cls) -> AbstractContextManager[object]:
         """Return a context, for any number of reads of data by this thread.
 
         The main thread's raise Overdue once it was told to stop and has waited long enough.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.order import Indices, index_of
@@ -90,7 +90,7 @@ class GroupedSource(Source, Protocol):
 class OwnCode(Protocol):
     """A user's code that reads samples, and may draw random numbers."""
 
-    def keeps(self) -> dict[str, Any]:
+    def keeps(self) -> dict[str, object]:
         """Return what the user brought by name: a Dataset, and a function that makes batches."""
 
     def drawn(self) -> list[str]:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from drivetrain.core.allowed import Length
 from drivetrain.core.horizon import Horizon, Progress, run_horizon
@@ -140,7 +140,7 @@ def number_that_made(ends: Sequence[Boundary], progress: Progress) -> int:
     return next((number for number, end in enumerate(ends) if not end.passed(progress)), len(ends))
 
 
-def changes_at(run: RunSpec, update: int) -> Mapping[str, Any]:
+def changes_at(run: RunSpec, update: int) -> Mapping[str, object]:
     """The changes of the stage that made an update; of the last stage where only the data tells how long the run is."""
     over = run_horizon(run)
     ends = [in_updates(end, over) for end in boundaries(run, over)] if over is not None else []

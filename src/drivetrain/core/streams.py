@@ -32,7 +32,7 @@ class Stream(Protocol):
 
     name: str  # what messages call it
 
-    def save(self) -> Any:
+    def save(self) -> object:
         """Return its state."""
 
     def moved(self, saved: Any) -> bool:
@@ -205,7 +205,7 @@ def kept_by(*roots: object) -> list[Stream]:
     return found
 
 
-def _parts(value: object) -> list[Any]:
+def _parts(value: object) -> list[object]:
     """Return what an object holds on to, of that which may be or hold a generator."""
     if isinstance(value, str | bytes | int | float | types.ModuleType | torch.Tensor) or type(value).__module__ == "numpy":
         return []
@@ -222,13 +222,13 @@ def _parts(value: object) -> list[Any]:
         names = () if _is_library(value.__module__) else value.__code__.co_names
         return cells + [value.__globals__[name] for name in names if name in value.__globals__]
     if isinstance(value, type):
-        functions = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+        functions: list[object] = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
         return [] if _is_library(value.__module__) else functions
     slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     return [*getattr(value, "__dict__", {}).values(), *slots, *type(value).__mro__]
 
 
-def _contents(cell: types.CellType) -> Any:
+def _contents(cell: types.CellType) -> object:
     try:
         return cell.cell_contents
     except ValueError:  # it is empty
@@ -298,7 +298,7 @@ def apart() -> Iterator[None]:
                 device.set_rng_state(of_devices[kind])
 
 
-def _devices_in_use() -> dict[str, Any]:
+def _devices_in_use() -> dict[str, types.ModuleType]:
     """Return torch's module of the accelerator by its type, such as "cuda", if this process has started it."""
     from torch import get_device_module
 

@@ -118,7 +118,7 @@ def described(tree: Tree) -> str:
     return f"a {type(tree).__name__} of {parts}" if parts else f"a {type(tree).__name__}, in which no tensors are found"
 
 
-def part(tree: Tree, path: str) -> Any:
+def part(tree: Tree, path: str) -> Tree:
     """Return a part of a tree by its name, as `named_leaves` has it, or of an object by its attribute. Raises LookupError."""
     for key in path.split("."):
         try:
@@ -133,7 +133,7 @@ def part(tree: Tree, path: str) -> Any:
     return tree
 
 
-def signature(tree: Tree) -> tuple[Any, ...]:
+def signature(tree: Tree) -> tuple[object, ...]:
     """Return what two batches share if one compiled graph serves both: structure, shapes, types and order of memory."""
     if isinstance(tree, torch.Tensor):
         return tree.shape, tree.dtype, tree.stride()
@@ -144,7 +144,7 @@ def signature(tree: Tree) -> tuple[Any, ...]:
     return (type(tree), *map(signature, leaves(tree)))
 
 
-def call(model: Callable[..., Any], arguments: Tree) -> Any:
+def call(model: Callable[..., Tree], arguments: Tree) -> Tree:
     """Call a model with a dict's values as keywords, with a tuple's items as positions, or with a tensor."""
     if isinstance(arguments, dict):
         return model(**arguments)

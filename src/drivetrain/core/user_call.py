@@ -47,15 +47,15 @@ class RunModel:
     `whole` is why only the whole model can be called, where the ranks hold parts of its weights; "" where its parts can be too.
     """
 
-    def __init__(self, forward: Callable[..., Any], module: torch.nn.Module, whole: str = "") -> None:
+    def __init__(self, forward: Callable[..., object], module: torch.nn.Module, whole: str = "") -> None:
         self._forward, self._module, self._whole = forward, module, whole
         self.was_called = False
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         self.was_called = True
         return self._forward(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = getattr(self._module, name)
         if self._whole and (isinstance(value, torch.nn.Module | torch.nn.Parameter) or inspect.ismethod(value)):
             raise UserError(f"the loss takes `model.{name}`, and {self._whole}: call model(…), or set parallel=ddp")

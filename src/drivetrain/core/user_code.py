@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ def place_of(error: BaseException) -> str:
     return f"{shown}:{own[-1].lineno}: {own[-1].line}"
 
 
-def make(setting: str, target: Any, kwargs: Mapping[str, Any], offered: Mapping[str, Any] | None = None) -> Any:
+def make(
+    setting: str, target: Callable[..., Any], kwargs: Mapping[str, object], offered: Mapping[str, object] | None = None
+) -> Any:
     """Call `target` with `kwargs`, and with those of `offered` that it has a parameter for. Raises UserError."""
     parameters = inspect.signature(target).parameters if offered else ()
     arguments = {**{name: value for name, value in (offered or {}).items() if name in parameters}, **kwargs}

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import pickletools
+import socket
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -209,9 +210,13 @@ def download(url: str, path: Path, sha256: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with one_at_a_time(path.with_name(f".{path.name}.lock")):
         if not path.exists():
+            waits = socket.getdefaulttimeout()
             try:
+                socket.setdefaulttimeout(60)  # seconds without an answer: torch.hub itself sets none
                 torch.hub.download_url_to_file(url, str(path), sha256, progress=False)
             except OSError as error:
                 raise UserError(f"{url} could not be fetched ({error}): put the archive at {path} by hand") from None
             except RuntimeError as error:
                 raise UserError(f"{url} gave a file of another SHA-256 ({error}): it was not kept") from None
+            finally:
+                socket.setdefaulttimeout(waits)

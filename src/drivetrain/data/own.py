@@ -469,7 +469,7 @@ class Own(Data):
         is_set = split == "test" or isinstance(given, str | Mapping)
         return self.several(split) or ({"": given} if is_set else {})
 
-    def _dataset(self, target: object, split: str, given: object) -> Any:
+    def _dataset(self, target: Callable[..., object], split: str, given: object) -> Any:
         """Build the Dataset of a split. Raises UserError."""
         kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
         dataset = user_code.make(f"data.target={self.target}", target, kwargs)

@@ -59,7 +59,7 @@ class Stream(Own):
     def loaded_samples(self) -> int:
         return self._samples
 
-    def _dataset(self, target: object, split: str, given: object) -> Any:
+    def _dataset(self, target: Callable[..., object], split: str, given: object) -> Any:
         made = partial(self._made, target, split, given)
         if split == "train":
             return made
@@ -70,7 +70,7 @@ class Stream(Own):
             raise UserError(f"data.target={self.target} has no {split} samples")
         return dataset
 
-    def _made(self, target: object, split: str, given: object) -> Any:
+    def _made(self, target: Callable[..., object], split: str, given: object) -> Any:
         kwargs = {**(self.kwargs or {}), **self._split_arguments(target, split, given)}
         return user_code.make(f"data.target={self.target}", target, kwargs)
 
