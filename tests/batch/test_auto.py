@@ -17,7 +17,6 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.world import World
-from drivetrain.engine.out_of_memory import halve_micro_batch
 from drivetrain.engine.rehearsal.search import largest_micro_batch
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
@@ -233,7 +232,7 @@ def test_a_trial_may_have_averages_that_are_stored_with_checkpoints(make):
 def test_any_other_error_is_no_want_of_memory(make):
     trainer, error = make("saving=none"), RuntimeError("another")
     with pytest.raises(RuntimeError, match="another"):
-        halve_micro_batch(trainer, error)
+        trainer._halve_micro_batch(error)
     assert trainer.batch.accumulation_steps == 1
 
 

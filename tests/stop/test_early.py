@@ -9,7 +9,6 @@ import pytest
 import drivetrain
 from drivetrain.core.errors import Diverged
 from drivetrain.core.selection import Reach, Selection
-from drivetrain.engine import between_updates
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.measure.benchmark import quality
@@ -22,7 +21,7 @@ from drivetrain.stop.base import Early
 def accuracies(monkeypatch):
     """`accuracies(values)`: what the evaluations of the next runs give, by their epoch."""
 
-    evaluate = between_updates.record_evaluation
+    evaluate = Trainer.record_evaluation
 
     def give(values):
         def evaluated(trainer, stops):
@@ -30,7 +29,7 @@ def accuracies(monkeypatch):
             trainer.evaluator.evaluate = lambda stops: {"loss": 1.0 - value, "accuracy": value}
             evaluate(trainer, stops)
 
-        monkeypatch.setattr(between_updates, "record_evaluation", evaluated)
+        monkeypatch.setattr(Trainer, "record_evaluation", evaluated)
 
     return give
 

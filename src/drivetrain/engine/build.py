@@ -32,7 +32,7 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Data, Splits
 from drivetrain.debug.base import Debug
 from drivetrain.ema.base import Ema
-from drivetrain.engine import facts, flops, input_checks, out_of_memory, phased_step
+from drivetrain.engine import facts, flops, input_checks, phased_step
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
 from drivetrain.engine.facts import describe
@@ -168,7 +168,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
         timer=timer, log=log, callbacks=callbacks, owned=own, compile_seconds=compiler.seconds,
     )  # fmt: skip
     if batch.preallocate:
-        out_of_memory.preallocate(trainer)
+        trainer.preallocate()
     # Stream watchers come last, so that they do not see the dry run.
     checks = input_checks.watchers(context, trainer, model_flops.reason)
     trainer.stream_watchers = [*checks, log.watch, *debug.stream_watchers()]

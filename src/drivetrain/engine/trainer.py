@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from drivetrain.batch.base import Batch
 from drivetrain.core import streams
-from drivetrain.core.device import reads_device_on_purpose
-from drivetrain.core.errors import Diverged
+from drivetrain.core.device import is_out_of_memory, reads_device_on_purpose
+from drivetrain.core.errors import PEER_GONE, CallbackError, Diverged, Interrupted, UserError
 from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.owned import OwnState, Stateful
@@ -22,11 +23,9 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.step import Step, StreamWatcher
 from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Ema
-from drivetrain.engine import between_updates
-from drivetrain.engine.between_updates import FAIL, SAVE, STOP
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator
-from drivetrain.engine.out_of_memory import halve_micro_batch
+from drivetrain.engine.out_of_memory import release_memory
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.loader.base import Loader, Pipeline
@@ -38,6 +37,7 @@ from drivetrain.saving.writer import Writer
 from drivetrain.scheduler.base import Scheduler
 from drivetrain.stop.base import Stop
 
+SAVE, STOP, FAIL = 1, 2, 3  # flags that are all-reduced after an update, and at batches of an evaluation; the higher wins
 MAX_SKIPS = 50  # updates skipped in a row before the run counts as diverged
 
 logger = logging.getLogger(__name__)
@@ -91,9 +91,9 @@ class Trainer:
         self.log.restart()
         self.timer.begin(self.progress.samples, self.batch.size(self.progress.epoch))
         if self.progress.evaluation_due:
-            between_updates.evaluate_and_save(self)
+            self._evaluate_and_save()
         while self.progress.updates < self.max_updates and not self.stopping.reason:
-            stream = between_updates.stream(self)
+            stream = self._stream()
             for watcher in self.stream_watchers:
                 stream = watcher(stream)
             self.timer.resume()
@@ -103,10 +103,10 @@ class Trainer:
                 break
             except RuntimeError as error:
                 self.loader.raise_if_worker_died(error)
-                halve_micro_batch(self, error)
+                self._halve_micro_batch(error)
         if self.progress.evaluated != self.progress.updates:
             self.progress.evaluation_due = True
-            between_updates.evaluate_and_save(self)
+            self._evaluate_and_save()
         self.writer.wait()
 
     def _train(self, stream: Iterator[MicroBatch]) -> None:
@@ -162,7 +162,7 @@ class Trainer:
             progress.epoch, progress.window = progress.epoch + 1, 0
             progress.evaluation_due = progress.epoch % self.evaluate_every == 0 or progress.epoch == self.epochs
         if epoch_end or agreed:
-            between_updates.evaluate_and_save(self, agreed)
+            self._evaluate_and_save(agreed)
         self.timer.resume()
         return done or self.stopping.reason is not None
 
@@ -177,6 +177,117 @@ class Trainer:
         """Return what all ranks together want: FAIL, STOP, SAVE or 0."""
         wanted = STOP if self._stop.raised else SAVE if self.saving.due(self.progress.updates) else 0
         return self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
+
+    def _stream(self) -> Iterator[MicroBatch]:
+        """Yield the loader's micro-batches. One process that was told to stop saves instead of waiting for the next.
+
+        The same where a reader is stuck or was killed. Several ranks would have to agree on it, and some wait for one another.
+        """
+        batches = self.loader.stream(self.taken, self.requests(), self.device, self.memory_format)
+        between = alone = self.parallel.world.size == 1
+        while True:
+            if between:
+                StopFlag.can_save_now(True)
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Interrupted as error:
+                if not (between and self.progress.updates):
+                    raise
+                self.record()
+                self.save()
+                self._interrupt(str(error))
+            finally:
+                if between:
+                    StopFlag.can_save_now(False)
+            between = alone and batch.last
+            yield batch
+
+    def _evaluate_and_save(self, agreed: int = 0) -> None:
+        """Evaluate where that is due, and save. `agreed` is what the ranks have agreed on so far: SAVE, STOP or FAIL.
+
+        Raises Interrupted, or the error of a callback, where they agree to stop, also at a batch of the evaluation. An evaluation
+        that was not done stays due: the resumed run begins with it.
+        """
+        progress, wrong = self.progress, ""
+        if progress.evaluation_due and agreed < STOP:
+            try:
+                agreed, wrong = self._evaluate(agreed)
+            except UserError:  # the data cannot be evaluated: what was trained is kept
+                self.save()
+                self.writer.wait()
+                raise
+        self.save()
+        if wrong:
+            self._interrupt(wrong)
+        if agreed >= STOP and (progress.evaluation_due or progress.updates < self.max_updates):
+            self.writer.wait()
+            if agreed == FAIL:
+                raise self.callbacks.error or CallbackError(PEER_GONE)  # of another rank
+            where = "before the evaluation of" if progress.evaluation_due else "at"
+            self._interrupt(f"stopped by a signal {where} update {progress.updates}")
+
+    def _evaluate(self, agreed: int) -> tuple[int, str]:
+        """Evaluate. Return what the ranks agreed on meanwhile, and why one process got no data, where that stopped it."""
+        alone = self.parallel.world.size == 1
+
+        def stops() -> bool:
+            nonlocal agreed
+            agreed = max(agreed, self.agree())
+            return agreed >= STOP
+
+        StopFlag.can_save_now(alone)
+        try:
+            self.record_evaluation(stops)
+        except Interrupted as error:
+            if agreed < STOP and not alone:  # the loader's: the others evaluate on
+                raise
+            return agreed, "" if agreed >= STOP else str(error)
+        finally:
+            StopFlag.can_save_now(False)
+        self.progress.evaluation_due = False
+        return agreed, ""
+
+    def record_evaluation(self, stops: Callable[[], bool]) -> None:
+        """Evaluate, and tell all that goes by it. Raises Interrupted where `stops` says so at a batch."""
+        metrics, evaluator = self.evaluator.evaluate(stops), self.evaluator
+        self.progress.record_evaluation(metrics, *self.selection, evaluator.tables)
+        self.log.write("evaluate", set=evaluator.set, **metrics)
+        self.scheduler.evaluated(metrics)
+        self.stopping.evaluated(metrics)
+
+    def _interrupt(self, reason: str) -> NoReturn:
+        self.writer.wait()
+        raise Interrupted(reason, saved=self.saving.active)
+
+    def _halve_micro_batch(self, error: RuntimeError) -> None:
+        """After running out of memory, prepare to repeat the update in micro-batches half as large. Raises any other error."""
+        world = self.parallel.world
+        if not is_out_of_memory(error) or world.size > 1 or not self.batch.halve(world):
+            raise error
+        self.step.zero_grad()
+        self.log.restart()
+        release_memory(error, self.device)
+        logger.warning("out of memory: training goes on with %d samples at once", self.batch.micro_batch(world))
+
+    def forward_backward(self, size: int) -> None:
+        """Run forward and backward on the largest micro-batch of `size` samples. Leaves the gradients in place."""
+        indices = self.batch.largest(len(self.train_data.source), size)
+        request = Request(0, indices, 1.0)
+        loss_sum = torch.zeros((), device=self.device)
+        for batch in self.loader.stream(self.train_data, [request], self.device, self.memory_format):
+            self.step.micro_batch(batch, loss_sum)
+
+    def preallocate(self) -> None:
+        """Allocate the memory of the largest micro-batch now. Buffers, gradients and random states are restored."""
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+        with streams.apart():
+            self.forward_backward(self.batch.micro_batch(self.parallel.data_world))
+        self.step.zero_grad()
+        self.parallel.rank_metrics(0.0, self.timer.wait)  # reset: the dry run does not count as a rank's work
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])
 
     @reads_device_on_purpose
     def save(self) -> None:

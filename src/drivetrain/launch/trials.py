@@ -258,11 +258,9 @@ def _thread_seconds(counts: Sequence[int], size: int, micro_batches: int, traine
 
 def _make_updates(trainer: Trainer, size: int, micro_batches: int) -> None:
     """Make two updates. At the second the optimizer has its state, and a later micro-batch the gradients of those before it."""
-    from drivetrain.engine import out_of_memory
-
     for count in (1, micro_batches):
         for _ in range(count):
-            out_of_memory.forward_backward(trainer, size)
+            trainer.forward_backward(size)
         trainer.step.update()
         trainer.step.zero_grad()
 
