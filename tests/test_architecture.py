@@ -121,7 +121,7 @@ def folder_of(module: str) -> str:
 
 
 def within(folder: str, other: str) -> bool:
-    """Whether a folder is another one or lies in it."""
+    """True if a folder is another one or lies in it."""
     return f"{folder}.".startswith(f"{other}.")
 
 
@@ -212,7 +212,7 @@ def test_nobody_replaces_a_part_of_a_trainer():
 
 
 def test_nobody_replaces_anothers_method_or_class():
-    """What torch must do otherwise stands in core.torch_patches. A changed module takes the place of the other one."""
+    """Changes of torch stand in core.torch_patches. A changed module takes the place of the other one."""
     pattern = re.compile(r"method-assign|\.__class__ = |vars\((?!self\b)\w+\)(\.update\(|\[.*\] = )|\w\.forward = ")
     assert pattern.search("norm.__class__ = Other")
     assert pattern.search("block.forward = wrapped")
@@ -335,7 +335,7 @@ READS = {"item", "cpu", "numpy", "tolist", "synchronize", "nonzero"}
 
 
 def reads(function: ast.AST) -> list[str]:
-    """What in a function brings a number from the device to the host."""
+    """The calls of a function that bring a number from the device to the host."""
     calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
     found = [n.func.attr for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr in READS]
     return found + [n.func.id for n in calls if isinstance(n.func, ast.Name) and n.func.id in ("float", "bool", "int")]

@@ -1,4 +1,4 @@
-"""What every option of every group owes: found in conf/, so that a new one is tested by being there."""
+"""The duties of every option of every group: they are found in conf/, so that a new one is tested by being there."""
 
 import importlib
 import inspect
@@ -244,7 +244,7 @@ def ids(pairs) -> list[str]:
 
 @pytest.fixture
 def outside(data_folder, tmp_path, monkeypatch):
-    """What lies outside of drivetrain: images, and a class of one's own."""
+    """Things outside of drivetrain: images, and a class of one's own."""
     for each in data_folder.iterdir():
         (tmp_path / each.name).symlink_to(each)
     monkeypatch.syspath_prepend(tmp_path)
@@ -262,7 +262,7 @@ def write_outside(folder: Path) -> None:
 
 
 def write_teacher(folder: Path) -> None:
-    """What a run leaves of its model: the multilayer perceptron of a tiny run."""
+    """The file that a run leaves of its model: the multilayer perceptron of a tiny run."""
     folder.mkdir()
     model = Mlp()
     safetensors.torch.save_file(model.create((3, 8, 8), 4).state_dict(), folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""What `make train` and `make test` install is locked with hashes, and agrees with pyproject.toml and constraints.txt."""
+"""The packages that `make train` and `make test` install are locked with hashes, as pyproject.toml and constraints.txt say."""
 
 import re
 import tomllib

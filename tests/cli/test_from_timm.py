@@ -45,7 +45,7 @@ TOY = ["data=synthetic", "data.shape=[3,32,32]", "data.classes=4", "data.samples
 
 
 def said(**given):
-    """What is said of a run with these arguments, beside what is said of every run."""
+    """The lines that are said of a run with these arguments, beside what is said of every run."""
     found = translate(ARGS | given)
     return found.options | found.values, found.left
 

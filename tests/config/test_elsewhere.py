@@ -18,7 +18,7 @@ from tests.support.command import ROOT
 
 
 def exists(setting: str) -> bool:
-    """Whether drivetrain has this key, group or option."""
+    """True if drivetrain has this key, group or option."""
     key, _, option = setting.partition("=")
     group, _, name = key.partition(".")
     options = catalog.options().get(group, [])
@@ -162,7 +162,7 @@ def test_flags_of_other_frameworks_are_answered(flag, answer):
 
 
 def test_the_words_among_the_ideas_are_answered():
-    """What the page says of a tool's argument, the command says too."""
+    """The command says of a tool's argument what the page says."""
     ideas = (ROOT / "docs/words.md").read_text().partition("## Settings")[0].splitlines()
     rows = [line.strip("|").split("|") for line in ideas if line.startswith("| ")]
     found = [(re.findall(r"`([a-z_]+)(?:=[\w\"]*)?`", row[0]), row[1]) for row in rows if len(row) == 2]

@@ -1,4 +1,4 @@
-"""What Hydra's users type: it works, or one line says what to type. Nothing here trains."""
+"""Words that Hydra's users type: each works, or one line says what to type. Nothing here trains."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def write_package(site: Path) -> Path:
 
 
 def install(site: Path, entry_points: str = ENTRY_POINTS) -> None:
-    """What `pip install` leaves of a package beside its modules."""
+    """The files that `pip install` leaves of a package beside its modules."""
     info = site / "made_up-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
@@ -81,7 +81,7 @@ def install(site: Path, entry_points: str = ENTRY_POINTS) -> None:
 
 @dataclass
 class Outside:
-    """Where the options come from, and what a command line needs besides their names."""
+    """The folder of the options, and what a command line needs besides their names."""
 
     config_dirs: list[str]
     trust: list[str]

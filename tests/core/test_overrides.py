@@ -1,4 +1,4 @@
-"""What overrides are written as is what Hydra reads."""
+"""Hydra reads an override as the value that was written."""
 
 import os
 from random import Random

@@ -1,4 +1,4 @@
-"""What is recorded of made-up steps whose operations, bytes and peaks are known exactly."""
+"""The record of made-up steps whose operations, bytes and peaks are known exactly."""
 
 from __future__ import annotations
 

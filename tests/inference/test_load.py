@@ -114,7 +114,7 @@ DATE = {**COLUMN, "type": "date", "style": ["", 4], "mean": [0.0] * 4, "std": [1
 
 
 def table(*columns: Any, **others: Any) -> dict[str, Any]:
-    """What a run's table.json holds."""
+    """The content of a run's table.json."""
     return {
         "missing": ["", "na"],
         "inputs": [c["name"] for c in columns if isinstance(c, dict) and "name" in c],
@@ -243,7 +243,7 @@ def test_a_tokenizer_has_no_more_tokens_than_the_model(written: dict[str, Any]) 
 
 
 def test_the_operators_own_tokenizer_may_have_any_part(written: dict[str, Any], tmp_path: Path) -> None:
-    """Where the run keeps the same; and an error of the library, panics among them, is one line."""
+    """It may where the run keeps the same; and an error of the library, panics among them, is one line."""
     file = tmp_path / "own.json"
     file.write_text(json.dumps({**written, "normalizer": {"type": "Lowercase"}}))
     text = tokenizer.BytePairs.loaded(file).to_json()

@@ -1,4 +1,4 @@
-"""What a run of model=transformers leaves is read by transformers and by peft, and what peft leaves starts a run."""
+"""The files of a run of model=transformers are read by transformers and by peft, and what peft leaves starts a run."""
 
 from __future__ import annotations
 

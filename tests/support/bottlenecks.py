@@ -59,7 +59,7 @@ class Shuffled(CrossEntropy):
 
 
 class Case(NamedTuple):
-    """What is planted, the verdict that is right, the mark of the guilty line, and whether an override helps."""
+    """The planted cost, the verdict that is right, the mark of the guilty line, and whether an override helps."""
 
     overrides: tuple[str, ...]
     verdict: str

@@ -153,7 +153,7 @@ def records(run_dir: Path, event: str) -> list[dict[str, Any]]:
 
 
 def losses(run_dir: Path) -> list[tuple[Any, ...]]:
-    """What training came to at each logged update, without what depends on the clock."""
+    """The results of training at each logged update, without what depends on the clock."""
     return [tuple(r[k] for k in ("update", "epoch", "loss", "lr", "samples", "skipped")) for r in records(run_dir, "train")]
 
 

@@ -58,7 +58,7 @@ def _empty(folders: tuple[Path, ...]) -> DictConfig:
 
 @lru_cache(maxsize=64)
 def _bare(folders: tuple[Path, ...]) -> DictConfig:
-    """What Hydra composes, without any value."""
+    """The config as Hydra composes it, without any value."""
     config = deepcopy(_default(folders))
     with open_dict(config):
         config.clear()

@@ -31,7 +31,7 @@ class _Fakes(FakeTensorMode):
 
 
 class Event(dict[Any, int]):
-    """What was done when it was recorded."""
+    """The operations that were done when it was recorded."""
 
     def synchronize(self) -> None:
         """Make the host wait for it: here nothing takes time."""
@@ -140,7 +140,7 @@ class StreamedDevice(TorchDispatchMode):
 
 
 def _seen(clock: Clock, stream: Stream) -> bool:
-    """Whether a stream has waited for these operations."""
+    """True if a stream has waited for these operations."""
     return all(stream.clock.get(other, 0) >= done for other, done in clock.items())
 
 

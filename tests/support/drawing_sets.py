@@ -111,7 +111,7 @@ class Late(Base):
 
 
 class Entropy(Base):
-    """What nobody can repeat."""
+    """Draws that nobody can repeat."""
 
     def draw(self, index: int) -> Any:
         return np.random.default_rng().random(3)

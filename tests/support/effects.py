@@ -1,4 +1,4 @@
-"""What code does to the machine, as Python's audit events tell it: files, folders, processes, sockets, imports."""
+"""The effects of code on the machine, as Python's audit events tell it: files, folders, processes, sockets, imports."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _writes(mode: Any, flags: Any) -> bool:
 
 
 def _opened(path: Any, flags: Any) -> Any:
-    """What opening a path reads: not what a link there leads to, where it is not followed."""
+    """The path that an opening reads: not what a link there leads to, where it is not followed."""
     if not isinstance(path, str | os.PathLike) or not (flags or 0) & os.O_NOFOLLOW:
         return path
     return Path(path).parent

@@ -88,7 +88,7 @@ class FakeDevice(TorchDispatchMode):
         return args[0] if writes_first and isinstance(args[0], torch.Tensor) else result
 
     def _wait(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> str | None:
-        """Why the host waits for a CUDA device in this operation (torch.cuda.set_sync_debug_mode's rules); None: it does not."""
+        """The reason why the host waits for a CUDA device here, by torch.cuda.set_sync_debug_mode's rules; None: it does not."""
         name = func._schema.name.removeprefix("aten::")
         if name in ("_to_copy", "copy_"):
             source = args[1] if name == "copy_" else args[0]

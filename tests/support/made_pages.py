@@ -97,7 +97,7 @@ def comparison(quality: bool = True) -> Comparison:
 
 
 def profile() -> Any:
-    """Where an update's time goes: a fifth waits for data, and a line of the user's own takes half."""
+    """The parts of an update's time: a fifth waits for data, and a line of the user's own takes half."""
     line = Line("net.py:12 in forward", HOSTILE, share=0.5, layers=0.2, looks=(0.4, 0.6, 0.5, 0.5))
     return SimpleNamespace(
         queued=0.4, start_s=2.0, threads=None,

@@ -40,7 +40,7 @@ class Net(nn.Module):
         return self.head(self.dropout(torch.relu(self.norm(self.hidden(x.flatten(1))))))
 
     def event(self):
-        """What happens at each forward in training."""
+        """The event at each forward in training."""
 
 
 class Gated(Net):
@@ -96,7 +96,7 @@ class Dies(Net):
 
 
 class Killed(Net):
-    """What the kernel does when memory runs out."""
+    """The end that the kernel makes when memory runs out."""
 
     def event(self):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What every page must have, read from its HTML; and one page of each kind, made without a run."""
+"""The things that every page must have, read from its HTML; and one page of each kind, made without a run."""
 
 from __future__ import annotations
 

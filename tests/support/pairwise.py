@@ -133,7 +133,7 @@ Pair = frozenset[str]
 
 
 def needs(folder: Path) -> dict[str, list[str]]:
-    """What an option wants besides its name, to be tried at all and to be small; options give way to those of a row."""
+    """The settings that an option wants besides its name, to be tried and to be small; options give way to those of a row."""
     own = ["data=own", "trust=[pairwise_net]"]
     each_pixel = ["model=own", "model.target=pairwise_net.each_pixel"]
     bert = ["model=transformers", "model.name=bert", f"model.config={TINY_BERT}"]
@@ -261,7 +261,7 @@ def factors(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
 
 @dataclass
 class Outcome:
-    """What became of one combination."""
+    """The end of one combination."""
 
     words: tuple[str, ...]
     status: str  # trained, refused or broken
@@ -302,6 +302,6 @@ def refused(words: Iterable[str], folder: Path, config_dirs: Sequence[str] = ())
 
 
 def names_both(pair: Pair, reason: str) -> bool:
-    """Whether a refusal names both settings, by group and option or by a setting of the group, or by what the setting brings."""
+    """True if a refusal names both settings, by group and option or by a setting of the group, or by what the setting brings."""
     brings = {word: [word, *(w for w in needs(Path()).get(word, []) if "." not in w.partition("=")[0])] for word in pair}
     return all(any(word.split("=")[0] in reason for word in words) for words in brings.values())

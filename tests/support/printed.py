@@ -129,7 +129,7 @@ class Pictures(torch.utils.data.Dataset):
 
 
 def why_not(command: Printed) -> str | None:
-    """Why a command is not run here; None if it is."""
+    """The reason why a command is not run here; None if it is."""
     if command.page == "docs/certify.md" and "language_modelling" in command.text:
         return None
     return next((why for part, why in IMPOSSIBLE.items() if part in command.text), None)
@@ -218,7 +218,7 @@ def world(folder: Path, page: str) -> Path:
 
 
 def _run_at(where: str, page: str) -> list[str]:
-    """What to train for a run that a page names."""
+    """The training that makes a run that a page names."""
     if page in RUNS:
         return [*RUNS[page], "updates=2", f"hydra.run.dir={where}"]
     if "multirun" in where:
@@ -251,7 +251,7 @@ def run(shell: str, command: Printed, work: Path, folder: Path) -> subprocess.Co
 
 
 def failed(command: Printed, done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether a command did not do what the page says. In a test's few rounds a bisection or a verification may say no.
+    """True if a command did not do what the page says. In a test's few rounds a bisection or a verification may say no.
 
     A verification may also say that so short a training with so few seeds cannot tell (4).
     """

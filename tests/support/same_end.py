@@ -34,7 +34,7 @@ def saved(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(run_dir: Path, unbroken: Path) -> list[str]:
-    """What differs: each update's loss once, evaluations, the result, and all that was saved."""
+    """The differences: each update's loss once, evaluations, the result, and all that was saved."""
     found = [name for name, read in (
         ("losses", losses), ("evaluations", lambda run: records(run, "evaluate")),
         ("result", lambda run: {key: result(run)[key] for key in RESULT}),

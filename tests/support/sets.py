@@ -84,7 +84,7 @@ def shard(path: Path, images: np.ndarray) -> None:
 
 
 def packed(folder: Path, images: np.ndarray) -> None:
-    """What `drivetrain pack` writes."""
+    """The folder that `drivetrain pack` writes."""
     import torch
 
     from drivetrain.data import Normalize, Splits, Tensors, packed

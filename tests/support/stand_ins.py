@@ -71,7 +71,7 @@ SOURCES = {"apex.optimizers": APEX, "torchao.float8": TORCHAO}
 
 
 def installed(package: str) -> bool:
-    """Whether the package itself is there, and no stand-in is wanted."""
+    """True if the package itself is there, and no stand-in is wanted."""
     return find_spec(package) is not None
 
 

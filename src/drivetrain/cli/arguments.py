@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError([f"{self.prog}: {each}" for each in said or [f"{message}{hint}"]])
 
     def _answer(self, flag: str, known: Sequence[str]) -> str | None:
-        """What to write in place of an unknown flag; None where it is like nothing that is known."""
+        """The words to write in place of an unknown flag; None where it is like nothing that is known."""
         name, _, own = flag.partition("=")
         word = name.lstrip("-").replace("-", "_")
         if word in NOT_HERE:

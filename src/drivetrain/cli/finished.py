@@ -83,7 +83,7 @@ def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
 
 
 def _average(value: str) -> bool | float | None:
-    """Whether averaged weights are taken, or those of a relative width; None where the text is neither."""
+    """True for the averaged weights, False for the plain ones, or the relative width of an average; None for any other text."""
     if value in ("true", "false"):
         return value == "true"
     try:

@@ -94,7 +94,7 @@ class RunSpec(Parts):
 
     @property
     def target_kind(self) -> TargetKind | None:
-        """What the targets of the run are: as its data says, or else its loss, where that takes a single kind."""
+        """The kind of the run's targets: as its data says, or else its loss, where that takes a single kind."""
         given, takes = self.data.targets, self.loss.takes
         return takes[0] if given is None and len(takes) == 1 else given
 

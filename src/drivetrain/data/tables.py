@@ -69,7 +69,7 @@ Block = tuple[Sequence[str], Callable[[slice], "Cells"]]
 
 
 class Places(NamedTuple):
-    """Where the rows of a table stand, for messages: the file, and their lines there, or their numbers where it has none."""
+    """The places of a table's rows, for messages: the file, and their lines there, or their numbers where it has none."""
 
     source: str
     numbers: np.ndarray  # (n,)

@@ -94,7 +94,7 @@ def _write_weights(finished: Finished, path: Path) -> int:
 
 
 def _with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
-    """What a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
+    """The facts that a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
     kept = RunFiles(run_dir, about.get("files") or {})
     return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}
 

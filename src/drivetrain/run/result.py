@@ -83,7 +83,7 @@ class Result:
 
     @property
     def trained_nothing(self) -> bool:
-        """Whether it was resumed at its end."""
+        """True if it was resumed at its end."""
         return bool(self.resumed_at) and self.resumed_at == self.updates
 
     @property

@@ -59,7 +59,7 @@ def subject_of(planned: Plan) -> forecast.Subject:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of a process of its own is answered by what this one has built."""
+    """A question to a process of its own is answered by what this one has built."""
     monkeypatch.setattr(forecast, "_built", lambda planned, settings, _: answer(planned, subject_of(planned).trainer, settings))
 
 

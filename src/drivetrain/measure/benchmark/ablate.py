@@ -115,7 +115,7 @@ def run(
 
 
 def _on_both_sides(overrides: Sequence[str]) -> str:
-    """What the overrides of an ablation are, in words."""
+    """The overrides of an ablation, in words."""
     return (
         f"{shlex.join(overrides)} {'are' if len(overrides) > 1 else 'is'} set on both sides, so that the effect is not measured"
     )

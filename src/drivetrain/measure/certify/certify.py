@@ -87,7 +87,7 @@ class Certified:
 
     @property
     def unseen(self) -> list[str]:
-        """What could not be looked into, and why."""
+        """The parts that could not be looked into, and why."""
         return list(dict.fromkeys([*self.tested.unseen, *self.reference.unseen]))
 
 
