@@ -19,6 +19,7 @@ from drivetrain.cli.main import main
 from drivetrain.config.contract import contract_problems
 from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
+from drivetrain.core.horizon import Horizon
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.world import World
 from drivetrain.engine import build
@@ -117,11 +118,13 @@ CONF = str(EXTENDING / "conf")
 # One row for each option: what it needs beside it in a tiny run.
 OPTIONS = {
     "optimizer=sign_sgd": [],
+    "scheduler=sine": [],
     "precision=fp64": [],
     "loader=prefetch_one": ["data=digits"],
     "augment=[invert]": ["data=digits", "augment.invert.max_value=16"],
     "loss=poly1": [],
     "loss=cross_entropy_top2": [],
+    "metrics=[balanced_error]": [],
     "parallel=local_sgd": [],
     "logger=[sqlite]": [],
 }
@@ -182,6 +185,14 @@ def test_sign_sgd_moves_every_weight_by_the_learning_rate(trainer):
     moved = torch.cat([(p.detach() - old).abs().flatten() for p, old in zip(made.model.parameters(), before, strict=True)])
     assert set(moved[moved > 0.01].round(decimals=4).tolist()) == {0.25}  # a weight without a gradient stays
     assert (moved > 0.01).float().mean() > 0.5
+
+
+def test_sine_falls_from_the_learning_rate_to_its_end(my_pkg):
+    from my_pkg.scheduler import Sine
+
+    schedule = Sine(final=0.5)
+    schedule.set_horizon(Horizon(90, [90]))
+    assert [schedule.lr_factor(update) for update in (0, 30, 90)] == pytest.approx([1, 0.75, 0.5])  # sin 30° is a half
 
 
 def test_fp64_computes_in_float64_and_agrees_with_float32(trainer):
@@ -254,6 +265,15 @@ def test_top2_accuracy(my_pkg):
     loss = CrossEntropyTop2()
     sums = dict(zip((*loss.metrics, "count"), loss.sums(output, torch.tensor([0, 1, 2])).tolist(), strict=True))
     assert (sums["accuracy"], sums["top2_accuracy"], sums["count"]) == (1, 2, 3)
+
+
+def test_balanced_error_counts_each_class_the_same(my_pkg):
+    from my_pkg.metric import BalancedError
+
+    metric = BalancedError()
+    metric.classes = 3  # of which the last one does not occur
+    (sums,) = metric.prepare(torch.eye(3)[[0, 0, 0, 0, 1]], torch.tensor([0, 0, 0, 1, 1]))
+    assert metric.figures(sums.double()) == {"balanced_error": pytest.approx((0 + 1 / 2) / 2)}
 
 
 def test_averaging_every_update_is_plain_sgd_on_the_whole_batch(tiny, job, tmp_path):

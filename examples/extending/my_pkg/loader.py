@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.microbatch import Request
 from drivetrain.loader import Loader, Pipeline
+from drivetrain.loader.base import ReadBatch
 
 
 class PrefetchOne(Loader):
@@ -15,10 +16,13 @@ class PrefetchOne(Loader):
 
     effect = "exact"  # the same batches in the same order
 
-    def stream(
-        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
-        batches = super().stream(pipeline, requests, device, memory_format)
+    def copies_ahead(self) -> int:
+        return 1  # on a GPU a batch is copied while the step before it computes
+
+    def batches(
+        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, finish: bool = True
+    ) -> Iterator[ReadBatch]:
+        batches = super().batches(pipeline, requests, device, finish)
         with ThreadPoolExecutor(1, "prefetch_one") as reader:
             following = reader.submit(next, batches, None)
             while (batch := following.result()) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import Momentum, NonNegative, Positive
@@ -20,7 +19,7 @@ class SignSgdOption(Optimizer):
     weight_decay: NonNegative = 0.0
     momentum: Momentum = 0.9
 
-    def make(self, groups: list[dict[str, Any]], implementation: str) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, object]], implementation: str) -> torch.optim.Optimizer:
         from my_pkg.sign_sgd import SignSgd  # imports torch: not before the run is built
 
         return SignSgd(groups, self.lr, self.momentum, self.weight_decay)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from drivetrain.cli.arguments import Command
+from drivetrain.data import Data
 from drivetrain.launch.job import prepare
+from drivetrain.model import Model
 
 HELP = "drivetrain parameters [group=option] [key=value] …      the model's parameters, counted before anything is trained"
 
@@ -15,8 +17,8 @@ def count(given: argparse.Namespace) -> int:
     run = prepare(given.overrides, given.config_dir).run  # composed and validated; torch is not imported yet
     import torch
 
-    data = run.data.load(torch.device("cpu"))
-    parameters = list(run.model.create(data.shape, data.classes).parameters())
+    data = Data.of(run).load(torch.device("cpu"))
+    parameters = list(Model.of(run).create(data.shape, data.classes).parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     print(f"{run.named('model')}: {sum(p.numel() for p in parameters):,} parameters, {trainable:,} of them trainable")
     return 0

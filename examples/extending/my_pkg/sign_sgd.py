@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.optimizer import ParamsT
 
 
 class SignSgd(torch.optim.Optimizer):
     """Signum (Bernstein et al. 2018): each weight moves by lr, against the sign of its momentum."""
 
-    def __init__(self, params: Any, lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(self, params: ParamsT, lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
