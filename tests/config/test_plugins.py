@@ -261,6 +261,17 @@ def test_the_contract_asks_what_an_option_does_to_training(installed: Path) -> N
     assert "maximum of Saving.key_effects is no argument of it" in names
 
 
+@pytest.mark.parametrize("group", ["loss", "metrics"])
+def test_a_class_is_asked_what_targets_it_takes(group: str, installed: Path) -> None:
+    """A metric also by its contract. A loss may be one for data that does not say its targets."""
+    with (installed / "made_up" / "options.py").open("a") as options:
+        options.write(f"\n{group.title()}.takes = ()\n")
+    asked = [problem for problem in contract_problems(group, "mine") if "does not say what targets" in problem]
+    assert len(asked) == (group == "metrics")
+    with pytest.raises(UserError, match=rf"{group}=.* \({group.title()}\) does not say what targets"):
+        prepare([word(group)])
+
+
 def test_the_contract_of_no_option() -> None:
     assert contract_problems("clip", "nrom") == ["there is no clip=nrom: did you mean 'norm'?"]
     assert "there is no group 'clp': did you mean 'clip'" in contract_problems("clp", "norm")[0]

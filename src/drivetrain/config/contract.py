@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from drivetrain.config import recipe_checks, schema
 from drivetrain.config.catalog import LISTS, option_files, summary
 from drivetrain.config.compose import compose
-from drivetrain.core import allowed
+from drivetrain.core import allowed, groups
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Option
+from drivetrain.core.targets import unsaid
 from drivetrain.core.user_code import import_name
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 
@@ -72,6 +73,10 @@ def _claim_problems(cls: type[Option], settings: Collection[str]) -> Iterator[st
             f'{cls.__name__} does not say what it does to training: give it effect = "exact" (the same numbers), or "close" '
             'or "changes" with one line in changes, of 11 to 99 letters'
         )
+    if issubclass(cls, groups.Metric) and not getattr(cls, "takes", ()):
+        yield unsaid(cls.__name__)
+    if issubclass(cls, groups.Metric) and not hasattr(cls, "name"):
+        yield f"{cls.__name__} has no name: give the class name = …, the word of its option and of its figure"
     yield from (f"{key} of {cls.__name__}.key_effects is no argument of it" for key in cls.key_effects if key not in settings)
 
 

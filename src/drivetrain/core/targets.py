@@ -20,6 +20,11 @@ FITTING_LOSS: dict[TargetKind, str] = {  # named in messages
 }  # fmt: skip
 
 
+def unsaid(name: str) -> str:
+    """Return the problem of a class, of a loss or a metric, that has no `takes`."""
+    return f"{name} does not say what targets it can be computed from: give the class takes = (…), of {', '.join(DESCRIPTIONS)}"
+
+
 def describe(kinds: tuple[TargetKind, ...]) -> str:
     """Return the kinds in words, for messages."""
     return " or ".join(DESCRIPTIONS[kind] for kind in kinds)

@@ -11,7 +11,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, Option, RunSpec
-from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe
+from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe, unsaid
 from drivetrain.core.trees import Forward, Tree, shape_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,11 @@ class Loss(Option, groups.Loss):
 
     def validate(self, run: RunSpec) -> Iterator[str]:
         given = run.data.targets
-        if given is not None and given not in self.takes:
+        if given is None or given in self.takes:
+            return
+        if not self.takes:
+            yield unsaid(f"{run.named('loss')} ({type(self).__name__})")
+        else:
             fitting = FITTING_LOSS.get(given)
             yield (
                 f"{run.named('loss')} wants {describe(self.takes)}, but {run.named('data')} has {describe((given,))}: "
@@ -83,7 +87,7 @@ class Loss(Option, groups.Loss):
 
     def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the loss over a batch's items, to be differentiated, and their number, both 0-d."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no sum_and_count: the sum of the loss, and the number of items")
 
     def count(self, target: object) -> torch.Tensor:
         """The number of items that the mean of a batch is over, 0-d."""

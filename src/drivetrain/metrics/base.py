@@ -10,7 +10,7 @@ from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, Effect, Option, RunSpec, needs_extra
-from drivetrain.core.targets import TargetKind, describe
+from drivetrain.core.targets import TargetKind, describe, unsaid
 from drivetrain.core.trees import Tree
 
 DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
@@ -36,7 +36,7 @@ class Metric(Option, groups.Metric):
     by_torchmetrics: ClassVar[bool] = False
     counts: ClassVar[bool] = False  # whether its figures count answers that are right or wrong
     share: ClassVar[bool] = False  # whether its figure is the share of the answers that are right
-    takes: tuple[TargetKind, ...]  # the kinds of targets that it can be computed from
+    takes: tuple[TargetKind, ...] = ()  # the kinds of targets that it can be computed from
     better: Literal["min", "max"] | None = "max"  # which of two of its values is better; None: neither
     kind: TargetKind | None = None  # of the run's targets
 
@@ -56,7 +56,9 @@ class Metric(Option, groups.Metric):
     def validate(self, run: RunSpec) -> Iterator[str]:
         if self.by_torchmetrics:
             yield from needs_extra("torchmetrics", EXTRA, f"metrics=[{self.name}]")
-        if self.kind is None:
+        if not self.takes:
+            yield unsaid(f"metrics=[{self.name}] ({type(self).__name__})")
+        elif self.kind is None:
             yield (
                 f"metrics=[{self.name}] has to know what the targets of {run.named('data')} are, and neither the data nor "
                 f"{run.named('loss')} says it: set data.targets={self.takes[0]}"
