@@ -71,7 +71,7 @@ def test_a_samples_result_does_not_hang_on_its_batch(option, dtype, monkeypatch)
 
 def test_no_two_draws_share_a_stream():
     ranges = {name: value for name, value in vars(base).items() if isinstance(value, range)}
-    assert len(ranges) == 10
+    assert len(ranges) >= 10
     assert all(ranges.values())
     for (a, one), (b, other) in itertools.combinations(ranges.items(), 2):
         assert not set(one) & set(other), (a, b)

@@ -122,8 +122,8 @@ def test_a_model_of_transformers_trains_in_float8(fake_run):
 
 def test_every_option_is_in_a_row_or_says_why_not():
     assert sorted([o for row in ROWS for o in row] + REAL + SEVERAL_RANKS + ELSEWHERE) == sorted(OPTIONS)
-    assert len(ROWS) < 50
-    assert len(REAL) <= 17
+    assert len(ROWS) < len(OPTIONS) / 3
+    assert len(REAL) < len(OPTIONS) / 10
 
 
 # --- every augmentation works on a fake device, as loader=device uses it: nothing mixes devices, and nothing waits ---
