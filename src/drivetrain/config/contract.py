@@ -75,7 +75,7 @@ def _claim_problems(cls: type[Option], settings: Collection[str]) -> Iterator[st
         )
     if issubclass(cls, groups.Metric) and not getattr(cls, "takes", ()):
         yield unsaid(cls.__name__)
-    if issubclass(cls, groups.Metric) and not hasattr(cls, "name"):
+    if issubclass(cls, groups.Metric) and not hasattr(cls(), "name"):
         yield f"{cls.__name__} has no name: give the class name = …, the word of its option and of its figure"
     yield from (f"{key} of {cls.__name__}.key_effects is no argument of it" for key in cls.key_effects if key not in settings)
 
