@@ -97,6 +97,17 @@ def test_it_stands_in_the_model_only_while_swapped_also_on_an_exception(make):
     assert any(not torch.equal(raw[name], average[name]) for name in raw)
 
 
+def test_a_skipped_update_does_not_move_it(make, each_update):
+    trainer = make(*RESNET, "precision=amp", "precision.init_scale=1e12", "updates=3", "epochs=40", "optimizer.lr=0.01",
+                   "optimizer.fused=false")  # fmt: skip
+    start = {name: t.clone() for name, t in trainer.ema.state_dict()["tensors"].items()}
+    seen = each_update(trainer, lambda: (trainer.progress.updates, not same(start, trainer.ema.state_dict()["tensors"])))
+    trainer.fit()
+    assert trainer.progress.skipped > 3
+    assert trainer.progress.updates == trainer.ema.state_dict()["updates"] == 3
+    assert all(moved == (updates > 0) for updates, moved in seen)
+
+
 @pytest.mark.parametrize("word", ["ema.decay=1.5", "ema.decay=-0.1", "ema.buffers=forget"])
 def test_what_cannot_be_is_refused(problems, word):
     assert any(p.startswith(word) for p in problems("ema=ema", word))
