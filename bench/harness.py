@@ -111,6 +111,8 @@ class Variant:
     ) -> None:  # fmt: skip
         context: Any = get_context(method)
         self.name, self._answers_s = name, answers_s
+        self.blocks: list[tuple[float, float]] = []  # seconds by the wall and on the CPU
+        self.marker: dict[str, Any] = {}  # once it has ended
         self._connection, theirs = context.Pipe()
         # No daemon: a loader's variant has workers of its own.
         self._process = context.Process(target=_serve, args=(run, args, theirs, terminal), daemon=False)
@@ -121,17 +123,16 @@ class Variant:
         """Wait until the variant has built what it trains."""
         self._receive()
 
-    def block(self) -> tuple[float, float]:
-        """Run one block; its seconds by the wall and on the CPU."""
+    def block(self) -> None:
+        """Run one block."""
         self._connection.send("go")
-        return self._receive()
+        self.blocks.append(self._receive())
 
-    def stop(self) -> dict[str, Any]:
-        """End the variant; its marker."""
+    def stop(self) -> None:
+        """End the variant."""
         self._connection.send("stop")
-        marker = self._receive()
+        self.marker = self._receive()
         self._process.join(10)
-        return marker
 
     def kill(self) -> None:
         """End the process whatever it does."""
@@ -150,22 +151,36 @@ class Variant:
         return message
 
 
+def turns(
+    live: list[Variant], rounds: int, failed: Callable[[Variant, RuntimeError], None] | None = None
+) -> Iterator[None]:  # fmt: skip
+    """Run a block of each variant a round; the order alternates. One that fails is no longer live, where `failed` takes it."""
+    for number in range(rounds):
+        for variant in live[:: 1 if number % 2 == 0 else -1]:
+            try:
+                variant.block()
+            except RuntimeError as error:
+                if failed is None:
+                    raise
+                live.remove(variant)
+                failed(variant, error)
+        yield
+
+
 def run_rounds(
     variants: dict[str, tuple[Callable[..., None], tuple[Any, ...]]], rounds: int, warmup: int
 ) -> tuple[dict[str, list[tuple[float, float]]], dict[str, dict[str, Any]]]:
-    """Seconds (wall, CPU) of each variant's blocks, one a round, and its marker. The order alternates between rounds."""
+    """Seconds (wall, CPU) of each variant's blocks, one a round, and its marker."""
     with _screen() as terminal:
         live = [Variant(name, run, args, terminal) for name, (run, args) in variants.items()]
         try:
             for variant in live:
                 variant.ready()
-            seconds: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in live}
-            for number in range(warmup + rounds):
-                for variant in live if number % 2 == 0 else reversed(live):
-                    taken = variant.block()
-                    if number >= warmup:
-                        seconds[variant.name].append(taken)
-            return seconds, {variant.name: variant.stop() for variant in live}
+            for _ in turns(live, warmup + rounds):
+                pass
+            for variant in live:
+                variant.stop()
+            return {v.name: v.blocks[warmup:] for v in live}, {v.name: v.marker for v in live}
         finally:
             for variant in live:
                 variant.kill()
@@ -306,21 +321,24 @@ def machine() -> dict[str, Any]:
     }
 
 
-def parse(doc: str | None, out: str | Path, argv: Sequence[str] | None = None, **options: Any) -> argparse.Namespace:
+def parse(doc: str | None, out: str | Path | None, argv: Sequence[str] | None = None, **options: Any) -> argparse.Namespace:
     """The words of a benchmark: an option for each keyword with its default, and `--out`, a file of bench/results without it.
 
-    False is a switch, a type alone an option without a default, a list or a mapping the choices of one that takes several.
+    False is a switch, a type alone an option without a default, a list or a mapping the choices of one that takes several, and
+    a tuple those of a word that is needed.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in options.items():
         flag, of = f"--{name.replace('_', '-')}", default if isinstance(default, type) else type(default)
         if default is False:
             parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(name, choices=default)
         elif isinstance(default, list | dict):
             parser.add_argument(flag, nargs="+", choices=list(default) or None, default=list(default))
         else:
             parser.add_argument(flag, type=of, default=None if of is default else default)
-    parser.add_argument("--out", type=Path, default=RESULTS / out)
+    parser.add_argument("--out", type=Path, default=out and RESULTS / out)
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,10 @@
-"""`python -m bench.gpu lease|smoke|right|clock|speed|verbs [--minutes M] [--out DIR]`: docs/gpu.md."""
+"""`python -m bench.gpu lease|smoke|right|speed`: what a machine with a CUDA device is asked (docs/gpu.md).
+
+A call ends after `--minutes`; the next one goes on. `--results` is the folder of the JSON files, `--out` one that travels: what
+changes is copied there at once. `--rows` names rows, by commas, with * for anything; without it all run on a device, and some on
+a CPU. `--jobs` rows run at a time, where nothing is timed. `--cpu` runs the form of a CPU also where there is a device, `--retry`
+runs rows again that failed or were killed.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +33,12 @@ PRELOADED = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one stage; 1 if a row failed or was killed."""
-    parser = argparse.ArgumentParser(prog="bench.gpu", description="What a machine with a CUDA device is asked; see docs/gpu.md.")
-    parser.add_argument("stage", choices=("lease", *campaign.STAGES))
-    parser.add_argument("--minutes", type=float, default=9.0, help="this call ends after so long; the next one goes on")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS, help="folder of the JSON files")
-    parser.add_argument("--out", type=Path, help="folder that travels: what changes is copied there at once")
-    parser.add_argument("--rows", help="comma-separated names, * for anything; all on a device, some on a CPU")
-    parser.add_argument("--jobs", type=int, help="rows at a time, where nothing is timed")
-    parser.add_argument("--cpu", action="store_true", help="the CPU's form also where there is a device")
-    parser.add_argument("--retry", action="store_true", help="run rows again that failed or were killed")
-    given = parser.parse_args(argv)
+    given = harness.parse(
+        __doc__, None, argv, stage=("lease", *campaign.STAGES), minutes=9.0, results=harness.RESULTS, rows=str, jobs=int,
+        cpu=False, retry=False,
+    )  # fmt: skip
     if missing := campaign.missing(campaign.MODULES):
-        parser.error(f"not installed here: {', '.join(missing)}. Carry their wheels, and put them on PYTHONPATH (docs/gpu.md)")
+        sys.exit(f"not installed here: {', '.join(missing)}. Carry their wheels, and put them on PYTHONPATH (docs/gpu.md)")
     if given.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the children are ended too

@@ -277,25 +277,6 @@ def _best_s(run: Callable[[], Any], repeats: int = 5, times: int = 10) -> float:
     return min(taken[1:])
 
 
-def adamw_ms(device: str, rounds: int) -> dict[str, float]:
-    """In a child: milliseconds of one AdamW update over ViT-B's parameters, in a loop, foreach and fused, interleaved."""
-    import timm
-    import torch
-
-    shapes = [p.shape for p in timm.create_model("vit_base_patch16_224" if device == "cuda" else "test_vit").parameters()]
-    taken: dict[str, list[float]] = {}
-    variants = {}
-    for kind, options in (("loop", {"foreach": False}), ("foreach", {"foreach": True}), ("fused", {"fused": True})):
-        parameters = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        variants[kind] = torch.optim.AdamW(parameters, **options)
-    for _ in range(rounds):
-        for kind, optimizer in variants.items():
-            taken.setdefault(kind, []).append(1e3 * _best_s(optimizer.step, times=3))
-    return {kind: harness.spread(times)["median"] for kind, times in taken.items()}
-
-
 def flops_per_sample(model: Any, batch: Any, loss: Callable[[Any], Any]) -> float:
     """FLOP of one sample's forward and backward by torch's counter, on fake tensors: of matrix products and convolutions."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -1,4 +1,4 @@
-"""Starts: every option of every group, and the risky pairs, train two updates.
+"""Starts: every option of every group, and the risky pairs, train two updates, and the verbs that measure say what they find.
 
 The options are those of the catalog, plugins' too. What an option wants beside it is what the tests of pairs give it.
 """
@@ -6,6 +6,7 @@ The options are those of the catalog, plugins' too. What an option wants beside 
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -32,9 +33,22 @@ SPECIAL: dict[str, tuple[str, ...]] = {
     "amp whole step resident": ("loader=resident", "compile=step", "precision=amp", "data=digits"),
     "bf16 CUDA graph workers": ("loader=workers", "compile=cudagraph", "precision=bf16"),
 }
+DIGITS = ("data=digits", "model=resnet9")
+VERBS: dict[str, tuple[str, ...]] = {
+    "compare": (*DIGITS, "precision=fp32,tf32,bf16,amp", "compile=none,inductor", "rounds=3", "block_s=0.3"),
+    "doctor": (*DIGITS, "profile_s=1", "rounds=4", "block_s=0.2"),
+    "tune": (*DIGITS, "budget_s=150", "rounds=4", "block_s=0.2", "quality=false", "lr_updates=60"),
+}
+TINY = ("data=digits", "model=mlp", "model.hidden=[16]", "optimizer=sgd", "batch.global_batch=64", "runtime.threads=1")
+SMALL_VERBS: dict[str, tuple[str, ...]] = {  # of the CPU's form
+    "compare": (*TINY, "precision=fp32,bf16", "rounds=1", "block_s=0.02"),
+    "doctor": (*TINY, "prove=false", "profile_s=0.1"),
+    "tune": (*TINY, "what=batch", "rounds=1", "block_s=0.02", "quality=false", "budget_s=20"),
+}
+KEPT = ("compare.json", "tune.json")
 CPU_ROWS = (
     "optimizer=lion", "augment=[mixup]", "parallel=ddp", "compile=cudagraph", "loader=threads precision=bf16", "save and resume",
-    "the profiler's window",
+    "the profiler's window", *SMALL_VERBS,
 )  # fmt: skip
 
 
@@ -51,6 +65,9 @@ def rows(device: str, folder: Path) -> list[Row]:
     found += [Row(name, two_updates, (given, device, folder), _limit_s(given)) for name, given in SPECIAL.items()]
     found.append(Row("save and resume", save_and_resume, (device, folder), LIMIT_S))
     found.append(Row("torchrun", torchrun, (device, folder), LIMIT_S))
+    for name, given in (VERBS if device == "cuda" else SMALL_VERBS).items():
+        wanted = (name, *given, f"runtime.device={device}", f"output_dir={folder}/{name}")
+        found.append(Row(name, verb, (wanted, folder / name), 280.0, keep_output=True, alone=True))
     return [*found, Row("tests marked cuda", cuda_tests, (), 240.0, keep_output=True, alone=True)]
 
 
@@ -91,6 +108,19 @@ def torchrun(device: str, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise campaign.RunFailed(f"torchrun ended with {done.returncode}")
     return {"overrides": words}
+
+
+def verb(words: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Run a verb as the command line does; what it wrote as JSON."""
+    from drivetrain.cli.main import main
+
+    os.environ["DRIVETRAIN_TRACEBACK"] = "1"
+    code = main(words)
+    written = {file.name: json.loads(file.read_text()) for file in sorted(folder.rglob("*.json")) if file.name in KEPT}
+    campaign.report({"command": f"drivetrain {' '.join(words)}", "written": written})  # of a failed comparison too
+    if code:
+        raise campaign.RunFailed(f"drivetrain {' '.join(words)} ended with code {code}")
+    return {}
 
 
 def cuda_tests() -> dict[str, Any]:

@@ -21,126 +21,67 @@ from bench.harness import Variant
 
 Loop = tuple[Callable[..., None], tuple[Any, ...]]  # a function and its arguments; `sync` is added
 WARMUP = 2  # blocks
-SPARE = 1.3  # times the memory of the largest variant so far that must be free for one more
+BESIDE = 2  # variants that are live with the base: a device's memory holds no more of the large ones
 MIN_ROUNDS = 2
-FILL = 0.4  # of a group's time: when it is over, no further variant begins
 NO_TIME = "no time was left to begin it"
 
 
 @dataclass
 class Interleaved:
-    """The measurements of a row."""
+    """The variants of a row: groups that took turns, each with the base first, and why others failed."""
 
-    blocks: dict[str, list[float]] = field(default_factory=dict)  # seconds
-    base: dict[str, list[float]] = field(default_factory=dict)  # of a variant's group: the base's blocks in the same rounds
-    peak_bytes: dict[str, float] = field(default_factory=dict)
+    groups: list[list[Variant]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # the traceback and all that the variant wrote
-    groups: list[list[str]] = field(default_factory=list)
 
 
 def run(
-    loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, free: Callable[[], float],
-    on_round: Callable[[Interleaved], None] = lambda _: None,
-) -> Interleaved:  # fmt: skip
-    """Measure the variants, the first of them the base. `free` tells the bytes of device memory that are free.
+    loops: dict[str, Loop], rounds: int, seconds: float, folder: Path, on_round: Callable[[Interleaved], None] = lambda _: None
+) -> Interleaved:
+    """Measure the variants, the first of them the base.
 
     Where `seconds` get short, each group runs fewer rounds, and no other group begins. `on_round` gets what is measured after
     each round. Raises RuntimeError where the base fails.
     """
     found, (base, *waiting), until = Interleaved(), loops, time.monotonic() + seconds
+
+    def fail(variant: Variant, error: RuntimeError) -> None:
+        variant.kill()
+        found.failed[variant.name] = f"{error}\n{(folder / f'{variant.name}.txt').read_text(errors='replace')}"
+        if variant.name == base:
+            raise RuntimeError(found.failed[base])
+
     while waiting and (not found.groups or time.monotonic() < until):
         live: list[Variant] = []
-        began = time.monotonic()
         try:
-            _begin(base, loops[base], live, found, folder)
-            if base in found.failed:
-                raise RuntimeError(found.failed[base])
-            _fill(live, waiting, loops, found, folder, free, began + FILL * (until - began))
-            found.groups.append([variant.name for variant in live])
-            share = len(live) / (len(live) + len(waiting))
-            _rounds(live, rounds, time.monotonic() + share * (until - time.monotonic()), found, folder, on_round)
+            for name in (base, *waiting[:BESIDE]):
+                (folder / f"{name}.txt").write_bytes(b"")
+                live.append(variant := Variant(name, *loops[name], str(folder / f"{name}.txt"), method="fork", answers_s=240.0))
+                try:
+                    variant.ready()
+                    for _ in harness.turns([variant], WARMUP):
+                        pass
+                    variant.blocks.clear()
+                except RuntimeError as error:
+                    live.remove(variant)
+                    fail(variant, error)
+                    if "OutOfMemoryError" in found.failed[name] and len(live) > 1:  # it may fit beside the base alone
+                        del found.failed[name]
+                        break
+                waiting = [each for each in waiting if each != name]
+            found.groups.append(list(live))
+            ends = time.monotonic() + len(live) / (len(live) + len(waiting)) * (until - time.monotonic())
+            for number, _ in enumerate(harness.turns(live, rounds, fail), 1):
+                on_round(found)
+                if number >= MIN_ROUNDS and time.monotonic() > ends:
+                    break
+            for variant in live:
+                variant.stop()
         finally:
             for variant in live:
                 variant.kill()
     found.failed |= dict.fromkeys(waiting, NO_TIME)
     on_round(found)
     return found
-
-
-def _fill(
-    live: list[Variant], waiting: list[str], loops: dict[str, Loop], found: Interleaved, folder: Path, free: Callable[[], float],
-    until: float,
-) -> None:  # fmt: skip
-    """Begin further variants, the first in any case, the others while there is memory and time."""
-    largest, before = 0.0, free()
-    while waiting and (len(live) == 1 or (before > SPARE * largest and time.monotonic() < until)):
-        name = waiting.pop(0)
-        _begin(name, loops[name], live, found, folder)
-        if "OutOfMemoryError" in found.failed.get(name, "") and len(live) > 1:  # not by itself beside the base
-            del found.failed[name]
-            waiting.insert(0, name)
-            return
-        after = free()
-        largest, before = max(largest, before - after), after
-
-
-def _begin(name: str, loop: Loop, live: list[Variant], found: Interleaved, folder: Path) -> None:
-    """Start a variant and warm it up; one that fails is not among the live ones."""
-    output = folder / f"{name}.txt"
-    output.write_bytes(b"")
-    variant = Variant(name, *loop, str(output), method="fork", answers_s=240.0)
-    try:
-        variant.ready()
-        for _ in range(WARMUP):
-            variant.block()
-        live.append(variant)
-    except RuntimeError as error:
-        _fail(variant, error, found, folder)
-
-
-def _rounds(
-    live: list[Variant], rounds: int, until: float, found: Interleaved, folder: Path, on_round: Callable[[Interleaved], None]
-) -> None:
-    base, of_base = live[0], list[float]()
-    for variant in live:
-        found.base[variant.name] = of_base
-    for number in range(rounds):
-        if number >= MIN_ROUNDS and time.monotonic() > until:
-            break
-        for variant in list(live) if number % 2 == 0 else list(reversed(live)):
-            try:
-                seconds = variant.block()[0]
-                found.blocks.setdefault(variant.name, []).append(seconds)
-                if variant is base:
-                    of_base.append(seconds)
-            except RuntimeError as error:
-                live.remove(variant)
-                _fail(variant, error, found, folder)
-        if base not in live:
-            raise RuntimeError(found.failed[base.name])
-        on_round(found)
-    for variant in live:
-        found.peak_bytes[variant.name] = variant.stop()["loss_last"]
-
-
-def _fail(variant: Variant, error: RuntimeError, found: Interleaved, folder: Path) -> None:
-    variant.kill()
-    found.blocks.pop(variant.name, None)
-    found.failed[variant.name] = f"{error}\n{(folder / f'{variant.name}.txt').read_text(errors='replace')}"
-
-
-def free_memory(device: str) -> Callable[[], float]:
-    """Tells the free bytes of the device, asked in a child; of a CPU, of the machine's memory."""
-    return lambda: campaign.call(_free, device)["free"]
-
-
-def _free(device: str) -> dict[str, Any]:
-    import torch
-
-    from drivetrain.loader.device import free_memory as free
-
-    found = free(torch.device(device))
-    return {"free": float("inf") if found is None else found}
 
 
 ROUNDS = 8
@@ -191,7 +132,7 @@ MARKS = (
     ("fed", "packed", "synthetic", 0.97),
     ("small images", "resident", "threads, none", 2.0),
 )
-CPU_ROWS = ("ceilings", "adamw", "mlp", "resnet50", "resnet50 more", "vit_b", "gpt", "small images", "ladder", "fed")
+CPU_ROWS = ("ceilings", "mlp", "resnet50", "resnet50 more", "vit_b", "gpt", "small images", "ladder", "fed")
 
 
 def rows(device: str, folder: Path) -> list[Row]:
@@ -202,7 +143,6 @@ def rows(device: str, folder: Path) -> list[Row]:
     )
     images = works["resnet50"]
     found = {"ceilings": Row("ceilings", loops.ceilings, (device,), alone=True)}
-    found["adamw"] = Row("adamw", loops.adamw_ms, (device, 8 if cuda else 1), alone=True)
 
     def add(name: str, run: Callable[..., None], *args: Any) -> None:
         found[name] = Row(name, run, args, LIMIT_S, 60.0 if cuda else 5.0, alone=True)
@@ -304,27 +244,28 @@ def measure(work: Work, variants: dict[str, Loop]) -> None:
     campaign.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
 
     def keep(found: Interleaved) -> None:
+        together = [[variant.name for variant in group] for group in found.groups]
         variants = figures(found, work, flops, peak)
-        campaign.report({"live_together": found.groups, "failed_variants": found.failed, "variants": variants})
+        campaign.report({"live_together": together, "failed_variants": found.failed, "variants": variants})
 
-    rounds, free = 2 if work.device == "cpu" else ROUNDS, free_memory(work.device)
     with tempfile.TemporaryDirectory() as folder:
-        run(variants, rounds, 0.8 * campaign.left_s(), Path(folder), free, keep)
+        run(variants, 2 if work.device == "cpu" else ROUNDS, 0.8 * campaign.left_s(), Path(folder), keep)
 
 
 def figures(found: Interleaved, work: Work, flops: float, peak: float | None) -> dict[str, Any]:
     """Of each variant: samples a second, its step, MFU, memory, and its ratio to the base."""
     table = {}
-    for name, blocks in found.blocks.items():
-        rate = work.samples / harness.spread(blocks)["median"]
-        ratios = harness.against(found.base[name], blocks[-len(found.base[name]) :])["ratio"]
-        table[name] = {
+    for base, variant in ((group[0], each) for group in found.groups for each in group if each.name not in found.failed):
+        blocks, of_base = ([wall for wall, _ in each.blocks] for each in (variant, base))
+        spread = harness.spread(blocks)
+        rate = work.samples / spread["median"]
+        table[variant.name] = {
             "samples_per_s": rate,
-            "step_ms": {key: 1e3 * value / work.steps for key, value in harness.spread(blocks).items()},
-            "over_base": ratios,
+            "step_ms": {key: 1e3 * value / work.steps for key, value in spread.items()},
+            "over_base": harness.against(blocks, of_base)["ratio"],
             "model_tflops": rate * flops / 1e12,
             "mfu": None if peak is None else rate * flops / 1e12 / peak,
-            "peak_memory_bytes": found.peak_bytes.get(name),  # known once its group has ended
+            "peak_memory_bytes": variant.marker.get("loss_last"),  # known once its group has ended
         }
     return table
 
