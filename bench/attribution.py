@@ -377,7 +377,7 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
     trainer.endless()
     trainer.model.train()
     trainer.callbacks.start()
-    stream = TrackedStream(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
+    stream = TrackedStream(trainer.read())
 
     def updates_s(repeats: int, block_s: float = 0.08) -> list[float]:
         """Return the seconds of each update of a block, less those in which the process waited for a core."""

@@ -82,20 +82,20 @@ def measure(overrides: list[str]) -> dict[str, Any]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.debug.profile import silence_profiler
     from drivetrain.engine import build
+    from drivetrain.engine.context import RunContext
     from drivetrain.launch.job import prepare
 
     silence_profiler()
     job = prepare([*overrides, "saving=none", "runtime.device=cpu", "runtime.threads=1"])
-    context, before = BuildContext(job.run, World(), Path(os.devnull)), _storages()
+    context, before = RunContext(job.run, World(), Path(os.devnull)), _storages()
     trainer = build.build(context, [])
     trainer.endless()
     trainer.model.train()
     loss_sum = torch.zeros(())
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    stream = trainer.read()
 
     def update() -> float:
         began = time.thread_time()

@@ -214,9 +214,9 @@ def ours(
     line is shown; else nothing is logged but that record.
     """
     from drivetrain.config import validate
-    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
+    from drivetrain.engine.context import RunContext
     from drivetrain.launch import launcher
     from drivetrain.ui import terminal
 
@@ -224,7 +224,7 @@ def ours(
     validate.validate_device(job.run)
     with tempfile.TemporaryDirectory() as folder:
         sinks: list[Any] = []
-        trainer = build.build(BuildContext(job.run, World(), Path(folder)), sinks)
+        trainer = build.build(RunContext(job.run, World(), Path(folder)), sinks)
         for logger in job.run.logger if files else ():
             logger.start(Path(folder), 0)
             sinks.append(logger)

@@ -159,15 +159,15 @@ def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
 def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Build the trainer of a tiny run with these overrides, without starting it; its one log writer keeps the records."""
     from drivetrain.config import validate as check
-    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.engine import build
+    from drivetrain.engine.context import RunContext
     from drivetrain.launch import launcher
 
     def built(*words: str, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
         job = launcher.prepare(tiny(*words))
         check.validate_device(job.run)
-        context = BuildContext(job.run, world or World(), run_dir)
+        context = RunContext(job.run, world or World(), run_dir)
         contexts.append(context)
         return build.build(context, [Sink()])
 

@@ -17,12 +17,12 @@ import torch
 import drivetrain
 from drivetrain.cli.main import main
 from drivetrain.config.contract import contract_problems
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.world import World
 from drivetrain.engine import build
+from drivetrain.engine.context import RunContext
 from drivetrain.launch import launcher
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipe
@@ -151,7 +151,7 @@ def trainer(job, tmp_path):
     contexts = []
 
     def built(*overrides):
-        contexts.append(BuildContext(job(*overrides).run, World(), tmp_path / "run"))
+        contexts.append(RunContext(job(*overrides).run, World(), tmp_path / "run"))
         return build.build(contexts[-1], [])
 
     yield built

@@ -17,9 +17,9 @@ import torch
 
 import drivetrain
 from drivetrain.core import rng
-from drivetrain.core.context import BuildContext
 from drivetrain.core.world import World
 from drivetrain.engine import build
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import prepare
 from tests.conftest import Sink
@@ -69,12 +69,12 @@ def words(import_from: Callable[[Path], None]) -> Callable[[str], list[str]]:
 @pytest.fixture
 def trainer_of(words: Callable[[str], list[str]]) -> Iterator[Callable[[str], Trainer]]:
     """`trainer_of(name)`: an example's run, which reads in the loop's order."""
-    contexts: list[BuildContext] = []
+    contexts: list[RunContext] = []
 
     def built(name: str) -> Trainer:
         given = [word for word in words(name) if not word.startswith(("saving.", "callbacks="))]
         in_order = [] if "data.order=" in " ".join(given) or name == "stream" else ["data.order=sequential"]
-        contexts.append(BuildContext(prepare([*given, *in_order, "saving=none"]).run, World(), Path("unused")))
+        contexts.append(RunContext(prepare([*given, *in_order, "saving=none"]).run, World(), Path("unused")))
         return build.build(contexts[-1], [Sink()])
 
     yield built

@@ -258,7 +258,7 @@ def test_what_the_compiler_recomputes_in_bfloat16_gives_the_same_gradients(make,
             "data=digits", "model=resnet9", "model.width=4", f"precision={precision}", "compile=inductor",
             f"checkpointing={recomputed}", *(["checkpointing.budget=0.2"] if recomputed == "budget" else []),
         )  # fmt: skip
-        for micro in trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format):
+        for micro in trainer.read():
             trainer.step.micro_batch(micro, torch.zeros(()))
             break
         found.append(torch.cat([p.grad.flatten().float() for p in trainer.model.parameters()]))

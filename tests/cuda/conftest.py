@@ -5,10 +5,10 @@ import functools
 import pytest
 
 from drivetrain.config import validate as check
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build, flops
+from drivetrain.engine.context import RunContext
 from drivetrain.launch import launcher
 from drivetrain.loader.base import side_stream
 from drivetrain.saving import checkpoint_io
@@ -63,7 +63,7 @@ def fake_run(tiny, data_folder, monkeypatch, tmp_path, pretend):
         job = prepared(tuple(tiny(*words, "updates=2")))
         check.validate_device(job.run)
         (tmp_path / "run").mkdir(exist_ok=True)
-        context = BuildContext(job.run, world or World(), tmp_path / "run")
+        context = RunContext(job.run, world or World(), tmp_path / "run")
         contexts.append(context)
         with device:
             trainer = build.build(context, [Sink()])

@@ -48,9 +48,7 @@ def test_parameters_without_gradients_are_named_under_ddp(train):
 def test_halves_of_a_dataset_train(make):
     trainer = make(*OWN, "data.kwargs={kind: half}")
     trainer.fit()
-    assert next(
-        iter(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, torch.contiguous_format))
-    ).x.dtype == (torch.float32)
+    assert next(iter(trainer.read())).x.dtype == (torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "described"), [("image", r"a tensor \(n, 3, 4, 4\)"), ("several", "a dict of")])

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import drivetrain
 from drivetrain.core import rng
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
+from drivetrain.engine.context import RunContext
 from drivetrain.launch.job import prepare
 from tests.conftest import Sink
 from tests.support.command import ROOT, checkpoints, records
@@ -41,7 +41,7 @@ def gan():
     contexts = []
 
     def built(*words):
-        contexts.append(BuildContext(prepare([*WORDS, "saving=none", *words]).run, World(), Path("gan")))
+        contexts.append(RunContext(prepare([*WORDS, "saving=none", *words]).run, World(), Path("gan")))
         return build.build(contexts[-1], [Sink()])
 
     yield built

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from drivetrain.core import horizon, stages
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.engine import build
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.staged_run import StagedRun
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
@@ -49,12 +49,12 @@ def staged(tiny: Words, tmp_path: Path) -> Iterator[Callable[..., StagedRun]]:
     """Build a tiny run with these words; its one log writer keeps the records."""
 
     def built(*words: str) -> StagedRun:
-        run = StagedRun(BuildContext(launcher.prepare(tiny(*words)).run, World(), tmp_path / "run"), [Sink()])
+        run = StagedRun(RunContext(launcher.prepare(tiny(*words)).run, World(), tmp_path / "run"), [Sink()])
         contexts.append(run.context)
         run.build()
         return run
 
-    contexts: list[BuildContext] = []
+    contexts: list[RunContext] = []
     yield built
     for context in reversed(contexts):
         context.on_exit.close()

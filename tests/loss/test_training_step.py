@@ -63,7 +63,7 @@ def test_the_gradient_penalty_is_that_of_a_loop_by_hand(make):
 
 
 def _stream(trainer):
-    return trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    return trainer.read()
 
 
 @pytest.mark.parametrize(

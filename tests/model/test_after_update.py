@@ -64,7 +64,7 @@ def test_it_equals_a_loop_by_hand(make):
                    "scheduler=constant")  # fmt: skip
     model = copy.deepcopy(trainer.model)
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.2)
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    stream = trainer.read()
     for n, batch in zip(range(1, 6), stream, strict=False):
         nn.functional.cross_entropy(model(batch.x), batch.y).backward()
         optimizer.step()

@@ -54,7 +54,7 @@ def test_freezing_equals_a_loop_by_hand(make, float64):
         *RESNET, "model.freeze=[features.0, features.1]", "optimizer.nesterov=false", "optimizer.weight_decay=0.0", "updates=3"
     )
     model = copy.deepcopy(trainer.model)
-    batches = list(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, torch.contiguous_format))[:3]
+    batches = list(trainer.read())[:3]
     trainer.fit()
     body = [model.features[0], model.features[1]]
     for part in body:
@@ -183,7 +183,7 @@ def test_every_optimizer_takes_parameters_that_begin_later(make, optimizer):
         "updates=4",
     )
     before = copied(trainer.model)
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, torch.contiguous_format)
+    stream = trainer.read()
     late = []
     for batch in stream:
         trainer.step.micro_batch(batch, trainer.log.loss_sum)

@@ -36,7 +36,7 @@ def _run_dir(tmp_path: Path) -> None:
 
 
 def batches(trainer: Any) -> list[Any]:
-    return list(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
+    return list(trainer.read())
 
 
 def as_trained_elsewhere(trainer: Any, call: Callable[[Any, Any], Any]) -> None:

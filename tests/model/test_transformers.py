@@ -241,7 +241,7 @@ def test_what_only_transformers_forward_takes_comes_in_a_dict(make, monkeypatch,
     monkeypatch.syspath_prepend(tmp_path)
     words = ["data=own", "data.target=pairs.Pairs", "trust=[pairs]", "model.config.vocab_size=7"]
     trainer = make(*BERT, *words)
-    batch = next(iter(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)))
+    batch = next(iter(trainer.read()))
     assert set(batch.x) == {"input_ids", "token_type_ids", "attention_mask"}
 
 

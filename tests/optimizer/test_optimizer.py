@@ -311,7 +311,7 @@ def by_hand(model, name, batches):
 def test_a_run_is_the_loop_by_hand(make, name):
     trainer = make(*LINEAR, *OPTIONS[name], "log_every=1")
     model = copy.deepcopy(trainer.model)
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    stream = trainer.read()
     losses = list(by_hand(model, name, (batch for batch, _ in zip(stream, range(4), strict=False))))
     trainer.fit()
     assert [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"] == pytest.approx(losses, abs=1e-6)

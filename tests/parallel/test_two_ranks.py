@@ -83,7 +83,7 @@ def test_fsdp_gathers_and_frees_weights_when_it_should(ranks, make, kept):
 
     def work(world: World) -> Any:
         trainer = make(*SHARDS, f"parallel.reshard_after_forward={str(not kept).lower()}", world=world)
-        stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+        stream = trainer.read()
         x = next(stream).x
         trainer.model.train()
         trainer.evaluator.forward(x)
@@ -162,7 +162,7 @@ def test_an_overflow_in_one_shard_skips_the_update_on_all_ranks(ranks, make):
     def work(world: World) -> Any:
         trainer = make(*SHARDS, "precision=amp", "precision.init_scale=8.0", world=world)
         trainer.model.train()
-        stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+        stream = trainer.read()
         trainer.step.micro_batch(next(stream), torch.zeros(()))
         if world.rank == 1:
             next(trainer.model.parameters()).grad.to_local().fill_(float("inf"))
@@ -203,11 +203,11 @@ def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, s
     )  # fmt: skip
 
     def work(world: World, *more: str) -> Any:
-        from drivetrain.core.context import BuildContext
+        from drivetrain.engine.context import RunContext
         from drivetrain.engine.staged_run import StagedRun
         from drivetrain.launch import launcher
 
-        context = BuildContext(launcher.prepare([*words, *more]).run, world, tmp_path / "run")
+        context = RunContext(launcher.prepare([*words, *more]).run, world, tmp_path / "run")
         staged = StagedRun(context, [])
         staged.build()
         staged.fit()

@@ -738,7 +738,7 @@ def test_gradients_are_finite_in_bfloat16(make, precision, caplog):
     trainer = make(*words, f"precision={precision}")
     assert any("one pixel" in line or "a pixel" in line for line in caplog.messages)
     trainer.model.train()
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    stream = trainer.read()
     for micro, _ in zip(stream, range(8), strict=False):
         poison()
         trainer.step.micro_batch(micro, torch.zeros(()))

@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import note
 
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.staged_run import StagedRun
 from drivetrain.launch import launcher, worker
 from drivetrain.saving import manifest
@@ -42,7 +42,7 @@ TENSORS = [
 @pytest.fixture
 def staged(once: Path, tmp_path: Path) -> Iterator[StagedRun]:
     """A run into which checkpoints are restored. What it says of each that is passed over is left out."""
-    context = BuildContext(launcher.prepare([*small_runs.RUN, "logger=[]"]).run, World(), tmp_path / "run")
+    context = RunContext(launcher.prepare([*small_runs.RUN, "logger=[]"]).run, World(), tmp_path / "run")
     logging.getLogger("drivetrain").setLevel(logging.ERROR)
     staged = StagedRun(context, [])
     staged.build()

@@ -441,13 +441,13 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
 
 
 def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):
-    from drivetrain.core.context import BuildContext
     from drivetrain.core.world import World
     from drivetrain.data import digits as digits_options
     from drivetrain.engine import build
+    from drivetrain.engine.context import RunContext
 
     def build_run(job: Any) -> None:
-        context = BuildContext(job.run, World(), tmp_path)
+        context = RunContext(job.run, World(), tmp_path)
         with context.on_exit:
             build.build(context, [])
 

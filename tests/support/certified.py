@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config import validate as check
-from drivetrain.core.context import BuildContext
 from drivetrain.core.world import World
+from drivetrain.engine.context import RunContext
 from drivetrain.launch import launcher
 
 UPDATES = 4
@@ -29,7 +29,7 @@ def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> An
     job = launcher.prepare(list(words))
     check.validate_device(job.run)
     run, options = record.prepared(job.run, UPDATES, **look)
-    context = BuildContext(run, World(), Path(tempfile.mkdtemp(dir=Path.cwd())))
+    context = RunContext(run, World(), Path(tempfile.mkdtemp(dir=Path.cwd())))
     try:
         trainer = build.build(context, [])
         if broken is not None:

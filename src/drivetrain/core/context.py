@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from drivetrain.core import groups
 from drivetrain.core.horizon import Horizon, Progress
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import Request
 from drivetrain.core.model_call import ModelCall
 from drivetrain.core.run_spec import RunSpec
-from drivetrain.core.source import Source
+from drivetrain.core.source import Pipeline, Source
+from drivetrain.core.step import Stream
 from drivetrain.core.trees import Tree
 from drivetrain.core.world import World
 
@@ -56,8 +58,7 @@ class BuildContext:
     device: torch.device = field(init=False)
     seed: int = field(init=False)
     parallel: groups.Parallel = field(init=False)
-    loaded: Any = field(init=False)  # data.base.Splits, as they were read
-    data: Any = field(init=False)  # data.base.Splits, as the loss takes them
+    data: groups.Splits = field(init=False)  # as the loss takes them
     train_source: Source = field(init=False)
     batch: groups.Batch = field(init=False)
     horizon: Horizon = field(init=False)
@@ -68,17 +69,17 @@ class BuildContext:
     memory_format: torch.memory_format = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: groups.Loss = field(init=False)
-    loader: groups.Loader = field(init=False)
-    train_data: Any = field(init=False)  # loader.Pipeline
+    train_data: Pipeline = field(init=False)
     # The sets that are evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
-    evaluated: Mapping[str, Mapping[str, Any]] = field(init=False)
+    evaluated: Mapping[str, Mapping[str, Pipeline]] = field(init=False)
+    read: Callable[[Iterable[Request]], Stream] = field(init=False)  # gives the micro-batches of training samples
 
     def parts(self) -> dict[str, torch.Tensor]:
         """The running sums of what a record of training has the means of: the parts of the loss, and other figures."""
         return {**self.loss.parts(), **self.sums}
 
     @property
-    def judging_data(self) -> Any:
+    def judging_data(self) -> Pipeline:
         """The set that models are selected by, of several the first: a validation set, or a test set without one."""
         return next(iter(next(iter(self.evaluated.values())).values()))
 

@@ -7,7 +7,7 @@ those of the base class.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -196,12 +196,6 @@ class Ema:
 
 class Loader:
     """Loads requested samples to the device."""
-
-    @abstractmethod
-    def stream(
-        self, pipeline: Any, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of `requests`, in order, on the device."""
 
 
 class Logger:
@@ -467,6 +461,23 @@ class Scheduler:
     @abstractmethod
     def constant(self) -> bool:
         """True if the learning rate stays after its warm-up."""
+
+
+class Splits:
+    """The loaded data: its samples, and what a model must know of them."""
+
+    train: Source
+    shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
+    classes: int  # of the model's outputs: classes, labels or values
+    names: Sequence[str] | None  # of the classes, where they have names
+    vocabulary: int | None  # of the inputs, where they are tokens; None: that of the outputs
+    mask_token: int | None  # that hides a token from the model, where its own tokenizer has one
+    pad_token: int | None  # that texts are padded with, where their tokens are those of the model's own tokenizer
+    token_bytes: torch.Tensor | None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
+
+    @abstractmethod
+    def two_samples(self, device: torch.device) -> Tree:
+        """Return the inputs of two samples as zeros, to try a model with."""
 
 
 class Stop:

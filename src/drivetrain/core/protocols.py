@@ -9,21 +9,10 @@ from typing import Any, Protocol
 
 from drivetrain.core.horizon import Progress
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.run_spec import RunSpec
-from drivetrain.core.source import Source
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.trees import Forward
 from drivetrain.core.typed import StateDict
-
-
-class Pipeline(Protocol):
-    """A source and the transforms of its samples: augmentation, mixing, normalisation."""
-
-    @property
-    def source(self) -> Source: ...
-
-    def __call__(self, request: Request) -> tuple[Tree, Tree]:
-        """Return the inputs and targets of a request, ready for the model."""
 
 
 class LossStep(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.order import Indices, index_of
@@ -194,7 +194,7 @@ class Augmentation(Protocol):
     mixes: bool
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return inputs, targets and sample indices (n,) of the changed batch."""
         ...
@@ -204,8 +204,8 @@ class Augmentation(Protocol):
         ...
 
 
-class SamplePipeline(Protocol):
-    """The parts of the pipeline (loader.Pipeline) that an augmentation, which is a step of it, can see."""
+class Pipeline(Protocol):
+    """A source and the work on its samples (loader.Pipeline), as its steps, which are augmentations, and other groups see it."""
 
     @property
     def source(self) -> Source: ...
@@ -221,3 +221,17 @@ class SamplePipeline(Protocol):
     def crops(self) -> bool: ...  # the source has cropped the samples while it read them
     @property
     def masks(self) -> bool: ...  # targets are masks (n, h, w)
+    @property
+    def own_code(self) -> OwnCode | None: ...  # that reads the samples
+
+    def __call__(self, request: Request) -> tuple[Tree, Tree]:
+        """Return the inputs and targets of a request, ready for the model."""
+
+    def normalized(self, x: Tree) -> Tree:
+        """Return the normalised inputs, on the device that x and the normalisation are on."""
+
+    def unnormalized(self) -> Self:
+        """Return the same work, but for the normalisation."""
+
+    def reading(self, source: Source) -> Self:
+        """Return the same work on another source."""

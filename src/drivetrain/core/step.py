@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 
-StreamWatcher = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]  # wraps the training stream and observes it
+Stream: TypeAlias = Generator[MicroBatch, None, None]  # of the micro-batches of training
+StreamWatcher = Callable[[Stream], Stream]  # wraps the training stream and observes it
 
 
 class Step(Protocol):

@@ -55,20 +55,20 @@ K = TypeVar("K")
 
 
 @dataclass
-class Splits:
-    """The loaded data: its sources, and what a model must know of them."""
+class Splits(groups.Splits):
+    """The loaded data, with its other sources, and all that a run keeps of it."""
 
     train: Source
     test: Source | Mapping[str, Source]  # several have names
-    shape: Any  # of one input, tuple[int, ...]; where inputs are a tree, the same tree of their shapes
-    classes: int  # of the model's outputs: classes, labels or values
+    shape: Any
+    classes: int
     normalize: Normalize | None
-    names: Sequence[str] | None = None  # of the classes, where they have names
+    names: Sequence[str] | None = None
     dtype: torch.dtype | None = None  # of the inputs, where they are not floats
-    vocabulary: int | None = None  # of the inputs, where they are tokens; None: that of the outputs
-    mask_token: int | None = None  # that hides a token from the model, where its own tokenizer has one
-    pad_token: int | None = None  # that texts are padded with, where their tokens are those of the model's own tokenizer
-    token_bytes: torch.Tensor | None = None  # (vocabulary,) the bytes of text of each target token; None: a token is a byte
+    vocabulary: int | None = None
+    mask_token: int | None = None
+    pad_token: int | None = None
+    token_bytes: torch.Tensor | None = None
     units: Units | None = None  # of target values that were standardised
     files: Mapping[str, str] = field(default_factory=dict)  # name → text, kept in the run's directory: a tokenizer, …
     example: Tree | None = None  # the inputs of two samples; None: of this shape and type

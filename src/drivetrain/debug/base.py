@@ -6,20 +6,19 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, one_update
+from drivetrain.core.microbatch import one_update
 from drivetrain.core.option import BuildContext, Count, Effect, Option, Positive, RunSpec
 from drivetrain.core.order import index_of
-from drivetrain.core.protocols import Pipeline
-from drivetrain.core.source import Subset
-from drivetrain.core.step import Step, StreamWatcher
+from drivetrain.core.source import Pipeline, Subset
+from drivetrain.core.step import Step, Stream, StreamWatcher
 from drivetrain.core.world import World
 
 P = TypeVar("P")  # a precision
-Evaluated: TypeAlias = Mapping[str, Mapping[str, Pipeline]]  # split → set → its data
+E = TypeVar("E", bound=Pipeline)
 
 
 class Debug(Option, groups.Debug):
@@ -31,7 +30,7 @@ class Debug(Option, groups.Debug):
     def check_model(self, model: torch.nn.Module, loss: groups.Loss, data: Pipeline) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
-    def choose_data(self, train: Pipeline, evaluated: Evaluated) -> Evaluated:
+    def choose_data(self, train: E, evaluated: Mapping[str, Mapping[str, E]]) -> Mapping[str, Mapping[str, E]]:
         """Return the pipelines to evaluate, by split and name, given those of the run."""
         return evaluated
 
@@ -129,24 +128,24 @@ class Overfit(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def choose_data(self, train: Any, evaluated: Evaluated) -> Evaluated:
+    def choose_data(self, train: E, evaluated: Mapping[str, Mapping[str, E]]) -> Mapping[str, Mapping[str, E]]:
         context = self._context
         requests = context.batch.requests(context.seed, 0, World(), context.run.data.drop_last)
         batch = torch.cat([request.indices for request in one_update(requests)])
-        same = train._replace(source=Subset(train.source, index_of(batch)))
+        same = train.reading(Subset(train.source, index_of(batch)))
         return {split: dict.fromkeys(sets, same) for split, sets in evaluated.items()}
 
     def stream_watchers(self) -> list[StreamWatcher]:
         return [self._repeat_first_update]
 
-    def _repeat_first_update(self, stream: Any) -> Iterator[MicroBatch]:
+    def _repeat_first_update(self, stream: Stream) -> Stream:
         """Yield the first update's micro-batches again and again, in place of the stream."""
         stream.close()
         context = self._context
         samples, drop_last = context.batch.order.length, context.run.data.drop_last
         requests = context.batch.requests(context.seed, 0, context.parallel.data_world, drop_last)
         first = one_update(requests)  # of the run, also when it is resumed
-        batch = list(context.loader.stream(context.train_data, first, context.device, context.memory_format))
+        batch = list(context.read(first))
         start, skip = context.progress.epoch, context.progress.window
         for epoch in range(start, context.run.values["epochs"]):
             updates = context.batch.updates(samples, epoch, drop_last)

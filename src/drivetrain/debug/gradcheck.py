@@ -18,7 +18,7 @@ from drivetrain.core.groups import Loss
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
-from drivetrain.core.protocols import Pipeline
+from drivetrain.core.source import Pipeline
 from drivetrain.core.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
 

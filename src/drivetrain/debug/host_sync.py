@@ -14,9 +14,8 @@ from typing import Any
 
 from drivetrain.core.device import ON_PURPOSE
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, CountOrZero, RunSpec
-from drivetrain.core.step import StreamWatcher
+from drivetrain.core.step import Stream, StreamWatcher
 from drivetrain.debug.base import Debug
 
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which are on the CPU anyway
@@ -51,7 +50,7 @@ class HostSync(Debug):
     def stream_watchers(self) -> list[StreamWatcher]:
         return [self._check_steps] if self._context.world.rank == 0 else []
 
-    def _check_steps(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _check_steps(self, stream: Stream) -> Stream:
         skipped = 0
         for micro in stream:
             if skipped < self.skip:

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, one_update
+from drivetrain.core.microbatch import one_update
 from drivetrain.core.option import BuildContext, Count, CountOrZero, RunSpec
-from drivetrain.core.step import StreamWatcher
+from drivetrain.core.step import Stream, StreamWatcher
 from drivetrain.debug.base import Debug, P
 
 Mark = Callable[[str], AbstractContextManager[object]]
@@ -48,7 +48,7 @@ class Window(Debug):
     def stream_watchers(self) -> list[StreamWatcher]:
         return [self._record_window] if self._context.world.rank == 0 else []
 
-    def _record_window(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _record_window(self, stream: Stream) -> Stream:
         """Yield the stream and record the window. If the run is too short, the window ends with its last update."""
         remaining = self._context.horizon.updates - self._context.progress.updates
         window = min(self.window, max(1, remaining - self.warmup))
@@ -61,7 +61,7 @@ class Window(Debug):
                 end_update()
         yield from stream
 
-    def _mark_data(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _mark_data(self, stream: Stream) -> Stream:
         while True:
             with self.mark("data"):
                 micro = next(stream, None)

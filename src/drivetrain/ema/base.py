@@ -253,7 +253,7 @@ class NormStatistics:
             norm.momentum = None  # the mean over all batches
         try:
             with streams.apart(), parallel.evaluation_context():  # dropout draws some
-                for batch in context.loader.stream(context.train_data, self._requests(), context.device, context.memory_format):
+                for batch in context.read(self._requests()):
                     with context.precision.autocast():
                         model(joined(batch.x))
                 for norm in norms:

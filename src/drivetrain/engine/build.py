@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
@@ -17,7 +16,6 @@ from drivetrain.clip import Clip
 from drivetrain.compile import Compile
 from drivetrain.core import files, owned, stages
 from drivetrain.core import horizon as horizons
-from drivetrain.core.context import BuildContext
 from drivetrain.core.device import clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
@@ -34,6 +32,7 @@ from drivetrain.debug.base import Debug
 from drivetrain.ema.base import Ema
 from drivetrain.engine import facts, flops, input_checks, phased_step
 from drivetrain.engine.callbacks import Callbacks
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
 from drivetrain.engine.facts import describe
 from drivetrain.engine.flops import Mfu, number_format
@@ -79,7 +78,7 @@ class PreviousStage:
     callbacks: Callbacks
 
 
-def build(context: BuildContext, log_writers: Sequence[LogWriter], before: PreviousStage | None = None) -> Trainer:
+def build(context: RunContext, log_writers: Sequence[LogWriter], before: PreviousStage | None = None) -> Trainer:
     """Build one rank's trainer, ready to fit or to be restored. Raises UserError where model or data do not fit the run.
 
     `before` is of the run's stage before this one.
@@ -96,8 +95,7 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     batch = _load_data(context, debug, before.data if before is not None else None)
     world = parallel.data_world
     # The loss counts classes in the training data; its teacher is not wrapped, sharded or compiled.
-    loss: Loss = Loss.of(run).build(context)
-    context.loss = loss
+    loss = context.loss = Loss.of(run).build(context)
 
     model, model_flops = _build_model(context, debug)
     if model_flops.needs_two and (problems := list(facts.single_sample(context, batch, model_flops.needs_two))):
@@ -125,7 +123,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     scheduler = Scheduler.of(run).build(context)
     # All ranks have initialised the same model; from here on each draws its own dropout, except where ranks share activations.
     Runtime.of(run).seed_rank(world)
-    loader = context.loader = Loader.of(run).build(context)
+    loader: Loader = Loader.of(run).build(context)
+    context.read = lambda requests: loader.stream(context.train_data, requests, context.device, context.memory_format)
     batches = context.horizon.updates * batch.accumulation_steps
     _log(loader.autotune(context.train_data, batch.micro_batch(world), batches, context.device))
     loader.check((context.train_data, *(each for sets in context.evaluated.values() for each in sets.values())))
@@ -175,13 +174,8 @@ def build(context: BuildContext, log_writers: Sequence[LogWriter], before: Previ
     return trainer
 
 
-def _whole(context: BuildContext) -> tuple[Parallel, Precision, Loss]:
-    """Return what the context has as the other groups know it, with all that the engine calls."""
-    return cast(tuple[Parallel, Precision, Loss], (context.parallel, context.precision, context.loss))
-
-
 def _step(
-    context: BuildContext,
+    context: RunContext,
     loss: Loss,
     batch: Batch,
     compiler: Compile,
@@ -193,13 +187,12 @@ def _step(
     The step of one process, gradient synchronisation, one graph of both, and a whole update for losses that need it: each of
     its micro-batches passes through all of those. An update with phases has such a step for each of them.
     """
-    run, model, runtime = context.run, context.model, Runtime.of(context.run)
-    parallel, _, _ = _whole(context)
+    run, model, parallel, runtime = context.run, context.model, context.parallel, Runtime.of(context.run)
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def graph(loss: Loss, clip: Callable[[], None]) -> Step:
         of_ranks = parallel.wrap_loss(loss, model, context)
-        given = forward, of_ranks, _whole(context)[1], context.optimizer, clip
+        given = forward, of_ranks, context.precision, context.optimizer, clip
         wrapped: Step = parallel.wrap_step(PlainStep(*given, lambda: runtime.zero(parameters)), context)
         return compiler.wrap_step(wrapped, context)
 
@@ -217,22 +210,21 @@ def _step(
     return None, phased_step.PhasedStep(phases, parameters, context.progress)
 
 
-def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callable[..., Tree], context: BuildContext) -> Step:
+def _of_update(step: Step, loss: Loss, clip: Callable[[], None], forward: Callable[..., Tree], context: RunContext) -> Step:
     """Wrap the step for a loss that has to see all micro-batches of an update, or for an optimizer that runs them itself."""
-    parallel, precision, _ = _whole(context)
-    passes: Passes | None = Weighed(loss, parallel) if loss.counted else None
+    passes: Passes | None = Weighed(loss, context.parallel) if loss.counted else None
     if isinstance(loss, ComparingLoss):
-        passes = TwoPasses(loss, forward, context.model, precision)
+        passes = TwoPasses(loss, forward, context.model, context.precision)
     if context.run.optimizer.takes_closure:
-        return ClosureStep(step, passes or Passes(), context.optimizer, clip, parallel, context.parts)
+        return ClosureStep(step, passes or Passes(), context.optimizer, clip, context.parallel, context.parts)
     return step if passes is None else UpdateStep(step, passes)
 
 
 def _with_noise_scale(
-    step: Step, batch: Batch, parameters: Sequence[torch.nn.Parameter], context: BuildContext
+    step: Step, batch: Batch, parameters: Sequence[torch.nn.Parameter], context: RunContext
 ) -> tuple[NoiseScale | None, Step]:
     """Measure the gradient noise scale where updates have several micro-batches whose gradients are independent estimates."""
-    (parallel, _, _), compiler = _whole(context), context.run.compile
+    parallel, compiler = context.parallel, context.run.compile
     several = batch.accumulation_steps > 1 or batch.grow_every is not None or parallel.data_world.size > 1
     # A graph of the whole step has used and cleared the gradients when it returns, and calls no hooks. Within a compiled
     # forward nothing can watch the weights that are gathered for it.
@@ -244,7 +236,7 @@ def _with_noise_scale(
     return noise, NoiseScaleStep(step, noise, parameters, parallel)
 
 
-def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Batch:
+def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batch:
     """Load the data and build the batch. Sample lengths may set the batch size, and so the number of updates of the run.
 
     `loaded` is the same data, where it is read already.
@@ -280,7 +272,7 @@ def _load_data(context: BuildContext, debug: Debug, loaded: Splits | None) -> Ba
     return batch
 
 
-def _cannot_augment(context: BuildContext, steps: Sequence[Augment], shape: Tree) -> list[str]:
+def _cannot_augment(context: RunContext, steps: Sequence[Augment], shape: Tree) -> list[str]:
     """Return why the run's inputs, of this shape, cannot be augmented: only plain tensors, and the images of a dict can."""
     data, setting = context.data, context.run.named("augment")
     if not isinstance(data.two_samples(torch.device("meta")), torch.Tensor) and steps:
@@ -294,12 +286,12 @@ def _cannot_augment(context: BuildContext, steps: Sequence[Augment], shape: Tree
     return [problem for step in steps for problem in step.validate_shape(context.run, shape)]
 
 
-def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:
+def _build_model(context: RunContext, debug: Debug) -> tuple[torch.nn.Module, flops.ModelFlops]:
     """Build the model: on its device, edited, in the run's precision, with activation checkpointing and sharding applied.
 
     Return it and the operations that a sample takes.
     """
-    run, (parallel, precision, _) = context.run, _whole(context)
+    run, parallel, precision = context.run, context.parallel, context.precision
     world = parallel.data_world
     model = _edited_model(context)
     example = context.example
@@ -325,7 +317,7 @@ def _build_model(context: BuildContext, debug: Debug) -> tuple[torch.nn.Module, 
     return model, model_flops
 
 
-def _edited_model(context: BuildContext) -> torch.nn.Module:
+def _edited_model(context: RunContext) -> torch.nn.Module:
     """Build the model on its device and edit it; fill in the example and the memory format."""
     run, data = context.run, context.data
     inputs = data.two_samples(context.device)
@@ -346,7 +338,7 @@ def _edited_model(context: BuildContext) -> torch.nn.Module:
     return model
 
 
-def _check_output(context: BuildContext, output: object) -> None:
+def _check_output(context: RunContext, output: object) -> None:
     """Raise UserError where the loss cannot take the model's output for two samples."""
     run, loss = context.run, context.loss
     if isinstance(output, torch.Tensor):
@@ -361,7 +353,7 @@ def _check_output(context: BuildContext, output: object) -> None:
         )
 
 
-def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
+def build_for_inference(context: RunContext, data: Splits) -> torch.nn.Module:
     """Build a run's model alone, in evaluation mode: no optimizer, no loader, no ranks. Its weights are still to be loaded."""
     run = context.run
     context.device, context.seed = Runtime.of(run).set_up_process(context.world), run.runtime.seed
@@ -372,7 +364,7 @@ def build_for_inference(context: BuildContext, data: Splits) -> torch.nn.Module:
     return converted.eval()
 
 
-def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
+def _count_flops(context: RunContext, model: torch.nn.Module, example: Tree) -> flops.ModelFlops:
     """Count the operations that a sample takes. All ranks do: a forward may have collectives, as synchronized BatchNorm's has."""
     lengths, padded, reason = context.train_source.lengths, context.train_data.pad_to > 1, ""
     longest = example.shape[1] if isinstance(example, torch.Tensor) else 0
@@ -388,7 +380,7 @@ def _count_flops(context: BuildContext, model: torch.nn.Module, example: Tree) -
     return counted._replace(per_sample=None, reason=reason) if reason else counted
 
 
-def _horizon(context: BuildContext, batch: Batch, known_before: bool) -> Horizon:
+def _horizon(context: RunContext, batch: Batch, known_before: bool) -> Horizon:
     """Compute the run's length. Checks the schedule if the length was not known before the data was read. Raises UserError."""
     run, samples = context.run, batch.order.length
     if samples < context.parallel.data_world.size:

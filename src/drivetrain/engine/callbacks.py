@@ -9,10 +9,10 @@ from pathlib import Path
 
 from drivetrain.config.callbacks import Told, load
 from drivetrain.core.callback import AVERAGE, PLAIN, Event
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import CallbackError
 from drivetrain.core.step import Step, WrappingStep
 from drivetrain.core.typed import JsonMapping
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.training_log import TrainingLog
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Callbacks:
     """Tells each callback of a run, on rank 0, until one of them fails. As a log writer it gets the run's records."""
 
     named: dict[str, Told]  # empty on all ranks but 0
-    context: BuildContext
+    context: RunContext
     records: TrainingLog
     error: CallbackError | None = None  # ends the run, once it is saved
     started: bool = field(default=False, init=False)  # measurements build a trainer without starting its run
@@ -31,7 +31,7 @@ class Callbacks:
     @classmethod
     def build(
         cls,
-        context: BuildContext,
+        context: RunContext,
         log: TrainingLog,
         before: Callbacks | None = None,
     ) -> Callbacks:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.config import validate
 from drivetrain.core import forking
-from drivetrain.core.option import BuildContext, RunSpec
+from drivetrain.core.option import RunSpec
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.core.world import World
+from drivetrain.engine.context import RunContext
 from drivetrain.precision import Precision
 from drivetrain.run import directory
 
@@ -36,7 +37,7 @@ def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: fl
 
         validate.validate_device(run)
         looking = run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=values))
-        context = BuildContext(looking, World(), folder, without_values=None if values else Fakes().as_parameters())
+        context = RunContext(looking, World(), folder, without_values=None if values else Fakes().as_parameters())
         answer(question(build.build(context, [])))
 
     try:

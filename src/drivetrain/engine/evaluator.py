@@ -16,18 +16,19 @@ from drivetrain.core import owned, rng, streams
 from drivetrain.core.callback import AVERAGE, PLAIN
 from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
-from drivetrain.core.groups import Loader
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.owned import OwnState
 from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.source import Augmentation
+from drivetrain.core.step import StreamWatcher
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.tensors import send
 from drivetrain.core.trees import Tree, described
 from drivetrain.core.typed import JsonMapping
 from drivetrain.data.base import SPLITS, Splits
 from drivetrain.ema.base import Ema
+from drivetrain.loader import Loader
 from drivetrain.loader.base import Pipeline
 from drivetrain.loss.base import Loss
 from drivetrain.metrics.base import Metric, Table
@@ -60,6 +61,7 @@ class Evaluator:
     device: torch.device
     memory_format: torch.memory_format
     max_batches: int | None = None
+    watch: StreamWatcher = lambda stream: stream  # sees the micro-batches that are evaluated
     origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
     tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
 
@@ -199,11 +201,11 @@ class Evaluator:
         world, lockstep = self.parallel.data_world, self.parallel.lockstep_evaluation
         requests = self.batch.evaluation_requests(data.source, world, self.max_batches, lockstep)
         rounds = self.batch.evaluation_rounds(data.source, world, self.max_batches)
-        stream = self.loader.stream(data, requests, self.device, self.memory_format)
+        stream = self.watch(self.loader.stream(data, requests, self.device, self.memory_format))
         for meter in self.meters:
             meter.reset()
         with self.parallel.evaluation_context(), streams.apart():
-            with closing(stream):  # type: ignore[type-var]
+            with closing(stream):
                 for number, batch in enumerate(stream):
                     rounds -= 1
                     _stop_here(stops)

@@ -11,7 +11,7 @@ from drivetrain.batch.base import Batch
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, RunSpec
+from drivetrain.core.option import RunSpec
 from drivetrain.core.process import __version__
 from drivetrain.core.source import Source
 from drivetrain.core.targets import TargetKind
@@ -19,6 +19,7 @@ from drivetrain.core.trees import Tree, map_tensors
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.data.base import Normalize, Splits, Units
 from drivetrain.data.decoding import Range
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.trainer import Trainer
 from drivetrain.model.base import Model
 from drivetrain.run import environment
@@ -34,20 +35,20 @@ WORDS: dict[TargetKind, tuple[str, str]] = {  # what the model's outputs are, on
 }  # fmt: skip
 
 
-def line(context: BuildContext, trainer: Trainer) -> str:
+def line(context: RunContext, trainer: Trainer) -> str:
     """Return samples per set and where they come from, classes, parameters, device and updates, in one line."""
     parts = [*_samples(context), _inputs(context), _outputs(context), _parameters(trainer), _device(trainer), _updates(trainer)]
     return "; ".join(filter(None, parts))
 
 
-def _inputs(context: BuildContext) -> str:
+def _inputs(context: RunContext) -> str:
     lengths = context.train_data.source.lengths
     if context.data.inputs or lengths is None or not len(lengths):
         return str(context.data.inputs)
     return f"inputs: sequences of {int(lengths.min()):,} to {int(lengths.max()):,}{' tokens' * bool(context.run.data.tokens)}"
 
 
-def _samples(context: BuildContext) -> Iterator[str]:
+def _samples(context: RunContext) -> Iterator[str]:
     origins, data = context.data.origins, {"training": context.train_data}
     for split, sets in context.evaluated.items():
         data |= {f"{split} {name}".rstrip(): pipeline for name, pipeline in sets.items()}
@@ -58,7 +59,7 @@ def _samples(context: BuildContext) -> Iterator[str]:
     yield f"samples: {', '.join(parts)}"
 
 
-def _outputs(context: BuildContext) -> str:
+def _outputs(context: RunContext) -> str:
     data, kind = context.data, context.run.target_kind
     one, several = WORDS.get(kind, ("output", "outputs")) if kind is not None else ("output", "outputs")
     names = list(data.names or ())
@@ -131,7 +132,7 @@ def too_few_samples(batch: Batch, epochs: int, samples: int) -> str:
     )
 
 
-def single_sample(context: BuildContext, batch: Batch, norm: str) -> Iterator[str]:
+def single_sample(context: RunContext, batch: Batch, norm: str) -> Iterator[str]:
     """The reason why a BatchNorm of the model, of this name, would get one sample at a time in this run, and what to set."""
     world, samples = context.parallel.data_world, context.batch.order.length
     size, drop_last = batch.size(0), context.run.data.drop_last

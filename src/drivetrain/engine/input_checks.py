@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, RunSpec
+from drivetrain.core.option import RunSpec
 from drivetrain.core.source import Source, Subset
-from drivetrain.core.step import StreamWatcher
+from drivetrain.core.step import Stream, StreamWatcher
 from drivetrain.core.trees import named_leaves
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.loss.base import Loss
 
@@ -50,7 +51,7 @@ def normalisation_warning(x: torch.Tensor) -> str | None:
     )
 
 
-def watchers(context: BuildContext, trainer: Trainer, no_mfu: str) -> list[StreamWatcher]:
+def watchers(context: RunContext, trainer: Trainer, no_mfu: str) -> list[StreamWatcher]:
     """Return the checks as stream watchers; `no_mfu` is why there is no MFU."""
     sets = {f"{split} {name}".rstrip(): each for split, of in context.evaluated.items() for name, each in of.items()}
     sources = {name: pipeline.source for name, pipeline in {"training": context.train_data, **sets}.items()}
@@ -74,7 +75,7 @@ class FirstBatch:
     is_start: Callable[[], bool]  # whether the run begins here, and does not go on
     note: str  # logged after the first step: an error in it comes first
 
-    def watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def watch(self, stream: Stream) -> Stream:
         """Let the stream pass. Raises UserError where targets do not fit."""
         for first in stream:
             self.check_targets(first)
@@ -131,7 +132,7 @@ class FirstBatch:
         return low if self.loss.problem(targets[low:high], self.outputs) is not None else None
 
 
-def check_waiting(stream: Iterator[MicroBatch], timer: StepTimer, advice: str | None) -> Iterator[MicroBatch]:
+def check_waiting(stream: Stream, timer: StepTimer, advice: str | None) -> Stream:
     """Warn once if the steps wait for data, as soon as enough of them are measured."""
     judged = len(timer.steps)
     for batch in stream:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 
 from drivetrain.clip.base import Clip, Norm
 from drivetrain.core import phases as settings
-from drivetrain.core.context import BuildContext
 from drivetrain.core.horizon import Progress
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.step import Step
+from drivetrain.engine.context import RunContext
 from drivetrain.optimizer import Optimizer
 from drivetrain.optimizer.algorithms.muon import ChainedOptimizer
 from drivetrain.precision.base import Precision
@@ -50,9 +49,9 @@ def alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Pa
             p.requires_grad_(True)
 
 
-def build(context: BuildContext) -> list[Phase]:
+def build(context: RunContext) -> list[Phase]:
     """Build the phases of a run, in their order; [] where it has none. Raises UserError where they divide no parameters."""
-    found, run, precision = settings.of(context.run), context.run, cast(Precision, context.precision)
+    found, run = settings.of(context.run), context.run
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
     built = []
     for name, names in settings.divided(found, trained).items() if found else ():
@@ -60,7 +59,7 @@ def build(context: BuildContext) -> list[Phase]:
         option = Optimizer.of(run) if given.lr is None else replace(Optimizer.of(run), lr=given.lr)
         clip = Clip.of(run) if given.max_norm is None else Norm(given.max_norm)
         with alone(own, trained.values()):
-            of_phase = precision.of_phase(name)
+            of_phase = context.precision.of_phase(name)
             optimizer = context.optimizer = of_phase.build_optimizer(option, context)
             total = torch.zeros((), device=context.device)
             built.append(Phase(name, given.every, own, optimizer, of_phase, clip.build(context), total))

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from drivetrain.core import stages as core
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Progress
-from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.run_spec import Stage
 from drivetrain.core.signals import StopFlag
 from drivetrain.core.stages import Boundary
+from drivetrain.core.step import Stream
 from drivetrain.core.typed import StateDict
 from drivetrain.engine import build
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.out_of_memory import free_memory
 from drivetrain.engine.trainer import Trainer
 from drivetrain.model import Model
@@ -45,7 +45,7 @@ class StagedRun:
     A run without stages has one that lasts to its end, and nothing is added to its step.
     """
 
-    context: BuildContext
+    context: RunContext
     writers: Sequence[LogWriter]
     trainer: Trainer = field(init=False)  # of the stage that the run is in
     number: int = field(default=0, init=False)  # of the stage that the trainer is in
@@ -96,8 +96,8 @@ class StagedRun:
             end = self.ends[self.number]
             self.trainer.stream_watchers = [*self.trainer.stream_watchers, lambda stream: self._until(end, stream)]
 
-    def _until(self, end: Boundary, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        with closing(stream):  # type: ignore[type-var]
+    def _until(self, end: Boundary, stream: Stream) -> Stream:
+        with closing(stream):
             while True:
                 if end.reached(self.context.progress):
                     raise BoundaryReached
@@ -153,7 +153,7 @@ class StagedRun:
             compile_seconds=lambda: compiled,
             stream_watchers=[],
         )  # fmt: skip
-        del trainer, context.model, context.optimizer, context.loader
+        del trainer, context.model, context.optimizer, context.read
         self.trainer.parallel.leave_model()
         free_memory(self.trainer.device)
 
@@ -211,12 +211,12 @@ def _named(number: int) -> Iterator[None]:
         raise UserError([f"stages[{number}]: {problem}" for problem in error.problems]) from None
 
 
-def _shapes(context: BuildContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:
+def _shapes(context: RunContext, stage: Stage) -> Mapping[str, tuple[int, ...]]:
     """The shapes of a stage's parameters, by name; {} where they cannot be told without the data."""
     run, shape = stage.run, stage.run.data.shape()
     if shape is None or not isinstance(context.data.shape, tuple) or len(shape) != len(context.data.shape):
         return {}
-    tried = BuildContext(run, context.world, context.run_dir)
+    tried = RunContext(run, context.world, context.run_dir)
     tried.device, tried.seed, tried.data = torch.device("meta"), context.seed, replace(context.data, shape=shape)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.owned import OwnState, Stateful
 from drivetrain.core.selection import Selection
 from drivetrain.core.signals import StopFlag
-from drivetrain.core.step import Step, StreamWatcher
+from drivetrain.core.step import Step, Stream, StreamWatcher
 from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Ema
 from drivetrain.engine.callbacks import Callbacks
@@ -98,7 +98,7 @@ class Trainer:
                 stream = watcher(stream)
             self.timer.resume()
             try:
-                with closing(stream):  # type: ignore[type-var]
+                with closing(stream):
                     self._train(self.timer.waits(stream))
                 break
             except RuntimeError as error:
@@ -178,7 +178,13 @@ class Trainer:
         wanted = STOP if self._stop.raised else SAVE if self.saving.due(self.progress.updates) else 0
         return self.parallel.all_reduce_flag(FAIL if self.callbacks.error else wanted)
 
-    def _stream(self) -> Iterator[MicroBatch]:
+    def read(self, requests: Iterable[Request] | None = None) -> Stream:
+        """Yield the micro-batches of requests for training samples, by default of those from here to the end of the run."""
+        return self.loader.stream(
+            self.train_data, self.requests() if requests is None else requests, self.device, self.memory_format
+        )
+
+    def _stream(self) -> Stream:
         """Yield the loader's micro-batches. One process that was told to stop saves instead of waiting for the next.
 
         The same where a reader is stuck or was killed. Several ranks would have to agree on it, and some wait for one another.
@@ -276,7 +282,7 @@ class Trainer:
         indices = self.batch.largest(len(self.train_data.source), size)
         request = Request(0, indices, 1.0)
         loss_sum = torch.zeros((), device=self.device)
-        for batch in self.loader.stream(self.train_data, [request], self.device, self.memory_format):
+        for batch in self.read([request]):
             self.step.micro_batch(batch, loss_sum)
 
     def preallocate(self) -> None:

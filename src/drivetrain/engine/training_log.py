@@ -15,9 +15,9 @@ from drivetrain.core import accelerators, limits, process
 from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
 from drivetrain.core.horizon import Progress
-from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
+from drivetrain.core.step import Stream
 from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.engine.flops import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
@@ -76,7 +76,7 @@ class TrainingLog:
         if self.noise is not None:
             self.noise.load_state_dict(state.get("noise", {}))
 
-    def watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def watch(self, stream: Stream) -> Stream:
         """Keep the loss of the run's first update. Nothing waits for the device."""
         for batch in stream:
             yield batch

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.files import read_json, write_json
-from drivetrain.core.groups import Loader
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.signals import StopFlag
+from drivetrain.core.step import Stream, StreamWatcher
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import length
 from drivetrain.core.typed import JsonObject
@@ -27,10 +27,6 @@ from drivetrain.saving import manifest
 from drivetrain.ui.progress import Rate
 
 if TYPE_CHECKING:
-    import torch
-
-    from drivetrain.core.microbatch import MicroBatch, Request
-    from drivetrain.core.protocols import Pipeline
     from drivetrain.engine.trainer import Trainer
 
 TOLD = "evaluated.json"  # in the evaluation's own folder: the number of samples, and where they come from
@@ -143,21 +139,18 @@ def _restore_and_evaluate(trainer: Trainer, checkpoint: Path, choice: Choice, ki
         write_json(trainer.run_dir / TOLD, told)
     with Rate("sample", None) as rate:  # of this rank's
         shown = rate if trainer.parallel.world.rank == 0 else lambda _: None
-        evaluator = replace(trainer.evaluator, loader=Counted(trainer.loader, shown))
+        evaluator = replace(trainer.evaluator, watch=_counting(shown))
         trainer.progress.record_evaluation(evaluator.evaluate(), *trainer.selection)
 
 
-class Counted(Loader):
-    """A loader that shows how many samples it has delivered."""
+def _counting(show: Callable[[int], None]) -> StreamWatcher:
+    """Show how many samples have been delivered."""
 
-    def __init__(self, loader: Loader, show: Callable[[int], None]) -> None:
-        self._loader, self._show, self._samples = loader, show, 0
-
-    def stream(
-        self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the loader."""
-        for batch in self._loader.stream(pipeline, requests, device, memory_format):
-            self._samples += length(batch.x)
-            self._show(self._samples)
+    def watch(stream: Stream) -> Stream:
+        samples = 0
+        for batch in stream:
+            samples += length(batch.x)
+            show(samples)
             yield batch
+
+    return watch

@@ -11,7 +11,6 @@ import torch
 
 from drivetrain.config import validate as check
 from drivetrain.core import streams
-from drivetrain.core.context import BuildContext
 from drivetrain.core.errors import UserError
 from drivetrain.core.targets import DESCRIPTIONS, TargetKind
 from drivetrain.core.trees import Tree, described, first
@@ -19,6 +18,7 @@ from drivetrain.core.world import World
 from drivetrain.data import Data
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.facts import describe, recall
 from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, Choice, Finished, find, load_weights
 from drivetrain.inference.inputs import Item, of_source
@@ -34,7 +34,7 @@ KNOWN = (UserError, torch.OutOfMemoryError)  # of these, the ones that say by th
 class LoadedRun:
     """A finished run, ready to predict."""
 
-    def __init__(self, finished: Finished, model: torch.nn.Module, data: Splits, context: BuildContext) -> None:
+    def __init__(self, finished: Finished, model: torch.nn.Module, data: Splits, context: RunContext) -> None:
         self.run_dir, self.update = finished.run_dir, int(finished.checkpoint.name)
         self.model = model  # in evaluation mode, on `device`
         self.device = context.device
@@ -158,7 +158,7 @@ def open_run(finished: Finished) -> LoadedRun:
     about = manifest.about(finished.checkpoint)
     with ExitStack() as on_exit:  # also where it fails, the switches of torch that precision and runtime set are as before
         on_exit.enter_context(streams.apart())  # building initialises the weights
-        context = BuildContext(run, World(), finished.run_dir, on_exit=on_exit)
+        context = RunContext(run, World(), finished.run_dir, on_exit=on_exit)
         data = recall(about, finished.run_dir) if about else Data.of(run).load(torch.device("cpu"))
         try:
             model = build.build_for_inference(context, data)

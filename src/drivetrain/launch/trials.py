@@ -45,7 +45,7 @@ def at_beginning(trainer: Trainer, updates: int | None) -> JsonObject:
     updates = min(updates or min(MOST, max(FEWEST, trainer.max_updates // SHARE)), trainer.max_updates)
     trainer.model.train()
     loss, done, made = torch.zeros((), device=trainer.device), 0, 0
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
+    stream = trainer.read()
     for batch in stream:
         trainer.scheduler.step(made)
         step.micro_batch(batch, loss)
@@ -92,7 +92,7 @@ def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
     batch, step = copy(trainer.batch), trainer.step
     batch.global_batch, batch.accumulation_steps = micro_batch * steps, steps
     requests = batch.requests(trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last)
-    stream = trainer.loader.stream(trainer.train_data, one_update(requests), trainer.device, trainer.memory_format)
+    stream = trainer.read(one_update(requests))
     update, loss = list(stream), torch.zeros((), device=trainer.device)
     for _ in range(TIMED):
         synchronize(trainer.device)

@@ -25,7 +25,7 @@ from drivetrain.core.errors import (
     is_peer_failure,
     wants_traceback,
 )
-from drivetrain.core.option import BuildContext, RunSpec
+from drivetrain.core.option import RunSpec
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.selection import Figure
 from drivetrain.core.signals import StopFlag
@@ -33,6 +33,7 @@ from drivetrain.core.source import Source
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.core.world import World
 from drivetrain.data import Data
+from drivetrain.engine.context import RunContext
 from drivetrain.launch import machine_limits
 from drivetrain.launch.job import Job
 from drivetrain.loader import Loader
@@ -266,7 +267,7 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
     staged: StagedRun | None = None  # whose trainer is another one in each stage
     config = identity.without_machine_local(job.composed, job.not_compared)
     run = job.run if job.work is None else stages.without(job.run)  # which does not train: it looks at the run's own config
-    context = BuildContext(run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
+    context = RunContext(run, world, run_dir, job.config_hash, config, resumed=job.checkpoint is not None)
     try:
         staged = _build(job, context, writers, quiet)
         result.resumed_at = context.progress.updates if job.checkpoint is not None else None
@@ -438,7 +439,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
         files.write_text(run_dir / "debug.txt", "".join(line + "\n" for line in lines))
 
 
-def _build(job: Job, context: BuildContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
+def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
     """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
     from drivetrain.engine import facts
     from drivetrain.engine.staged_run import StagedRun

@@ -7,14 +7,15 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.microbatch import Request
 from drivetrain.core.option import Positive
+from drivetrain.core.step import Stream
 from drivetrain.core.tensors import Tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.loader.base import Loader, Pipeline, reading_advice
@@ -131,7 +132,7 @@ class Auto(Loader):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
+    ) -> Stream:
         yield from self._chosen.stream(pipeline, requests, device, memory_format)
 
 

@@ -30,6 +30,7 @@ from drivetrain.core.source import (
     SequenceSource,
     Source,
 )
+from drivetrain.core.step import Stream
 from drivetrain.core.tensors import has_streams, send
 from drivetrain.core.trees import Tree
 from drivetrain.core.typed import StateDict
@@ -134,9 +135,17 @@ class Pipeline(NamedTuple):
         """The user's code, where such code reads the samples."""
         return self.source.own_code
 
+    def reading(self, source: Source) -> Pipeline:
+        """Return the same work on another source."""
+        return self._replace(source=source)
+
+    def unnormalized(self) -> Pipeline:
+        """Return the same work, but for the normalisation."""
+        return self._replace(normalize=None)
+
     def taken(self, world: World, on_exit: ExitStack) -> Pipeline:
         """Return the pipeline that training reads until `on_exit`: of a stream, it uses samples up."""
-        return self._replace(source=self.source.taken(world, self.seed, on_exit))
+        return self.reading(self.source.taken(world, self.seed, on_exit))
 
     def drawn(self, numbers: torch.Tensor | None = None) -> list[str]:
         """Read samples of a user's code again, by default some of the first, and return what they drew from, such as numpy."""
@@ -245,7 +254,7 @@ class Loader(Option, groups.Loader):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
+    ) -> Stream:
         """Yield the micro-batches of `requests` on the device, in their order."""
         on_device = pipeline.to(device)
         if device.type != "cpu":

@@ -15,6 +15,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import Count, RunSpec, Share
 from drivetrain.core.source import Source
+from drivetrain.core.step import Stream
 from drivetrain.core.tensors import Tensors, has_streams
 from drivetrain.core.trees import Tree
 from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
@@ -111,7 +112,7 @@ class Resident(Loader):
 
     def stream(
         self, pipeline: Pipeline, requests: Iterable[Request], device: torch.device, memory_format: torch.memory_format
-    ) -> Iterator[MicroBatch]:
+    ) -> Stream:
         if pipeline.source not in self._on_device:
             self._on_device[pipeline.source] = self._copy(pipeline, device)
         source = self._on_device[pipeline.source]

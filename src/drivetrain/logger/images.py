@@ -65,13 +65,13 @@ class Images(Logger):
         """The run's first micro-batch, as the model sees it but not normalised."""
         context, pipeline = self._context, self._context.train_data
         request = next(context.batch.requests(context.seed, 0, context.parallel.data_world, False))
-        x, y = pipeline._replace(normalize=None)(request)
+        x, y = pipeline.unnormalized()(request)
         return [self._tile(*sample) for sample in zip(x[: self.samples], y[: self.samples], strict=True)]
 
     def _predicted_tiles(self) -> list[Tile]:
         context, pipeline = self._context, self._context.judging_data
         indices = torch.arange(min(self.predictions, len(pipeline.source)))
-        x, y = pipeline._replace(normalize=None)(Request(0, indices, 1.0))
+        x, y = pipeline.unnormalized()(Request(0, indices, 1.0))
         inputs = pipeline.normalized(x).to(context.device, memory_format=context.memory_format)
         with context.eval_model(PLAIN) as model:
             outputs = model(inputs).float().cpu()

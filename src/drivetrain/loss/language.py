@@ -13,7 +13,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import Request
 from drivetrain.core.option import BuildContext, Count, NonNegative, RunSpec, Share
-from drivetrain.core.source import SamplePipeline
+from drivetrain.core.source import Pipeline
 from drivetrain.core.targets import TargetKind
 from drivetrain.core.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, too_few
@@ -166,7 +166,7 @@ class Masking:
     mixes = False
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: SamplePipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens (n, length) of which some are hidden, these alone as targets, and the indices."""
         keys = rng.keys(pipeline.seed, request.epoch, indices, STREAM).unsqueeze(1)

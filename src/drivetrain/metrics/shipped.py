@@ -226,8 +226,8 @@ class ConfusionMatrix(_Counted):
             cells = (predicted & there, predicted & ~there, ~predicted & there, ~predicted & ~there)
             return (torch.stack([cell.sum(0) for cell in cells], 1),)
         logits, target = rows(output, target, self.kind)
-        cells = target.clamp(min=0) * self.classes + logits.argmax(-1)
-        return (count(cells, target >= 0, self.classes**2).view(self.classes, self.classes),)
+        cell = target.clamp(min=0) * self.classes + logits.argmax(-1)
+        return (count(cell, target >= 0, self.classes**2).view(self.classes, self.classes),)
 
     def figures(self, computed: torch.Tensor) -> dict[str, float]:
         return {}

@@ -128,7 +128,7 @@ def _enlarged(sample: MicroBatch, size: int, weight: float, last: bool) -> Micro
 def one_sample(trainer: Trainer) -> MicroBatch:
     """A real micro-batch of two samples, the longest where they differ in length, for its shapes."""
     indices = trainer.batch.largest(len(trainer.train_data.source), 2)
-    stream = trainer.loader.stream(trainer.train_data, [Request(0, indices, 1.0)], trainer.device, trainer.memory_format)
+    stream = trainer.read([Request(0, indices, 1.0)])
     batch: MicroBatch = next(iter(stream))
     return batch
 

@@ -31,6 +31,7 @@ from drivetrain.compile.base import compiled_anew
 from drivetrain.core import process, stages, trees
 from drivetrain.core.device import Clock, Mark, clock_for, peak_memory, synchronize
 from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.step import Stream
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
@@ -115,7 +116,7 @@ class BenchmarkAgent:
         trainer.endless()
         trainer.stream_watchers.append(lambda stream: self._serve(stream, trainer))
 
-    def _serve(self, stream: Iterator[MicroBatch], trainer: Trainer) -> Iterator[MicroBatch]:
+    def _serve(self, stream: Stream, trainer: Trainer) -> Stream:
         """Warm up and report; then time a block of as many updates as each message asks for."""
         if self._started:  # the trainer starts again with a micro-batch half as large, which is another variant
             raise RuntimeError("out of memory")

@@ -21,7 +21,7 @@ from drivetrain.core import streams, trees
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.option import BuildContext, RunSpec
 from drivetrain.core.selection import Figure
-from drivetrain.core.step import WrappingStep
+from drivetrain.core.step import Stream, WrappingStep
 from drivetrain.core.torch_patches import before_steps
 from drivetrain.core.trees import Tree
 from drivetrain.engine.trainer import Trainer
@@ -339,7 +339,7 @@ class Recorder:
         if self.noise is not None:
             self.noise.paused = False
 
-    def _watch(self, stream: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def _watch(self, stream: Stream) -> Stream:
         """Note which samples each micro-batch has; permute and widen them where that is asked."""
         for batch, request in zip(stream, self.trainer.requests(), strict=False):  # micro-batches come in their order
             indices = request.indices.cpu()

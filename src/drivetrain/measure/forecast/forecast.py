@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Literal
 from drivetrain.checkpointing.base import Blocks
 from drivetrain.core import trees
 from drivetrain.core.blocks import blocks_for
-from drivetrain.core.context import NO_RUN_DIR, BuildContext
+from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.device import memory_of_process
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Positive
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.engine import build, child
+from drivetrain.engine.context import RunContext
 from drivetrain.engine.rehearsal import fake_step
 from drivetrain.engine.rehearsal.recorder import Fakes
 from drivetrain.engine.rehearsal.search import fewest, peak_bytes, recomputed
@@ -128,7 +129,7 @@ class Subject:
         if trainer is None:
             run = plan.look()
             fakes = None if plan.times_layers else Fakes().as_parameters()
-            context = BuildContext(run, World(), NO_RUN_DIR, on_exit=on_exit, without_values=fakes)
+            context = RunContext(run, World(), NO_RUN_DIR, on_exit=on_exit, without_values=fakes)
             trainer = build.build(context, [])
         here, beside = plan.device == HERE, NOTHING
         if here and trainer.device.type == "cpu":

@@ -276,8 +276,8 @@ def _row(operation: Operation, count: int, timed: Timed | None, now: int) -> Row
 def reading_seconds(trainer: Trainer) -> float:
     """The time in which this process reads and delivers one micro-batch: the shortest of some after the first, which prepares."""
     now, times = clock(trainer.device), []
-    stream = trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format)
-    with closing(stream):  # type: ignore[type-var]
+    stream = trainer.read()
+    with closing(stream):
         for _ in range(READS):
             began = now()
             if next(stream, None) is None:

@@ -341,7 +341,7 @@ def profile_step(trainer: Trainer, profile_s: float) -> StepProfile:
     trainer.model.train()
     trainer.callbacks.start()
     trainer.log.writers = [trainer.callbacks]
-    stream = TrackedStream(trainer.loader.stream(trainer.train_data, trainer.requests(), trainer.device, trainer.memory_format))
+    stream = TrackedStream(trainer.read())
     for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
     shares = time_shares(trainer, stream)

@@ -104,7 +104,7 @@ def range_test(trainer: Trainer, updates: int) -> RangeTest:
     base = [float(group["lr"]) for group in groups]
     highest = max(base)
     batches = trainer.requests()
-    stream = TrackedStream(trainer.loader.stream(trainer.train_data, batches, trainer.device, trainer.memory_format))
+    stream = TrackedStream(trainer.read(batches))
     rates: list[float] = []
     losses: list[float] = []
     for number in range(updates):
