@@ -26,7 +26,7 @@ def jobs(monkeypatch):
         folder.mkdir(parents=True)
         result = Result(status="completed", run_dir=folder)
         result.write(folder)
-        return 0, result
+        return result
 
     monkeypatch.setattr(variants, "run_one", run)
     return found
@@ -71,7 +71,7 @@ def test_what_cannot_be_composed_is_told_with_its_name(jobs):
 def test_a_signal_ends_the_trainings(monkeypatch):
     def run(job, folder, signals, quiet):
         signals.raised = 15
-        return 75, Result(status="interrupted", run_dir=folder)
+        return Result(status="interrupted", run_dir=folder)
 
     monkeypatch.setattr(variants, "run_one", run)
     spec = VariantSpec("it", ["model=mlp"], prepare(["model=mlp"]))

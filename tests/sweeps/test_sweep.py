@@ -15,21 +15,22 @@ from drivetrain.cli.main import main
 from drivetrain.core import accelerators, limits
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
+from drivetrain.core.selection import Selection, selected
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps import optuna, store
-from drivetrain.sweeps.driver import Grid, LiveTable, ProgressLines, progress, row
+from drivetrain.sweeps.driver import Display, progress, row
 from drivetrain.sweeps.launchers import _parameters, own_device
 from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweeps.optuna import Search, SearchSpace, choices, examples, setting
+from drivetrain.sweeps.optuna import Search, choices, examples, setting
 from drivetrain.sweeps.optuna import read as read_space
 from drivetrain.sweeps.store import (
     LENGTH,
     Entry,
-    Objective,
+    Grid,
     Sweep,
     SweepJob,
-    common,
+    best_of,
     merge_overrides,
     one_job,
     prepare,
@@ -184,8 +185,9 @@ def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest
 
 def a_sweep(path: Path, words: list[str]) -> tuple[Sweep, Grid]:
     path.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(path, words, [])
-    return sweep, Grid(prepare(words), sweep)
+    sweep, grid = Sweep(path, words, []), Grid(prepare(words))
+    grid.open(sweep)
+    return sweep, grid
 
 
 def test_only_what_has_ended_well_or_for_good_is_kept(tmp_path: Path) -> None:
@@ -275,8 +277,8 @@ def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
         sweep.entries, (("completed", 0.5), ("completed", 0.7), ("diverged", 0.9), ("completed", float("nan"))), strict=True
     ):
         ended(entry, status, value)
-    objective = common(sweep.entries)
-    assert objective == Objective("accuracy", maximize=True)
+    objective = store.objective
+    assert objective == Selection("accuracy", max)
     write_summary(sweep, objective, 7.0, store.is_finished())
     told = json.loads((sweep.path / "sweep.json").read_text())
     assert (told["best"], told["finished"], told["wall_s"]) == (1, True, 7.0)
@@ -284,13 +286,13 @@ def test_the_best_job_by_the_losss_metric(tmp_path: Path) -> None:
     assert [(j["status"], j["objective"]) for j in told["jobs"]] == [
         ("completed", 0.5), ("completed", 0.7), ("diverged", None), ("completed", None),
     ]  # fmt: skip
-    assert Objective("loss", maximize=False).best(sweep.entries) is None
+    assert best_of(sweep.entries, Selection("loss", min)) is None
 
 
 def test_jobs_with_different_metrics_have_no_best(tmp_path: Path) -> None:
-    sweep, _ = a_sweep(tmp_path / "s", ["recipe=default,stdlib_gpt"])
-    assert [Objective.of(e.job.job.run).maximize for e in sweep.entries if e.job.job] == [True, False]
-    assert common(sweep.entries) is None
+    sweep, grid = a_sweep(tmp_path / "s", ["recipe=default,stdlib_gpt"])
+    assert [selected(e.job.job.run).maximize for e in sweep.entries if e.job.job] == [True, False]
+    assert grid.objective is None
 
 
 # --- the table ---
@@ -320,7 +322,7 @@ def test_the_time_left_follows_from_what_was_done_here(tmp_path: Path, monkeypat
     clock = [5.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     all_of_them = entries(tmp_path, 4)
-    display = ProgressLines(4)
+    display = Display(4)
     display.keep(all_of_them[:1])
     told_progress(all_of_them[1], 200, 400)  # half of it was made before the sweep was gone on with
     for entry in all_of_them[1:3]:
@@ -334,7 +336,7 @@ def test_the_time_left_follows_from_what_was_done_here(tmp_path: Path, monkeypat
     assert display.seconds_left(all_of_them[2:3]) == pytest.approx(10 / 0.5 * 2)
 
 
-def drawn(display: LiveTable, jobs: list[Entry], running: list[Entry], max_rows: int) -> str:
+def drawn(display: Display, jobs: list[Entry], running: list[Entry], max_rows: int) -> str:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -358,11 +360,11 @@ def test_the_tables_name_the_set_of_a_figure(capsys: pytest.CaptureFixture[str])
 
 def test_the_live_table(tmp_path: Path) -> None:
     jobs = entries(tmp_path, 40)
-    display = LiveTable(40)
+    display = Display(40)
     for entry in jobs[:2]:
         display.begin(entry)
     ended(jobs[0], "failed")
-    display._count(jobs[0])
+    display.end(jobs[0], jobs[1:2])
     told_progress(jobs[1], 300, 1400)
     text = drawn(display, jobs, jobs[1:2], 50)
     assert "1 of 40 done · 1 failed" in text
@@ -422,9 +424,10 @@ def test_what_is_no_space() -> None:
 def a_search(path: Path, *words: str) -> tuple[Sweep, Search]:
     settings, own = split([OPTUNA, *words])
     assert isinstance(settings.sweeper, Optuna)
-    sweep = Sweep(path, [OPTUNA, *words], [])
+    sweep, search = Sweep(path, [OPTUNA, *words], []), Search(settings.sweeper, own, [])
     path.mkdir(exist_ok=True)
-    return sweep, Search(SearchSpace(settings.sweeper, own, []), sweep)
+    search.open(sweep)
+    return sweep, search
 
 
 LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
@@ -486,7 +489,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     sweep, search = a_search(tmp_path / "s", *words)
     search.ask(9)
     assert len(sweep.entries) == len({e.job.label for e in sweep.entries}) == 6
-    assert not search.space.objective.maximize
+    assert not search.objective.maximize
     (told,) = problems(lambda: a_search(tmp_path / "t", LR, "hydra.sweeper.sampler=grid"))
     assert "optimizer.lr has an interval" in told
 

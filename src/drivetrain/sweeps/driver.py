@@ -9,30 +9,35 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.live import Live
+from rich.table import Table as RichTable
+from rich.text import Text
+
 from drivetrain.config.hydra_words import is_hydra_override
 from drivetrain.core import accelerators, files
-from drivetrain.core.errors import FAILED, INTERRUPTED, UserError
+from drivetrain.core.errors import DONE, FAILED, INTERRUPTED, UserError
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
+from drivetrain.core.selection import Selection
 from drivetrain.core.typed import JsonObject
-from drivetrain.launch.job import Job, device_problems
+from drivetrain.launch.job import device_problems
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
 from drivetrain.sweeps.launchers import Forked, Launcher, OnRay, SignalForwarder, Submitit
 from drivetrain.sweeps.options import Joblib, Optuna, Ray, Settings, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweeps.optuna import Search, SearchSpace
-from drivetrain.sweeps.store import LENGTH, Entry, Objective, Sweep, SweepJob, prepare
+from drivetrain.sweeps.store import LENGTH, Entry, Grid, Sweep, prepare
 from drivetrain.ui import output, sheet, terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import duration
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+    from drivetrain.sweeps.optuna import Search
 
 logger = logging.getLogger(__name__)
 
@@ -64,47 +69,45 @@ def share(entry: Entry) -> float:
     return min(1.0, record["update"] / length) if record and length else 0.0
 
 
-class ProgressLines:
-    """Prints a line when a job begins and when it ends."""
+class Display:
+    """Shows how far the jobs are: with `live` in a table that is redrawn in place, else by a line when a job begins or ends."""
 
-    def __init__(self, total: int, jobs_print: bool = False, quiet: bool = False) -> None:
-        self.total, self.quiet = total, quiet
-        self.jobs_print = jobs_print  # the jobs' own output appears between the lines
+    def __init__(self, total: int, live: Live | None = None, jobs_print: bool = False) -> None:
+        self.total, self._live = total, live
+        self._jobs_print = jobs_print  # the jobs' own output appears between the lines
         self._done = 0  # jobs
         self._work = 0.0  # in jobs: what was done since this process began
         self._clock = time.monotonic()
 
-    def __enter__(self) -> ProgressLines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def keep(self, entries: Sequence[Entry]) -> None:
         """Count jobs that ended before this process began."""
         self._done += len(entries)
-        if entries:
+        if entries and self._live is None:
             echo(f"{len(entries)} of {self.total} jobs are done already")
 
     def begin(self, entry: Entry) -> None:
         """A job begins, or was found running."""
         entry.began, entry.before = time.monotonic(), share(entry)
-        if self.jobs_print and not self.quiet:
+        if self._jobs_print:
             echo(f"\n{self._name(entry)}")
 
     def end(self, entry: Entry, running: Sequence[Entry]) -> None:
         """A job has ended; `running` are those that still run."""
-        self._count(entry)
-        assert entry.result is not None
-        seconds_left = self.seconds_left(running)
-        after = f", about {duration(seconds_left)} left" if seconds_left else ""
+        self._done += 1
+        self._work += 1 - entry.before if entry.began else 0
+        if self._live is not None or entry.result is None:
+            return
+        left = self._left(running, ", ")
         took = f" in {duration(entry.seconds())}" if entry.began else ""
-        echo(f"{self._name(entry)} {entry.result.status}{took}{after}")
-        if entry.result.error and not (self.jobs_print and entry.began):
+        echo(f"{self._name(entry)} {entry.result.status}{took}{left}")
+        if entry.result.error and not (self._jobs_print and entry.began):
             logger.error("job %d: %s", entry.number, entry.result.error)
 
     def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
         """Show the progress of the running jobs."""
+        if self._live is not None:
+            size = self._live.console.size
+            self._live.update(self.table(entries, running, size.height - RESERVED_LINES, size.width), refresh=True)
 
     def seconds_left(self, running: Sequence[Entry]) -> float | None:
         """Seconds until all jobs are done, at the pace so far; None before any progress."""
@@ -112,52 +115,21 @@ class ProgressLines:
         work = self._work + part
         return (time.monotonic() - self._clock) / work * max(0.0, self.total - self._done - part) if work else None
 
-    def _count(self, entry: Entry) -> None:
-        self._done += 1
-        self._work += 1 - entry.before if entry.began else 0
+    def _left(self, running: Sequence[Entry], before: str) -> str:
+        seconds = self.seconds_left(running)
+        return f"{before}about {duration(seconds)} left" if seconds else ""
 
     def _name(self, entry: Entry) -> str:
         return f"job {entry.number} ({entry.number + 1} of {self.total}): {entry.job.label or 'the only one'}"
 
-
-class LiveTable(ProgressLines):
-    """A table that is redrawn in place: all jobs where they fit on the screen, else those that run."""
-
-    def __enter__(self) -> LiveTable:
-        from rich.live import Live
-
-        self._console = output.console()
-        # Redrawn only by refresh(), and without redirected streams, which the forked jobs would inherit.
-        self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
-
-    def keep(self, entries: Sequence[Entry]) -> None:
-        self._done += len(entries)
-
-    def end(self, entry: Entry, running: Sequence[Entry]) -> None:
-        self._count(entry)
-
-    def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
-        self._live.update(self.table(entries, running, self._console.height - RESERVED_LINES), refresh=True)
-
-    def table(self, entries: Sequence[Entry], running: Sequence[Entry], max_rows: int) -> RichTable:
-        """The table, of at most `max_rows` jobs."""
-        from rich.table import Table
-        from rich.text import Text
-
-        seconds_left = self.seconds_left(running)
+    def table(self, entries: Sequence[Entry], running: Sequence[Entry], max_rows: int, room: int | None = None) -> RichTable:
+        """The table, of at most `max_rows` jobs: all of them where they fit, else those that run."""
         counts = Counter(e.result.status for e in entries if e.result)
-        title = [f"{self._done} of {self.total} done", *(f"{n} {s}" for s, n in counts.items() if s != "completed")]
-        title += [f"about {duration(seconds_left)} left"] if seconds_left else []
-        table = Table(title=" · ".join(title), title_justify="left", title_style="bold")
+        counted = "".join(f" · {n} {status}" for status, n in counts.items() if status != "completed")
+        title = f"{self._done} of {self.total} done{counted}{self._left(running, ' · ')}"
+        table = RichTable(title=title, title_justify="left", title_style="bold")
         header = ["job", "overrides", "status", "updates", "loss", "samples/s", "time"]
-        shown = list(entries) if len(entries) <= max_rows else list(running)[:max_rows]
-        rows = [row(entry, entry in running) for entry in shown]
-        room = output.console().width if terminal.is_live() else None
+        rows = [row(e, e in running) for e in (entries if len(entries) <= max_rows else running[:max_rows])]
         fitting, _ = sheet.Table(header, rows, spare=("samples/s", "time")).fitting(room)
         for name in fitting.header:
             table.add_column(name, overflow="ellipsis", no_wrap=name != "overrides")  # which gives way first, in one line
@@ -183,10 +155,8 @@ def row(entry: Entry, runs: bool) -> list[str]:
     return [str(entry.number), entry.job.label, status, updates, *shown, duration(seconds) if seconds else ""]
 
 
-logger = logging.getLogger(__name__)
-
 # Imported once, before the jobs are forked.
-PRELOADED = ("torch", "drivetrain.engine.build", "drivetrain.saving.checkpoint_io", "rich.console")
+PRELOADED = ("torch", "drivetrain.engine.build", "drivetrain.saving.checkpoint_io")
 POLL_S = 0.25
 
 
@@ -197,37 +167,12 @@ class Plan:
     settings: Settings
     overrides: list[str]
     config_dirs: list[str]
-    jobs: list[SweepJob] | SearchSpace  # all jobs, or the space that a search draws them from
+    source: Grid | Search  # all jobs, or the search that proposes them
 
     @property
-    def first(self) -> Job:
-        """One of the jobs."""
-        if isinstance(self.jobs, SearchSpace):
-            return self.jobs.first
-        return next(j.job for j in self.jobs if j.job is not None)
-
-
-class Grid:
-    """Yields a sweep's jobs when all of them are known; has the interface of Search."""
-
-    def __init__(self, jobs: Sequence[SweepJob], sweep: Sweep) -> None:
-        self._entries = sweep.add(jobs)
-        self.total = len(jobs)
-        self.kept = [entry for entry in self._entries if entry.load_result()]  # ended before this process began
-        # The jobs that cannot run come first, so that their mistakes are told before another one trains.
-        self._waiting = sorted((e for e in self._entries if e.result is None), key=lambda e: e.job.job is not None)
-
-    def ask(self, count: int) -> list[Entry]:
-        """The next jobs, at most `count`."""
-        entries, self._waiting = self._waiting[:count], self._waiting[count:]
-        return entries
-
-    def tell(self, entry: Entry) -> None:
-        """A job has ended."""
-
-    def is_finished(self) -> bool:
-        """True if no job is left to run."""
-        return all(e.result is not None and e.result.status in store.FINAL for e in self._entries)
+    def searches(self) -> bool:
+        """True if the jobs are a search's trials."""
+        return isinstance(self.settings.sweeper, Optuna)
 
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
@@ -237,8 +182,8 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
     if resume not in ("null", "", "auto"):
         return _resume(Path(os.path.expanduser(resume)), own, quiet)
     plan = _plan(own, dirs)
-    root = Path(plan.first.run.values["output_dir"])
-    named = plan.settings.hydra.path("sweep.dir", plan.first.composed)
+    root = Path(plan.source.first.run.values["output_dir"])
+    named = plan.settings.hydra.path("sweep.dir", plan.source.first.composed)
     if resume == "auto":
         if (found := next(store.unfinished(root, own, named), None)) is not None:
             return _run_in(found, plan, quiet)
@@ -263,7 +208,7 @@ def _resume(path: Path, given: Sequence[str], quiet: bool) -> tuple[Path, int]:
     overrides, dirs = store.merge_overrides(path, content["overrides"], given), content["config_dirs"]
     add_import_paths(dirs)
     plan = _plan(overrides, dirs)
-    if isinstance(plan.jobs, list) and [j.overrides for j in plan.jobs] != [j["overrides"] for j in content["jobs"]]:
+    if isinstance(plan.source, Grid) and [j.overrides for j in plan.source.jobs] != [j["overrides"] for j in content["jobs"]]:
         raise UserError(f"-m resume={path}: its overrides make other jobs now: the grid of its recipe has changed")
     return _run_in(path, plan, quiet)
 
@@ -272,27 +217,30 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
     """Compose and validate the sweep. Raises UserError with every problem."""
     problems: list[str] = []
     settings, own = None, [o for o in overrides if not is_hydra_override(o)]
+    source: Grid | Search | None = None
     try:
         settings, _ = split(overrides)
     except UserError as error:
         problems += error.problems
-    jobs: list[SweepJob] | SearchSpace = []
     try:
         if settings is not None and isinstance(settings.sweeper, Optuna):
-            jobs = SearchSpace(settings.sweeper, own, config_dirs)
+            from drivetrain.sweeps.optuna import Search  # a package that may be missing
+
+            source = Search(settings.sweeper, own, config_dirs)
         elif settings is not None or not any(o.startswith("hydra/sweeper=") for o in overrides):
             jobs = prepare(own, config_dirs)
+            source = Grid(jobs)
             problems += [p for j in jobs for p in j.problems]
             if not problems and settings is not None and not isinstance(settings.launcher, SubmititSlurm):
                 problems += device_problems(job.job for job in jobs)
     except UserError as error:
         problems += error.problems
     subdir = settings.hydra.given.get("sweep.subdir") if settings is not None else None
-    if subdir is not None and isinstance(jobs, SearchSpace) and "job.num" not in subdir:
+    if subdir is not None and "job.num" not in subdir and not isinstance(source, Grid):
         problems.append(f"hydra.sweep.subdir={subdir}: a search may try values twice: put ${{hydra.job.num}} into it")
-    if problems or settings is None:
+    if problems or settings is None or source is None:
         raise UserError(dict.fromkeys(problems))
-    return Plan(settings, overrides, config_dirs, jobs)
+    return Plan(settings, overrides, config_dirs, source)
 
 
 def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
@@ -300,38 +248,38 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
     for module in PRELOADED:
         importlib.import_module(module)
     accelerators.find()  # once, and not in every job
-    began = time.monotonic()
+    began, source = time.monotonic(), plan.source
     with directory.locked(path):
         sweep = Sweep(path, plan.overrides, plan.config_dirs, plan.settings.hydra)
-        source = Search(plan.jobs, sweep) if isinstance(plan.jobs, SearchSpace) else Grid(plan.jobs, sweep)
-        live = terminal.is_live()  # then one table is shown, and the jobs' own output goes to their folders
-        launcher = _launcher(plan.settings, sweep, source.total, quiet, live)
-        echo(f"{source.total} {'trials' if isinstance(source, Search) else 'jobs'} in {path}")
-        jobs_print = isinstance(launcher, Forked) and not launcher.captured
-        display = LiveTable(source.total) if live else ProgressLines(source.total, jobs_print, quiet)
-        with SignalForwarder() as signals, display:
+        source.open(sweep)
+        # In a terminal one table is shown, and the jobs' own output goes to their folders. The table is redrawn by refresh()
+        # alone, and without redirected streams, which the forked jobs would inherit.
+        live = Live(console=output.console(), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        table = live if terminal.is_live() else None
+        launcher = _launcher(plan.settings, sweep, source.total, quiet, table is not None)
+        echo(f"{source.total} {'trials' if plan.searches else 'jobs'} in {path}")
+        display = Display(source.total, table, isinstance(launcher, Forked) and not launcher.captured and not quiet)
+        with SignalForwarder() as signals, table or nullcontext(), signals.to(launcher.signal):
             display.keep(source.kept)
-            signals.launcher = launcher
             running = _run_jobs(source, sweep, launcher, display, signals)
-            signals.launcher = None
-        judged_by = source.space.objective if isinstance(source, Search) else store.common(sweep.entries)
-        store.write_summary(sweep, judged_by, time.monotonic() - began, source.is_finished())
+        objective = source.objective
+        store.write_summary(sweep, objective, time.monotonic() - began, source.is_finished())
     echo()
-    _show(sweep, judged_by)
-    return path, _exit_code(sweep, source, signals, running)
+    _show(sweep, objective)
+    return path, _exit_code(sweep, plan.searches, signals, running)
 
 
-def _show(sweep: Sweep, objective: Objective | None) -> None:
+def _show(sweep: Sweep, objective: Selection | None) -> None:
     """Print the jobs as a table, and the best of them as a command to copy."""
-    best = objective.best(sweep.entries) if objective else None
+    best = store.best_of(sweep.entries, objective)
     jobs = [(e.number, e.job.label, e.result) for e in sweep.entries if e.result is not None]
-    terminal.show_jobs(jobs, objective.metric if objective else None, best.number if best else None)
+    terminal.show_jobs(jobs, objective.name if objective else None, best.number if best else None)
     if objective is None or best is None or best.result is None:
         return
     overrides = shlex.join(o for o in best.job.overrides if not is_hydra_override(o))
-    value = terminal.number(objective.value(best.result) or 0.0) + best.result.when(best.result.judged("best"))
-    what = f"{best.result.judged_by} {objective.metric}"
-    echo(f"\nbest: job {best.number}, {what} {value} ({best.job.label or 'the only one'})")
+    figures = best.result.judged("best")
+    value = f"{best.result.judged_by} {objective.name} {terminal.number(figures[objective.name])}{best.result.when(figures)}"
+    echo(f"\nbest: job {best.number}, {value} ({best.job.label or 'the only one'})")
     dirs = "".join(f"--config-dir {shlex.quote(folder)} " for folder in sweep.config_dirs)
     echo(f"  drivetrain train {dirs}{overrides}")
     echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")
@@ -350,19 +298,20 @@ def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured
     return Forked(slots, quiet, captured)
 
 
-def _run_jobs(
-    source: Grid | Search, sweep: Sweep, launcher: Launcher, display: ProgressLines, signals: SignalForwarder
-) -> list[Entry]:
+def _run_jobs(source: Grid | Search, sweep: Sweep, launcher: Launcher, display: Display, signals: SignalForwarder) -> list[Entry]:
     """Start jobs as slots get free, until all have ended; return those that run on without this process."""
     running: list[Entry] = []
     while True:
-        ended = []
-        if not signals.raised:
-            asked = source.ask(launcher.slots - len(running))
-            ended = [entry for entry in asked if entry.job.job is None]
-            for entry in ended:
-                entry.refuse()
-            running += _start([entry for entry in asked if entry.job.job is not None], launcher, display)
+        asked = source.ask(launcher.slots - len(running)) if not signals.raised else []
+        able = [entry for entry in asked if entry.job.job is not None]
+        ended = [entry for entry in asked if entry.job.job is None]
+        for entry in ended:
+            entry.refuse()
+        new = launcher.new(able)
+        for entry in able:
+            display.begin(entry)
+        launcher.start(new)
+        running += able
         if not ended:
             if not running or (signals.raised and launcher.detached):
                 return running
@@ -374,18 +323,7 @@ def _run_jobs(
         display.refresh(sweep.entries, running)
 
 
-def _start(entries: list[Entry], launcher: Launcher, display: ProgressLines) -> list[Entry]:
-    """Start these jobs, but those that another process runs already; return all of them."""
-    new = [entry for entry in entries if not launcher.attach(entry)]
-    for entry in new:
-        entry.prepare_folder()
-    for entry in entries:
-        display.begin(entry)
-    launcher.start(new)
-    return entries
-
-
-def _exit_code(sweep: Sweep, source: Grid | Search, signals: SignalForwarder, running: Sequence[Entry]) -> int:
+def _exit_code(sweep: Sweep, searches: bool, signals: SignalForwarder, running: Sequence[Entry]) -> int:
     """The exit code; warns of jobs that did not complete."""
     command = f"drivetrain train -m resume={shlex.quote(str(sweep.path))}"
     if running:
@@ -394,10 +332,10 @@ def _exit_code(sweep: Sweep, source: Grid | Search, signals: SignalForwarder, ru
         logger.warning("stopped: resume by %s", command)
     if signals.raised:
         return INTERRUPTED
-    ended = [e for e in sweep.entries if e.result is not None]
-    failed = [e.code for e in ended if e.code]
+    codes = [e.code for e in sweep.entries if e.result is not None]
+    failed = [code for code in codes if code]
     if failed:
-        logger.warning("%d of %d jobs did not complete", len(failed), len(ended))
-    if isinstance(source, Search) and len(failed) < len(ended):
-        return 0  # a search succeeds even if some of its trials fail
-    return failed[0] if len(set(failed)) == 1 else FAILED if failed else 0
+        logger.warning("%d of %d jobs did not complete", len(failed), len(codes))
+    if searches and len(failed) < len(codes):
+        return DONE  # a search succeeds even if some of its trials fail
+    return failed[0] if len(set(failed)) == 1 else FAILED if failed else DONE

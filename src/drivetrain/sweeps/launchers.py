@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -55,8 +55,15 @@ class Launcher:
             return True
         return False
 
+    def new(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those of these jobs that no other process runs, with their folders ready."""
+        found = [entry for entry in entries if not self.attach(entry)]
+        for entry in found:
+            entry.prepare_folder()
+        return found
+
     def start(self, entries: Sequence[Entry]) -> None:
-        """Start these jobs, whose folders are ready."""
+        """Start these new jobs."""
         raise NotImplementedError
 
     def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
@@ -84,40 +91,41 @@ class Forked(Launcher):
     def __init__(self, slots: int = 1, quiet: bool = False, captured: bool = False) -> None:
         super().__init__(slots)
         self.quiet, self.captured = quiet, captured or slots > 1
-        self._running: dict[Any, tuple[Any, Entry]] = {}  # by the process's sentinel
+        self._running: dict[Any, tuple[Any, Entry, int]] = {}  # by the process's sentinel: it, its job and its slot
         self._told = 0  # the signal that the jobs got
         self._free_slots = list(range(slots))
-        self._slot_of: dict[int, int] = {}  # by the job's number
 
     def start(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            with _blocked_signals():  # until it is known which process has the job
-                slot = self._slot_of[entry.number] = self._free_slots.pop(0)
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until it is known which process has the job
+            try:
+                slot = self._free_slots.pop(0)
                 process: Any = ForkedProcess(target=self._child, args=(entry, slot), parents_end=signal.SIGTERM)  # so it saves
                 process.start()
-                self._running[process.sentinel] = process, entry
+                self._running[process.sentinel] = process, entry, slot
                 if self._told:  # the signal came after it was asked whether there was one
                     os.kill(process.pid, self._told)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
         for sentinel in connection.wait(list(self._running), seconds):
-            process, entry = self._running.pop(sentinel)
+            process, entry, slot = self._running.pop(sentinel)
             process.join()
-            self._free_slots.append(self._slot_of.pop(entry.number))
+            self._free_slots.append(slot)
             code = process.exitcode
             how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
             yield entry, code, f"the job's process was {how}"
 
     def signal(self, number: int) -> None:
         self._told = number
-        for job, _ in list(self._running.values()):
+        for job, *_ in list(self._running.values()):
             os.kill(job.pid, number)
 
     def _child(self, entry: Entry, slot: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self.slots > 1:
-            os.environ[limits.JOBS] = str(self.slots)
-            os.environ |= own_device(entry, slot)
+            os.environ |= {limits.JOBS: str(self.slots), **own_device(entry, slot)}
         if self.captured:
             capture(entry)
         code = run_job(entry, self.quiet)
@@ -171,50 +179,44 @@ def _write_length(trainer: Trainer) -> None:
         files.write_text(trainer.run_dir / LENGTH, str(trainer.max_updates))
 
 
-@contextlib.contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Within the context, signals are delivered later."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class SignalForwarder(contextlib.ExitStack):
-    """Within the context, a signal sets `raised`, so that no further job starts, and is forwarded to the running jobs."""
+    """Within the context, a signal sets `raised`, so that no further job starts, and is forwarded to what runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.raised = 0
-        self.launcher: Launcher | None = None
+        self._send: Callable[[int], object] | None = None
 
     def __enter__(self) -> SignalForwarder:
         self.enter_context(handled_by(self._handle))
         return self
 
+    @contextlib.contextmanager
+    def to(self, send: Callable[[int], object]) -> Iterator[None]:
+        """Within the context signals go to `send`, also one that has come already."""
+        self._send = send
+        if self.raised:
+            send(self.raised)
+        try:
+            yield
+        finally:
+            self._send = None
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.raised = number
-        if self.launcher is not None:
-            self.launcher.signal(number)
+        if self._send is not None:
+            self._send(number)
 
 
-def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> tuple[int, Result]:
-    """Run one job in a process of its own; return its exit code and its result, which it has even if it was killed."""
-    entry = Entry(0, job, run_dir)
-    if job.job is None:
-        entry.refuse()
-    else:
-        entry.prepare_folder()
-        signals.launcher = launcher = Forked(quiet=quiet)
-        if signals.raised:
-            launcher.signal(signals.raised)
-        launcher.start([entry])
+def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> Result:
+    """Run one job in a process of its own; return its result, which it has even if it was killed."""
+    entry, launcher = Entry(0, job, run_dir), Forked(quiet=quiet)
+    with signals.to(launcher.signal):
+        launcher.start(launcher.new([entry]))
         while not launcher.wait(60.0, bool(signals.raised)):
             pass
-        signals.launcher = None
     assert entry.result is not None
-    return entry.code, entry.result
+    return entry.result
 
 
 SUBMITTED = ".submitted"  # file in a job's folder: its submitit id
@@ -229,19 +231,15 @@ class Task:
     sweep: Path
     number: int
     quiet: bool
-    devices: str | None  # CUDA_VISIBLE_DEVICES where the job was submitted
-    own_devices: bool  # the launcher gives it devices of its own
-    jobs_per_machine: int  # at a time
+    environment: dict[str, str | None]  # variables to set, or to unset, where the job runs
 
     def __call__(self) -> int:
         """Run the job, from its checkpoint if it has one; return its exit code."""
         import submitit
 
-        if not self.own_devices:  # submitit's local executor hides all devices
-            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-            os.environ |= {} if self.devices is None else {"CUDA_VISIBLE_DEVICES": self.devices}
-        if self.jobs_per_machine > 1:
-            os.environ[limits.JOBS] = str(self.jobs_per_machine)
+        for name in self.environment:
+            os.environ.pop(name, None)
+        os.environ |= {name: value for name, value in self.environment.items() if value is not None}
         if submitit.JobEnvironment().num_tasks > 1:  # submitit's tasks are the ranks
             submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
         return run_job(one_job(self.sweep, self.number), self.quiet)
@@ -286,7 +284,8 @@ class Submitit(Launcher):
     def start(self, entries: Sequence[Entry]) -> None:
         if not entries:
             return
-        tasks = [self._task(entry) for entry in entries]
+        environment = self._environment()
+        tasks = [Task(self._sweep.absolute(), entry.number, self._quiet, environment) for entry in entries]
         # A terminal's Ctrl-C also reaches submitit's local controllers, which would kill a job that is saving.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -312,11 +311,14 @@ class Submitit(Launcher):
             for job in list(self._running):
                 job._process.terminate()  # its controller forwards the signal, and waits until the job has saved
 
-    def _task(self, entry: Entry) -> Task:
-        jobs_per_machine = 1 if self.detached else self.slots
-        own_devices = self.detached or self._option.gpus_per_node is not None
-        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
-        return Task(self._sweep.absolute(), entry.number, self._quiet, devices, own_devices, jobs_per_machine)
+    def _environment(self) -> dict[str, str | None]:
+        """The variables that the jobs need: their number at a time, and the devices, all of which submitit's executor hides."""
+        if self.detached:
+            return {}
+        visible = (
+            {} if self._option.gpus_per_node is not None else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        )
+        return {**visible, **({limits.JOBS: str(self.slots)} if self.slots > 1 else {})}
 
 
 class OnRay(Launcher):

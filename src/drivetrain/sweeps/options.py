@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_type_hints
+from typing import Literal
 
+from drivetrain.config import schema
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, is_hydra_override
 from drivetrain.config.hydra_words import split as split_hydra
-from drivetrain.config.schema import Schema
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
 from drivetrain.core.overrides import key_of, single_values
 
 
-class SweepOption:
-    """An option of hydra/launcher or of hydra/sweeper: its fields are its keys."""
-
-    def check(self) -> Iterator[str]:
-        """Yield why it cannot run on this machine."""
-        return iter(())
+@dataclass
+class Basic:
+    """Hydra's default. As launcher: one job after another. As sweeper: every combination. A class's fields are its keys."""
 
 
 @dataclass
-class Basic(SweepOption):
-    """Hydra's default. As launcher: one job after another. As sweeper: every combination."""
-
-
-@dataclass
-class Joblib(SweepOption):
+class Joblib(Basic):
     """Several jobs at a time on this machine; -1: one on each core."""
 
     n_jobs: Count | Literal[-1] = -1
 
 
 @dataclass
-class SubmititLocal(SweepOption):
+class SubmititLocal(Basic):
     """Each job by submitit on this machine, as it would run in Slurm; `array_parallelism` of them at a time."""
 
     timeout_min: Count = 60
@@ -44,12 +37,9 @@ class SubmititLocal(SweepOption):
     array_parallelism: Count = 1
     setup: list[str] = field(default_factory=list)
 
-    def check(self) -> Iterator[str]:
-        yield from needs_extra("submitit", "slurm", "hydra/launcher=submitit_local")
-
 
 @dataclass
-class SubmititSlurm(SweepOption):
+class SubmititSlurm(Basic):
     """All jobs in Slurm, as one array, of which at most `array_parallelism` run at a time."""
 
     timeout_min: Count = 60
@@ -65,31 +55,18 @@ class SubmititSlurm(SweepOption):
     array_parallelism: Count = 256
     setup: list[str] = field(default_factory=list)
 
-    def check(self) -> Iterator[str]:
-        import shutil
-
-        yield from needs_extra("submitit", "slurm", "hydra/launcher=submitit_slurm")
-        if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
-            yield (
-                f"hydra/launcher=submitit_slurm: there is no {' and no '.join(missing)} here: start it on a machine of the "
-                "cluster, or set hydra/launcher=joblib"
-            )
-
 
 @dataclass
-class Ray(SweepOption):
+class Ray(Basic):
     """Each job as a task of a Ray cluster, which queues those that find no place. All machines see the sweep's folder."""
 
     address: str | None = None  # of a cluster, or auto: the one that runs here; null: one on this machine, for this sweep alone
     num_cpus: Positive | Count = 1  # that a job takes
     num_gpus: Positive | CountOrZero = 0
 
-    def check(self) -> Iterator[str]:
-        yield from needs_extra("ray", "ray", "hydra/launcher=ray")
-
 
 @dataclass
-class Optuna(SweepOption):
+class Optuna(Basic):
     """A search: optuna proposes each trial's values from the results of the trials before it."""
 
     n_trials: Count = 20
@@ -98,23 +75,23 @@ class Optuna(SweepOption):
     seed: CountOrZero | None = None
     direction: Literal["minimize", "maximize"] | None = None  # null: the direction of the loss's metric
 
-    def check(self) -> Iterator[str]:
-        yield from needs_extra("optuna", "optuna", "hydra/sweeper=optuna")
-
 
 LAUNCH_KEYS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher.", "hydra.sweeper.")
-OPTIONS: dict[str, dict[str, type[SweepOption]]] = {
+OPTIONS: dict[str, dict[str, type[Basic]]] = {
     "launcher": {"basic": Basic, "joblib": Joblib, "submitit_local": SubmititLocal, "submitit_slurm": SubmititSlurm, "ray": Ray},
     "sweeper": {"basic": Basic, "optuna": Optuna},
 }
+PACKAGES: dict[type[Basic], tuple[str, str]] = {  # and the extra that installs it
+    SubmititLocal: ("submitit", "slurm"), SubmititSlurm: ("submitit", "slurm"), Ray: ("ray", "ray"), Optuna: ("optuna", "optuna"),
+}  # fmt: skip
 
 
 @dataclass
 class Settings:
     """The launcher, the sweeper, and Hydra's other settings."""
 
-    launcher: SweepOption
-    sweeper: SweepOption
+    launcher: Basic
+    sweeper: Basic
     hydra: HydraSettings = field(default_factory=HydraSettings)
 
 
@@ -149,31 +126,39 @@ def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[
         )
     if problems:
         raise UserError(problems)
-    return Settings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]  # type: ignore[arg-type]
+    return Settings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]
 
 
-def _option(group: str, values: dict[str, object], problems: list[str], check: bool) -> SweepOption | None:
-    """The chosen option with its keys; None where it has a problem."""
-    known = OPTIONS[group]
+def _option(group: str, values: dict[str, object], problems: list[str], check: bool) -> Basic:
+    """The chosen option with its keys, which are its defaults where there is a problem."""
+    known, place = OPTIONS[group], f"hydra.{group}."
     name = str(values.get(f"hydra/{group}", "basic"))
     if name not in known:
         problems.append(f"hydra/{group}={name} is no {group} here: {did_you_mean(name, known)}")
-        return None
-    place, kind = f"hydra.{group}", known[name]
-    given = {key.removeprefix(f"{place}."): value for key, value in values.items() if key.startswith(f"{place}.")}
-    schema = Schema(name, get_type_hints(kind, include_extras=True))
-    wrong = [_unknown_key(group, name, key, list(schema.hints)) for key in given if key not in schema.hints]
-    wrong += schema.problems(place, {key: value for key, value in given.items() if key in schema.hints})
+        return Basic()
+    takes = schema.of(known[name])
+    given = {key.removeprefix(place): value for key, value in values.items() if key.startswith(place)}
+    wrong = [_unknown_key(group, name, key, list(takes.hints)) for key in given if key not in takes.hints]
+    wrong += takes.problems(place[:-1], {key: value for key, value in given.items() if key in takes.hints})
+    if check and not wrong:
+        problems += _missing(known[name], f"hydra/{group}={name}")
     problems += wrong
-    if wrong:
-        return None
-    made = kind(**given)
-    problems += made.check() if check else ()
-    return made
+    return known[name](**({} if wrong else given))
+
+
+def _missing(kind: type[Basic], word: str) -> list[str]:
+    """The reasons why an option cannot run on this machine."""
+    found = list(needs_extra(*PACKAGES[kind], word)) if kind in PACKAGES else []
+    if kind is SubmititSlurm and (missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]):
+        found.append(
+            f"{word}: there is no {' and no '.join(missing)} here: start it on a machine of the cluster, or set "
+            "hydra/launcher=joblib"
+        )
+    return found
 
 
 def _unknown_key(group: str, name: str, key: str, keys: list[str]) -> str:
-    others = [n for n, kind in OPTIONS[group].items() if key in get_type_hints(kind)]
+    others = [n for n, kind in OPTIONS[group].items() if key in schema.of(kind).hints]
     hint = " or ".join(f"hydra/{group}={n}" for n in others) + " has it" if others else did_you_mean(key, keys)
     return f"hydra/{group}={name} has no '{key}' (hydra.{group}.{key}): {hint}"
 
@@ -183,5 +168,5 @@ def completions() -> list[str]:
     found = [f"hydra.{key}=" for key in HONOURED]
     for group, kinds in OPTIONS.items():
         found += [f"hydra/{group}={name}" for name in kinds]
-        found += sorted({f"hydra.{group}.{key}=" for kind in kinds.values() for key in get_type_hints(kind)})
+        found += sorted({f"hydra.{group}.{key}=" for kind in kinds.values() for key in schema.of(kind).hints})
     return found

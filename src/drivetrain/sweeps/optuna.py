@@ -7,20 +7,20 @@ import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import optuna
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import FrozenTrial, TrialState
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import key_of, parse_each
+from drivetrain.core.selection import selected
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.sweeps.options import Optuna
-from drivetrain.sweeps.store import FINAL, Entry, Objective, Sweep, SweepJob, is_sweep_recipe, listed, prepare_one
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
-    from optuna import Study
-    from optuna.distributions import BaseDistribution
-    from optuna.trial import FrozenTrial
+from drivetrain.sweeps.store import FINAL, Entry, Sweep, SweepJob, direction, is_sweep_recipe, listed, prepare_one, value_of
 
 MAX_GRID = 10_000  # combinations with sampler=grid
 MAX_VALUES = 100_000  # of a key that is searched over
@@ -56,9 +56,6 @@ def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
 
 def _distribution(text: str, override: Override) -> BaseDistribution:
     """The values that Hydra's sweep grammar names, as optuna takes them. Raises UserError or ValueError."""
-    from hydra.core.override_parser.types import IntervalSweep, RangeSweep
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
     value = override.value()
     tags: set[str] = getattr(value, "tags", set())  # a glob has none
     if other := sorted(tags - {"log"}):
@@ -84,14 +81,14 @@ def _distribution(text: str, override: Override) -> BaseDistribution:
 
 def choices(axis: Any) -> list[Any] | None:
     """All the values of a distribution; None where there are infinitely many."""
-    if hasattr(axis, "choices"):
+    if isinstance(axis, CategoricalDistribution):
         return list(axis.choices)
     return None if axis.step is None else [axis.low + n * axis.step for n in range(round((axis.high - axis.low) / axis.step) + 1)]
 
 
 def examples(axis: Any) -> list[Any]:
     """Values to validate a config with: all listed ones, or one in the middle of an interval."""
-    if hasattr(axis, "choices"):
+    if isinstance(axis, CategoricalDistribution):
         return list(axis.choices)
     middle = math.sqrt(axis.low * axis.high) if axis.log else (axis.low + axis.high) / 2
     return [round(middle) if isinstance(axis.low, int) else middle]
@@ -102,21 +99,23 @@ def setting(key: str, value: object) -> str:
     return f"{key}={float(f'{value:.6g}') if isinstance(value, float) else value}"
 
 
-class SearchSpace:
-    """The overrides of a search, validated before anything is written."""
+class Search:
+    """The jobs of a search, one by one. The study is stored in the sweep's folder, so that a killed search can be resumed."""
 
     def __init__(self, option: Optuna, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
+        """Validate the overrides, before anything is written. Raises UserError."""
         if is_sweep_recipe(overrides):
             raise UserError("hydra/sweeper=optuna: the recipe has a grid of its own: leave out one of the two")
         self.option, self.config_dirs = option, config_dirs
         self.overrides, self.axes = read(overrides)
-        self.trials = option.n_trials
-        if option.sampler == "grid":
-            self.trials = min(self.trials, self._grid_size())
-        self.first = self._validate_values()
-        self.objective = Objective.of(self.first.run)
+        self.cells = _cells(self.axes, option.seed or 0) if option.sampler == "grid" else []
+        self.total = min(option.n_trials, len(self.cells) or option.n_trials)
+        self.first = self._valid_job()
+        self.objective = selected(self.first.run)
         if option.direction is not None:
-            self.objective.maximize = option.direction == "maximize"
+            self.objective = self.objective._replace(better=max if option.direction == "maximize" else min)
+        self.kept: list[Entry] = []  # ended before this process began
+        self._interrupted: list[Entry] = []  # running when the search ended; they resume from their checkpoints
 
     def job(self, values: dict[str, object]) -> SweepJob:
         """The job of these values."""
@@ -124,110 +123,79 @@ class SearchSpace:
         overrides = [setting(o, values[o]) if o in self.axes else o for o in self.overrides]
         return prepare_one(label, overrides, config_dirs=self.config_dirs)
 
-    def _validate_values(self) -> Job:
+    def _valid_job(self) -> Job:
         """Compose a job for each listed value, with the other axes' first values; return one of them. Raises UserError."""
         tried = {key: examples(axis) for key, axis in self.axes.items()}
         first = {key: values[0] for key, values in tried.items()}
-        combinations = [first, *({**first, key: v} for key, values in tried.items() for v in values[1:])]
-        jobs = [self.job(values) for values in combinations]
-        if problems := [p for job in jobs for p in job.problems]:
+        jobs = [self.job(values) for values in [first, *({**first, key: v} for key, each in tried.items() for v in each[1:])]]
+        if (problems := [p for job in jobs for p in job.problems]) or jobs[0].job is None:
             raise UserError(dict.fromkeys(problems))
-        assert jobs[0].job is not None
         return jobs[0].job
 
-    def _grid_size(self) -> int:
-        lists = {key: choices(axis) for key, axis in self.axes.items()}
-        for key, values in lists.items():
-            if values is None:
-                raise UserError(f"hydra.sweeper.sampler=grid goes through listed values, and {key} has an interval")
-        size = math.prod(len(values or []) for values in lists.values())
-        if size > MAX_GRID:
-            raise UserError(f"hydra.sweeper.sampler=grid: {size:,} combinations are too many: at most {MAX_GRID:,}")
-        return size
-
-    def grid(self) -> list[JsonObject]:
-        """Every combination, shuffled by the search's seed."""
-        values = [choices(axis) or [] for axis in self.axes.values()]
-        cells = [dict(zip(self.axes, cell, strict=True)) for cell in itertools.product(*values)]
-        random.Random(self.option.seed or 0).shuffle(cells)
-        return cells
-
-
-class Search:
-    """Yields a sweep's jobs one by one. The study is stored in the sweep's folder, so that a killed search can be resumed."""
-
-    def __init__(self, space: SearchSpace, sweep: Sweep) -> None:
-        self.space, self._sweep, self.total = space, sweep, space.trials
-        self._study = _study(space, sweep.path / "study.db")
-        self.kept: list[Entry] = []  # ended before this process began
-        self._interrupted: list[Entry] = []  # running when the search ended; they resume from their checkpoints
+    def open(self, sweep: Sweep) -> None:
+        """Begin the study in a sweep's folder, or take over the trials of the one that is there."""
+        self._sweep, self._study = sweep, _study(self, sweep.path / "study.db")
         for trial in self._study.get_trials(deepcopy=False):
-            self._restore(trial)
+            if trial.params.keys() == self.axes.keys():
+                self._take_over(trial)
+            elif not trial.state.is_finished():  # the search was killed while optuna proposed values
+                self._study.tell(trial.number, state=TrialState.FAIL)
 
-    def _restore(self, trial: FrozenTrial) -> None:
+    def _take_over(self, trial: FrozenTrial) -> None:
         """Take over a trial of the stored study."""
-        if trial.params.keys() != self.space.axes.keys():  # the search was killed while optuna proposed values
-            if not trial.state.is_finished():
-                self._tell_failed(trial.number)
-            return
-        (entry,) = self._sweep.add([self.space.job(trial.params)], trial.number)
-        if trial.state.is_finished():
-            entry.load_result((*FINAL, "failed"))
-            self.kept.append(entry)
-        elif entry.load_result():  # it ended before optuna was told
-            self.tell(entry)
-            self.kept.append(entry)
-        else:
+        (entry,) = self._sweep.add([self.job(trial.params)], trial.number)
+        told = trial.state.is_finished()  # else it may have ended before optuna was told
+        if not entry.load_result((*FINAL, "failed") if told else FINAL) and not told:
             self._interrupted.append(entry)
+            return
+        self.kept.append(entry)
+        if not told:
+            self.tell(entry)
 
     def ask(self, count: int) -> list[Entry]:
         """The next trials, at most `count`."""
         entries, self._interrupted = self._interrupted[:count], self._interrupted[count:]
         while len(entries) < count and len(self._sweep.entries) < self.total:
-            if self.space.option.sampler == "grid":
-                self._study.enqueue_trial(self.space.grid()[len(self._sweep.entries)])
-            trial = self._study.ask(self.space.axes)
-            entries += self._sweep.add([self.space.job(trial.params)], trial.number)
+            if self.cells:
+                self._study.enqueue_trial(self.cells[len(self._sweep.entries)])
+            trial = self._study.ask(self.axes)
+            entries += self._sweep.add([self.job(trial.params)], trial.number)
         return entries
 
     def tell(self, entry: Entry) -> None:
         """Tell optuna a trial's objective, or that it failed or diverged; an interrupted trial may be resumed."""
-        from optuna.trial import TrialState
-
-        value = self.space.objective.value(entry.result)
+        value, status = value_of(entry.result, self.objective), entry.result.status if entry.result else "interrupted"
         if value is not None:
             self._study.tell(entry.number, value)
-        elif entry.result is not None and entry.result.status == "diverged":
-            self._study.tell(entry.number, state=TrialState.PRUNED)
-        elif entry.result is not None and entry.result.status != "interrupted":
-            self._tell_failed(entry.number)
+        elif status != "interrupted":
+            self._study.tell(entry.number, state=TrialState.PRUNED if status == "diverged" else TrialState.FAIL)
 
     def is_finished(self) -> bool:
         """True if every trial has ended."""
         entries = self._sweep.entries
         return len(entries) >= self.total and all(e.result is not None and e.result.status != "interrupted" for e in entries)
 
-    def _tell_failed(self, number: int) -> None:
-        from optuna.trial import TrialState
 
-        self._study.tell(number, state=TrialState.FAIL)
+def _cells(axes: JsonObject, seed: int) -> list[JsonObject]:
+    """Every combination of the axes' values, shuffled by the search's seed. Raises UserError."""
+    values = {key: choices(axis) for key, axis in axes.items()}
+    for key in [key for key, each in values.items() if each is None]:
+        raise UserError(f"hydra.sweeper.sampler=grid goes through listed values, and {key} has an interval")
+    if (size := math.prod(len(each or []) for each in values.values())) > MAX_GRID:
+        raise UserError(f"hydra.sweeper.sampler=grid: {size:,} combinations are too many: at most {MAX_GRID:,}")
+    cells = [dict(zip(values, cell, strict=True)) for cell in itertools.product(*(each or [] for each in values.values()))]
+    random.Random(seed).shuffle(cells)
+    return cells
 
 
-def _study(space: SearchSpace, file: Path) -> Study:
-    import optuna
-
+def _study(search: Search, file: Path) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    study = optuna.create_study(
-        storage=f"sqlite:///{file.absolute()}",  # optuna-dashboard can read it
-        study_name="search",
-        direction=space.objective.direction,
-        load_if_exists=True,
-    )
-    option = space.option
+    storage, to = f"sqlite:///{file.absolute()}", direction(search.objective)  # optuna-dashboard can read it
+    study = optuna.create_study(storage=storage, study_name="search", direction=to, load_if_exists=True)
+    option = search.option
     # A resumed search gets another seed: with the same one it would draw the first part's values again.
     seed = None if option.seed is None else option.seed + len(study.trials)
-    if option.sampler == "tpe":
-        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=option.n_jobs > 1)
-    else:  # a grid enqueues its values
-        study.sampler = optuna.samplers.RandomSampler(seed=seed)
+    # A grid enqueues its values.
+    tpe, random_ = optuna.samplers.TPESampler, optuna.samplers.RandomSampler
+    study.sampler = tpe(seed=seed, constant_liar=option.n_jobs > 1) if option.sampler == "tpe" else random_(seed=seed)
     return study

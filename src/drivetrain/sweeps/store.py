@@ -18,10 +18,9 @@ from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.core import user_state
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
 from drivetrain.core.files import read_json, write_json
-from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.core.paths import add_import_paths
-from drivetrain.core.selection import selected
+from drivetrain.core.selection import Selection, selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -53,12 +52,12 @@ class SweepJob:
 
 def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[SweepJob]:
     """A job for each combination of the values given in Hydra's sweep grammar, and of the grid in a recipe's `sweep:`."""
-    axes, labelled = _axes(overrides)
+    axes = _axes(overrides)
     if (count := math.prod(map(len, axes))) > MAX_JOBS:
         raise UserError(f"the sweep has {count:,} combinations, and at most {MAX_JOBS:,} are possible: sweep over fewer values")
     jobs: list[SweepJob] = []
     for combination in itertools.product(*axes):
-        label = [override for override, differs in zip(combination, labelled, strict=True) if differs]
+        label = [override for override, axis in zip(combination, axes, strict=True) if len(axis) > 1]
         recipe = _recipe_of(combination)
         grid = recipe.cells(options(config_dirs), given={*map(key_of, combination)}) if recipe and recipe.sweep else [({}, None)]
         for cell, _ in grid:
@@ -88,31 +87,30 @@ def prepare_one(
     return made
 
 
-def _axes(overrides: Sequence[str]) -> tuple[list[list[str]], list[bool]]:
-    """For each override the single-value overrides that it stands for, and whether it sweeps over several."""
+def _axes(overrides: Sequence[str]) -> list[list[str]]:
+    """For each override the single-value overrides that it stands for."""
     axes: list[list[str]] = []
-    sweeps: list[bool] = []
     problems: list[str] = []
     for text, override in parse_each(overrides, "key=value, group=option or key=value,value", problems):
-        sweeps.append(override.is_sweep_override())
-        if not override.is_sweep_override():
-            axes.append([text])
-        elif getattr(override.value(), "shuffle", False):
-            problems.append(
-                f"'{text}': a sweep runs its jobs in the order that is given, so that it can be resumed: leave out shuffle"
-            )
-        else:
-            try:
-                values = listed(text, override, MAX_JOBS)
-            except UserError as error:
-                problems += error.problems
-                continue
-            if key_of(text) == "recipe":  # an address needs no quotes
-                values = [value.strip("'\"") for value in values]
-            axes.append([f"{override.get_key_element()}={value}" for value in values])
+        try:
+            axes.append(_values(text, override) if override.is_sweep_override() else [text])
+        except UserError as error:
+            problems += error.problems
     if problems:
         raise UserError(problems)
-    return axes, sweeps
+    return axes
+
+
+def _values(text: str, override: Override) -> list[str]:
+    """The single-value overrides of one with several values. Raises UserError."""
+    if getattr(override.value(), "shuffle", False):
+        raise UserError(
+            f"'{text}': a sweep runs its jobs in the order that is given, so that it can be resumed: leave out shuffle"
+        )
+    values = listed(text, override, MAX_JOBS)
+    if key_of(text) == "recipe":  # an address needs no quotes
+        values = [value.strip("'\"") for value in values]
+    return [f"{override.get_key_element()}={value}" for value in values]
 
 
 def listed(text: str, override: Override, most: int) -> list[str]:
@@ -262,6 +260,45 @@ def _folder(path: Path, number: int, job: SweepJob, hydra: HydraSettings) -> Pat
     return path / subdir
 
 
+class Grid:
+    """The jobs of a sweep when all of them are known, and can run."""
+
+    def __init__(self, jobs: Sequence[SweepJob]) -> None:
+        self.jobs, self.total = jobs, len(jobs)
+        self.kept: list[Entry] = []  # ended before this process began
+        self._entries: list[Entry] = []
+        self._waiting: list[Entry] = []
+
+    @property
+    def first(self) -> Job:
+        """One of the jobs."""
+        return next(job.job for job in self.jobs if job.job is not None)
+
+    @property
+    def objective(self) -> Selection | None:
+        """The metric that ranks the jobs; None where their losses have different ones."""
+        found = [selected(job.job.run) for job in self.jobs if job.job is not None]
+        return found[0] if all(each == found[0] for each in found) else None
+
+    def open(self, sweep: Sweep) -> None:
+        """Put the jobs into a sweep's folder, which may have results of them."""
+        self._entries = sweep.add(self.jobs)
+        self.kept = [entry for entry in self._entries if entry.load_result()]
+        self._waiting = [entry for entry in self._entries if entry.result is None]
+
+    def ask(self, count: int) -> list[Entry]:
+        """The next jobs, at most `count`."""
+        entries, self._waiting = self._waiting[:count], self._waiting[count:]
+        return entries
+
+    def tell(self, entry: Entry) -> None:
+        """A job has ended."""
+
+    def is_finished(self) -> bool:
+        """True if no job is left to run."""
+        return all(e.result is not None and e.result.status in FINAL for e in self._entries)
+
+
 def read(path: Path) -> JsonObject:
     """The content of a sweep's jobs.json. Raises UserError."""
     try:
@@ -339,50 +376,34 @@ def merge_overrides(path: Path, overrides: Sequence[str], given: Sequence[str]) 
     return [*kept, *given]
 
 
-@dataclass
-class Objective:
-    """A metric, and whether it is maximized."""
-
-    metric: str
-    maximize: bool
-
-    @classmethod
-    def of(cls, run: RunSpec) -> Objective:
-        """The objective that ranks a run's models."""
-        selection = selected(run)
-        return cls(selection.name, selection.maximize)
-
-    @property
-    def direction(self) -> Literal["minimize", "maximize"]:
-        """As optuna names it."""
-        return "maximize" if self.maximize else "minimize"
-
-    def value(self, result: Result | None) -> float | None:
-        """The value at a run's best evaluation; None where the run did not complete, or the value is not finite."""
-        value = result.judged("best").get(self.metric) if result is not None and result.status == "completed" else None
-        return value if value is not None and math.isfinite(value) else None
-
-    def best(self, entries: Sequence[Entry]) -> Entry | None:
-        """The best job; the first of equal ones."""
-        values = [(entry, value) for entry in entries if (value := self.value(entry.result)) is not None]
-        if not values:
-            return None
-        return (max if self.maximize else min)(values, key=lambda pair: pair[1])[0]
+def value_of(result: Result | None, objective: Selection | None) -> float | None:
+    """The objective at a run's best evaluation; None where the run did not complete, or the value is not finite."""
+    if result is None or objective is None or result.status != "completed":
+        return None
+    value = result.judged("best").get(objective.name)
+    return value if value is not None and math.isfinite(value) else None
 
 
-def common(entries: Sequence[Entry]) -> Objective | None:
-    """The objective of all the jobs; None where their losses have different ones."""
-    found = [Objective.of(e.job.job.run) for e in entries if e.job.job is not None]
-    return found[0] if found and all(o == found[0] for o in found) else None
+def best_of(entries: Sequence[Entry], objective: Selection | None) -> Entry | None:
+    """The best job; the first of equal ones. None where none has a value of the objective."""
+    values = [(value, entry) for entry in entries if (value := value_of(entry.result, objective)) is not None]
+    if objective is None or not values:
+        return None
+    return (max if objective.maximize else min)(values, key=lambda pair: pair[0])[1]
 
 
-def write_summary(sweep: Sweep, objective: Objective | None, seconds: float, finished: bool) -> None:
+def direction(objective: Selection) -> Literal["minimize", "maximize"]:
+    """The direction of an objective, as optuna names it."""
+    return "maximize" if objective.maximize else "minimize"
+
+
+def write_summary(sweep: Sweep, objective: Selection | None, seconds: float, finished: bool) -> None:
     """Write sweep.json: the jobs with their statuses, objectives and times, and the best one."""
-    best = objective.best(sweep.entries) if objective else None
+    best = best_of(sweep.entries, objective)
     content = {
         "finished": finished,
         "overrides": [environment.redact(o) for o in sweep.overrides],
-        "objective": {"metric": objective.metric, "direction": objective.direction} if objective else None,
+        "objective": {"metric": objective.name, "direction": direction(objective)} if objective else None,
         "best": best.number if best else None,
         "wall_s": seconds,
         "jobs": [
@@ -390,7 +411,7 @@ def write_summary(sweep: Sweep, objective: Objective | None, seconds: float, fin
                 "job": entry.number,
                 "overrides": [environment.redact(o) for o in entry.job.overrides],
                 "status": entry.result.status if entry.result else None,  # null: it has not run, or still runs elsewhere
-                "objective": objective.value(entry.result) if objective else None,
+                "objective": value_of(entry.result, objective),
                 "wall_s": entry.result.wall_s if entry.result else None,
             }
             for entry in sweep.entries

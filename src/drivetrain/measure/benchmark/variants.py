@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Protocol
 
 from drivetrain.config.catalog import still_applies
@@ -397,7 +396,7 @@ def trainings(
                     result = _run_alone(job, place, signals)
                 else:
                     told.add(spec.label)
-                    _, result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
+                    result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
                 if signals.raised:
                     raise Interrupted("stopped by a signal while variants were trained")
                 found = replace(read(place), result=result, status=result.status)
@@ -420,15 +419,10 @@ def _run_alone(job: Job, folder: Path, signals: SignalForwarder) -> Result:
     words = ["train", "--quiet", *folders, *job.composed.overrides, f"hydra.run.dir={format_value(str(folder))}"]
     env, pipe = {**os.environ, "PYTHONPATH": process.import_path()}, subprocess.PIPE
     command = [*process.command("drivetrain.cli.child"), *words]
-    with subprocess.Popen(
-        command, env=env, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, encoding="utf-8"
-    ) as child:
-        signals.launcher = SimpleNamespace(signal=child.send_signal)  # type: ignore[assignment]
-        if signals.raised:
-            child.send_signal(signals.raised)
+    started = subprocess.Popen(command, env=env, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, encoding="utf-8")
+    with started as child, signals.to(child.send_signal):
         assert child.stderr is not None
         said = child.stderr.read()  # `communicate` would close the input, which ends the child
         child.wait()
-    signals.launcher = None
     errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
     return Result.read(folder) or Result(error="; ".join(errors) or f"its process ended with code {child.returncode}")
