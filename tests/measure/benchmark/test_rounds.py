@@ -269,10 +269,10 @@ def variant(starts: list[float], step_s: float, label: str = "variant", **facts:
 
 
 def weighed(updates: int | None, *variants: Any) -> list[Row]:
-    found = [Row.of(VariantSpec(each.label, [], None, []), each, variants[0]) for each in variants]
-    for row, each in zip(found, variants, strict=True):
-        row.weigh(each, found[0], updates)
-    return found
+    rows: list[Row] = []
+    for each in variants:
+        rows.append(Row.of(VariantSpec(each.label, [], None, []), each, rows[0] if rows else None, updates))
+    return rows
 
 
 def answer(rows: list[Row]) -> str:
@@ -282,10 +282,9 @@ def answer(rows: list[Row]) -> str:
 def timed(*rates: float, seconds: float = 1.0, wait: float = 0.0) -> Any:
     """A variant of whose run no length is known."""
     blocks = [SimpleNamespace(rate=r, step_s=[0.1], data_wait_s=wait, seconds=seconds, peak_memory=1) for r in rates]
-    return SimpleNamespace(blocks=blocks, facts={}, error=None, stopped_after=None, starts=[], job=None)
+    return SimpleNamespace(label="", blocks=blocks, facts={}, error=None, stopped_after=None, starts=[], job=None)
 
 
-SPEC = VariantSpec("variant", [], None, [])
 PLAIN = variant([1.0] * 7, 0.1, "plain")
 COMPILED = variant([501.0, *[11.0] * 6], 0.05, "compiled", compiled_anew=True)
 
@@ -355,14 +354,11 @@ def test_a_start_is_later_only_where_the_rounds_agree():
     assert rounds_of.later_start([9.0], [1.0]) == 8.0
 
 
-def test_rounds_drop_a_variant_by_the_whole_run(monkeypatch):
+@pytest.mark.parametrize(("updates", "no_gain", "behind"), [(165, ["compiled"], []), (None, [], ["plain"])])
+def test_rounds_drop_a_variant_by_the_whole_run(updates, no_gain, behind):
     """Its updates are twice as fast, and the run is over before that pays."""
-    monkeypatch.setattr(rounds_of, "updates_of", lambda job, samples: 165)
-    assert list(rounds_of.no_gain([PLAIN, COMPILED], 7)) == [COMPILED]
-    assert list(rounds_of.behind([COMPILED, PLAIN], 7)) == []
-    monkeypatch.setattr(rounds_of, "updates_of", lambda job, samples: None)
-    assert list(rounds_of.no_gain([PLAIN, COMPILED], 7)) == []
-    assert list(rounds_of.behind([COMPILED, PLAIN], 7)) == [PLAIN]
+    assert [row.label for row in rounds_of.no_gain(weighed(updates, PLAIN, COMPILED))] == no_gain
+    assert [row.label for row in rounds_of.behind(weighed(updates, COMPILED, PLAIN))] == behind
 
 
 def test_a_recipe_says_what_the_run_takes_and_when_it_pays():
@@ -383,22 +379,22 @@ def test_a_variant_that_has_too_few_rounds_has_no_interval_in_the_file():
 def test_a_variant_stops_when_its_ratio_is_known_to_two_per_cent():
     base, near = [100.0 + n % 2 for n in range(8)], [200.0 + n % 3 / 2 for n in range(8)]
     wide = [200.0, 210.0, 190.0, 205.0, 195.0, 220.0, 185.0, 200.0]
-    variants = [timed(*base), timed(*near), timed(*wide)]
-    assert list(rounds_of.precise(variants, 8)) == [variants[1]]
-    assert list(rounds_of.precise(variants, rounds_of.MIN_ROUNDS - 1)) == []  # narrow by chance
+    rows = weighed(None, timed(*base), timed(*near), timed(*wide))
+    assert rounds_of.precise(rows) == [rows[1]]
+    few = weighed(None, *(timed(*rates[: rounds_of.MIN_ROUNDS - 1]) for rates in (base, near)))
+    assert rounds_of.precise(few) == []  # narrow by chance
 
 
 @pytest.mark.parametrize(("slower", "rounds", "dropped"), [(2, 2, True), (1, 2, False), (2, 3, False), (3, 4, True)])
 def test_a_variant_is_dropped_where_it_lost_clearly_more_than_half(slower, rounds, dropped):
-    made = timed(*[90.0] * slower, *[110.0] * (rounds - slower))
-    base = timed(*[100.0] * rounds)
-    assert (list(rounds_of.no_gain([base, made], rounds)) == [made]) is dropped
-    assert (list(rounds_of.behind([base, made], rounds)) == [made]) is dropped
+    rows = weighed(None, timed(*[100.0] * rounds), timed(*[90.0] * slower, *[110.0] * (rounds - slower)))
+    assert (rounds_of.no_gain(rows) == rows[1:]) is dropped
+    assert (rounds_of.behind(rows) == rows[1:]) is dropped
 
 
 def test_the_baseline_is_never_dropped_and_what_is_near_the_best_stays():
-    base, best, near, far = (timed(*[rate] * 4) for rate in (100.0, 200.0, 198.0, 150.0))
-    assert list(rounds_of.behind([base, best, near, far], 4)) == [far]
+    rows = weighed(None, *(timed(*[rate] * 4) for rate in (100.0, 200.0, 198.0, 150.0)))
+    assert rounds_of.behind(rows) == rows[3:]
 
 
 @pytest.mark.parametrize(("cost", "told", "faster"), [(0.0, "no difference", False), (0.05, "", False), (-0.05, "", True)])
@@ -407,10 +403,8 @@ def test_a_against_a_is_no_difference_and_a_planted_cost_is_seen(cost, told, fas
     random, rounds = Random(0), 20
     drift = [random.uniform(0.7, 1.0) for _ in range(rounds)]
     base, other = ([100 * share * d * random.gauss(1, 0.005) for d in drift] for share in (1.0, 1 / (1 + cost)))
-    rows = [
-        Row.of(VariantSpec(label, [], None, []), each, timed(*base))
-        for label, each in (("a", timed(*base)), ("b", timed(*other)))
-    ]
+    rows = weighed(None, timed(*base), timed(*other))
+    rows[0].label, rows[1].label = "a", "b"
     assert rows[1].interval().partition("  ")[2] == told
     assert rows[1].ratio.low < 1 / (1 + cost) < rows[1].ratio.high
     assert rows[1].ratio.differs is bool(cost)
@@ -420,12 +414,12 @@ def test_a_against_a_is_no_difference_and_a_planted_cost_is_seen(cost, told, fas
 def test_a_variant_that_stopped_is_compared_with_its_own_rounds():
     """The machine became twice as slow after the variant had stopped: that changes no ratio."""
     base, stopped = timed(*[100.0] * 6, *[50.0] * 6), timed(*[200.0] * 6)
-    assert Row.of(SPEC, stopped, base).ratio.middle == pytest.approx(2.0)
+    assert weighed(None, base, stopped)[1].ratio.middle == pytest.approx(2.0)
 
 
 def test_the_share_of_waiting_is_that_of_the_whole_time():
     made = timed(1.0, 1.0, seconds=4.0, wait=1.0)
-    assert Row.of(SPEC, made, made).data_wait == 0.25
+    assert weighed(None, made)[0].data_wait == 0.25
 
 
 CACHED = """

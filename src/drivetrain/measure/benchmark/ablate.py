@@ -36,48 +36,6 @@ def techniques(baseline: Job, recipe: Job) -> Changes:
     return Changes(baseline, recipe, {"logger", "saving", *values, *baseline.machine_local_keys, *recipe.machine_local_keys})
 
 
-@dataclass
-class Ablation:
-    """The two recipes as jobs, and the command's settings."""
-
-    settings: Settings
-    overrides: list[str]
-    config_dirs: Sequence[str]
-
-    def __post_init__(self) -> None:
-        self.specs: list[VariantSpec] = []  # of the newest comparison
-        named = (self.settings.baseline, self.settings.recipe)
-        both = [variants.compose(name, [f"recipe={name}", *self.overrides], self.config_dirs, own_saving=True) for name in named]
-        variants.refuse_bad(both)
-        self.baseline, self.recipe = (variants.baseline_job([spec]) for spec in both)
-        quality.check(self.settings, self.baseline, self.settings.quality)
-        self.trained: Trained = {}  # the runs of all three comparisons, which have variants in common
-        self.forward, self.backward = techniques(self.baseline, self.recipe), techniques(self.recipe, self.baseline)
-        self.removals = {change.key: change for change in self.backward.found()}
-        count = len(self.overrides)
-        self.beside = f" with {count} override{'s' * (count != 1)}" if count else ""  # what both sides have, for labels
-
-    def compare(self, title: str, techniques: dict[str, list[Change]], enable: bool, subject: str) -> Comparison:
-        """Measure the baseline with each variant's techniques (`enable`), or the recipe without them; print the table.
-
-        `subject` is what a sentence calls a variant.
-        """
-        echo(f"\n{title}")
-        name = self.settings.baseline if enable else self.settings.recipe
-        given = [f"recipe={name}", *self.overrides]
-        specs = [variants.compose(f"{name}{self.beside}", given, self.config_dirs)]
-        for label, differences in techniques.items():
-            back = [self.removals[each.key] for each in differences]
-            words = self.forward.overrides(differences) if enable else self.backward.overrides(back)
-            specs.append(variants.compose(label, [*given, *words], self.config_dirs))
-        done = compare.measure(specs, self.settings, self.overrides, trained=self.trained)
-        done.raise_if_baseline_failed()
-        done.subject = subject
-        self.specs = specs
-        compare.show(done)
-        return done
-
-
 def run(
     argv: Sequence[str], config_dirs: Sequence[str] = (), needs_steps: bool = False
 ) -> tuple[dict[str, Comparison], list[VariantSpec]]:
@@ -89,29 +47,52 @@ def run(
     if not settings.tables:
         raise UserError("tables=[] measures nothing: leave it out, or name some of alone, without and steps")
     recipe, baseline = settings.recipe, settings.baseline
-    ablation = Ablation(settings, overrides, config_dirs)
+    both = [variants.compose(n, [f"recipe={n}", *overrides], config_dirs, own_saving=True) for n in (baseline, recipe)]
+    variants.refuse_bad(both)
+    before, after = (variants.baseline_job([spec]) for spec in both)
+    quality.check(settings, before, settings.quality)
     if overrides and not any(key_of(word) == "recipe" for word in argv):
         echo(f"no recipe= is given: what is measured are the techniques of recipe={recipe}; {_on_both_sides(overrides)}")
-    found = ablation.forward.found()
+    added, removed = techniques(before, after), techniques(after, before)
+    found, removals = added.found(), {change.key: change for change in removed.found()}
     if not found:
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
+    beside = f" with {len(overrides)} override{'s' * (len(overrides) != 1)}" if overrides else ""  # what both sides have
+    trained: Trained = {}  # the runs of all three comparisons, which have variants in common
+
+    def measured(title: str, name: str, chosen: dict[str, list[Change]], subject: str) -> tuple[Comparison, list[VariantSpec]]:
+        """Measure the baseline with each variant's techniques, or the recipe without; `subject` is what a sentence calls it."""
+        echo(f"\n{title}")
+        given = [f"recipe={name}", *overrides]
+        specs = [variants.compose(f"{name}{beside}", given, config_dirs)]
+        for label, changes in chosen.items():
+            words = removed.overrides([removals[c.key] for c in changes]) if name == recipe else added.overrides(changes)
+            specs.append(variants.compose(label, [*given, *words], config_dirs))
+        done = compare.measure(specs, settings, overrides, trained=trained)
+        done.raise_if_baseline_failed()
+        done.subject = subject
+        compare.sheet(done).show()
+        return done, specs
+
     comparisons = {}
     if "alone" in settings.tables:
-        plus = ablation.compare(f"{baseline} + each", {f"+ {t.label}": [t] for t in found}, True, f"{baseline} with {{}}")
+        alone = {f"+ {t.label}": [t] for t in found}
+        plus, specs = measured(f"{baseline} + each", baseline, alone, f"{baseline} with {{}}")
         comparisons[f"{baseline} and one technique more"] = plus
         found = _by_gain(found, plus)
     if "without" in settings.tables:
-        minus = ablation.compare(f"{recipe} − each", {f"− {t.label}": [t] for t in found}, False, f"{recipe} without {{}}")
+        without = {f"− {t.label}": [t] for t in found}
+        minus, specs = measured(f"{recipe} − each", recipe, without, f"{recipe} without {{}}")
         comparisons[f"{recipe} and one technique less"] = minus
     if "steps" in settings.tables:
         steps = {f"+ {technique.label}": found[: n + 1] for n, technique in enumerate(found)}
-        ladder = ablation.compare(f"from {baseline} to {recipe}", steps, True, f"{baseline} with all up to {{}}")
+        ladder, specs = measured(f"from {baseline} to {recipe}", baseline, steps, f"{baseline} with all up to {{}}")
         comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
     echo()
     content = {title: done.as_dict() for title, done in comparisons.items()}
-    shown, place = sheet(recipe, baseline, comparisons, overrides), verbs.folder(ablation.baseline, "ablate")
-    verbs.write(place, "ablate", shown, ["ablate", *argv], content)
-    return comparisons, ablation.specs
+    shown = sheet(recipe, baseline, comparisons, overrides)
+    verbs.write(verbs.folder(before, "ablate"), "ablate", shown, ["ablate", *argv], content)
+    return comparisons, specs
 
 
 def _on_both_sides(overrides: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from drivetrain.launch.job import Job
 from drivetrain.loader.auto import Cost
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality
-from drivetrain.measure.benchmark.interleave import StagedVariant, StoppingRule, Variant, run_rounds
+from drivetrain.measure.benchmark.interleave import StagedVariant, Variant, run_rounds
 from drivetrain.measure.benchmark.quality import FAIL, FIRST, PASS, Verdict, in_words
 from drivetrain.measure.benchmark.variants import (
     TimesToTarget,
@@ -56,7 +56,7 @@ MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance
 NEAR_BEST = 0.97  # of the best variant's rate: a variant that is nearer may yet be the best
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One variant's results; a figure is null where the variant failed before it was measured."""
 
@@ -90,42 +90,46 @@ class Row:
     verdict: quality.Verdict | None = None
 
     @classmethod
-    def of(cls, spec: VariantSpec, variant: Variant | None, base: Variant) -> Row:
-        """The results of a variant; `base` is the first variant, and `variant` is None where it could not run."""
+    def of(cls, spec: VariantSpec, variant: Variant | None, first: Row | None = None, updates: int | None = None) -> Row:
+        """The results of a variant so far, which is None where it could not run.
+
+        `first` is the first variant's row, None for that one itself; `updates` are those of the whole run, None where they are
+        not known.
+        """
         if variant is None:
             return cls(spec.label, spec.overrides, error="; ".join(spec.problems))
         facts: JsonObject = {
             name: variant.facts.get(name) for name in ("compile_s", "global_batch", "samples", "device", "device_type")
         }
-        row = cls(spec.label, spec.overrides, variant.error, stopped_after=variant.stopped_after, **facts)
-        if variant.error is not None or not variant.blocks:
+        row = cls(spec.label, spec.overrides, variant.error, stopped_after=variant.stopped_after, run_updates=updates, **facts)
+        blocks, base = variant.blocks, first or row
+        if variant.error is not None or not blocks:
             return row
-        row.rates = [block.rate for block in variant.blocks]
-        steps = sorted(1e3 * seconds for block in variant.blocks for seconds in block.step_s)
+        row.rates = [block.rate for block in blocks]
+        steps = sorted(1e3 * seconds for block in blocks for seconds in block.step_s)
         row.samples_per_second = statistics.median(row.rates)
         row.step_ms_p50, row.step_ms_p95 = statistics.median(steps), steps[min(len(steps) - 1, int(0.95 * len(steps)))]
-        row.data_wait = sum(b.data_wait_s for b in variant.blocks) / sum(b.seconds for b in variant.blocks)
-        row.peaks_bytes = [block.peak_memory for block in variant.blocks]
+        row.data_wait = sum(b.data_wait_s for b in blocks) / sum(b.seconds for b in blocks)
+        row.peaks_bytes = [block.peak_memory for block in blocks]
         row.peak_memory_bytes = row.peaks_bytes[-1]
-        if variant is base:
-            row.ratio = Interval(1.0, 1.0, 1.0)
-        elif base.error is None:
-            base_rates = [block.rate for block in base.blocks]
-            row.ratio = ratio(row.rates, base_rates[: len(row.rates)])
-        row.starts_s = list(variant.starts)
-        if row.starts_s:
-            row.start_s = statistics.median(usual_starts(row.starts_s))
-            if variant.facts.get("compiled_anew") and len(row.starts_s) > 1:
-                row.first_start_s = row.starts_s[0]
+        if base.rates:
+            row.ratio = ratio(row.rates, base.rates[: len(row.rates)]) if first is not None else Interval(1.0, 1.0, 1.0)
+        if variant.starts:
+            row._weigh(variant, base)
         return row
 
-    def weigh(self, variant: Variant, base: Row, updates: int | None) -> None:
-        """Set what the variant is worth for a run of so many updates, start-up included; `base` is the first row."""
-        self.run_updates = updates
-        if not self.rates or not self.starts_s:
-            return
-        if updates is not None:
-            self.runs_s = seconds(variant, updates)
+    def _weigh(self, variant: Variant, base: Row) -> None:
+        """Set what the variant is worth for the whole run, its start included."""
+        self.starts_s = list(variant.starts)
+        first, *later = self.starts_s
+        # With filled caches, the first round counts as the median of the later ones.
+        usual = [statistics.median(later), *later] if later else [first]
+        self.start_s = statistics.median(usual)
+        if variant.facts.get("compiled_anew") and later:
+            self.first_start_s = first
+        if self.run_updates is not None:
+            starts = zip(usual, variant.blocks, strict=False)
+            self.runs_s = [Cost(start, b.seconds / b.updates).of(self.run_updates) for start, b in starts]
             self.run_s = statistics.median(self.runs_s)
             self.whole_run = self.faster_for_the_run(base) if base.runs_s else None
         if self.global_batch and self.samples_per_second and base.samples_per_second and base.start_s is not None:
@@ -135,11 +139,20 @@ class Row:
             if self.first_start_s is not None:
                 self.first_pays_after = Cost(self.first_start_s, step).pays_after(Cost(base.start_s, base_step)) or None
 
-    def faster_for_the_run(self, base: Row, confidence: float = 0.95) -> Interval:
-        """The speed of the whole run relative to `base`; that of its updates alone where the length is not known."""
+    def speeds(self, base: Row) -> tuple[list[float], list[float]]:
+        """The speeds of both in each round: of the whole run, or of the updates alone where a length is not known."""
         mine, theirs = (base.runs_s, self.runs_s) if self.runs_s and base.runs_s else (self.rates, base.rates)
         both = min(len(mine), len(theirs))  # a variant that stopped is compared with its own rounds
-        return ratio(mine[:both], theirs[:both], confidence)
+        return mine[:both], theirs[:both]
+
+    def faster_for_the_run(self, base: Row, confidence: float = 0.95) -> Interval:
+        """The speed relative to `base`."""
+        return ratio(*self.speeds(base), confidence)
+
+    def is_slower(self, base: Row, share: float = 1.0) -> bool:
+        """True if it had less than `share` of the speed of `base` in more than half of the rounds: 2 of 2, 3 of 4, 4 of 6."""
+        pairs = list(zip(*self.speeds(base), strict=True))
+        return sum(mine < share * theirs for mine, theirs in pairs) >= len(pairs) / 2 + 1
 
     def times_to(self, target: str) -> TimesToTarget:
         """The times when the variant's seeds reached a target."""
@@ -189,34 +202,6 @@ def _with_first(usual: float | None, first: float | None, form: str, unit: str) 
     return figure(usual, form + unit) + (f" (uncompiled: {form.format(first)})" if first is not None else "")
 
 
-def updates_of(job: Job | None, samples: int | None) -> int | None:
-    """The updates of a job's whole run over so many samples; None where they are not known."""
-    over = run_horizon(job.run, samples) if job is not None else None
-    return over.updates if over is not None else None
-
-
-def usual_starts(starts: Sequence[float]) -> list[float]:
-    """The seconds of each round's start with filled caches: the first round counts as the median of the later ones."""
-    first, *later = starts
-    return [statistics.median(later), *later] if later else [first]
-
-
-def seconds(variant: Variant, updates: int) -> list[float]:
-    """The seconds that the whole run of so many updates would take by each round of a variant."""
-    starts = usual_starts(variant.starts)[: len(variant.blocks)]
-    return [Cost(start, b.seconds / b.updates).of(updates) for start, b in zip(starts, variant.blocks, strict=True)]
-
-
-def speeds(variant: Variant, base: Variant) -> tuple[list[float], list[float]]:
-    """The speeds of two variants in each round: whole runs a second, or samples a second where no length is known."""
-    lengths = [updates_of(each.job, each.facts.get("samples")) if each.starts else None for each in (variant, base)]
-    mine, theirs = (
-        [1 / s for s in seconds(each, length)] if length is not None and None not in lengths else [b.rate for b in each.blocks]
-        for each, length in zip((variant, base), lengths, strict=True)
-    )
-    return mine, theirs
-
-
 def later_start(starts: Sequence[float], base: Sequence[float]) -> float:
     """Seconds by which a variant starts later than `base`, with filled caches; 0 where the rounds do not agree."""
     found = [mine - theirs for mine, theirs in zip(starts, base, strict=False)]
@@ -224,38 +209,29 @@ def later_start(starts: Sequence[float], base: Sequence[float]) -> float:
     return statistics.median(found) if min(found) > 0 or max(found) < 0 else 0.0
 
 
-def precise(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+# Called after each round with the rows of the variants that ran it; returns those that run no further rounds.
+StoppingRule = Callable[[Sequence[Row]], Iterable[Row]]
+
+
+def precise(rows: Sequence[Row]) -> list[Row]:
     """The variants whose ratio to the first variant is known to 2 %."""
-    if rounds >= MIN_ROUNDS:
-        base = [block.rate for block in variants[0].blocks]
-        for variant in variants[1:]:
-            found = ratio([block.rate for block in variant.blocks], base)
-            if found.high < found.low * (1 + WIDTH) ** 2:
-                yield variant
+    known = [row for row in rows[1:] if row.ratio is not None and row.ratio.high < row.ratio.low * (1 + WIDTH) ** 2]
+    return [row for row in known if len(row.rates) >= MIN_ROUNDS]
 
 
-def no_gain(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+def no_gain(rows: Sequence[Row]) -> list[Row]:
     """The variants that are slower than the first one in clearly more than half of the rounds."""
-    yield from (variant for variant in variants[1:] if _is_slower(variant, variants[0], 1.0))
+    return [row for row in rows[1:] if row.is_slower(rows[0])]
 
 
-def behind(variants: Sequence[Variant], rounds: int) -> Iterator[Variant]:
+def behind(rows: Sequence[Row]) -> list[Row]:
     """The variants without gain, and those that are clearly slower than the best one so far."""
 
-    def mean_log_ratio(variant: Variant) -> float:  # as ratios are estimated from logarithms
-        return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*speeds(variant, variants[0]), strict=True))
+    def mean_log_ratio(row: Row) -> float:  # as ratios are estimated from logarithms
+        return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*row.speeds(rows[0]), strict=True))
 
-    best = max(variants, key=mean_log_ratio)
-    yield from (
-        variant for variant in variants[1:] if _is_slower(variant, variants[0], 1.0) or _is_slower(variant, best, NEAR_BEST)
-    )
-
-
-def _is_slower(variant: Variant, other: Variant, share: float) -> bool:
-    """True if the variant had less than `share` of the other's speed in more than half of the rounds: 2 of 2, 3 of 4, 4 of 6."""
-    pairs = list(zip(*speeds(variant, other), strict=True))
-    slower = sum(mine < share * theirs for mine, theirs in pairs)
-    return slower >= len(pairs) / 2 + 1
+    best = max(rows, key=mean_log_ratio)
+    return [row for row in rows[1:] if row.is_slower(rows[0]) or row.is_slower(best, NEAR_BEST)]
 
 
 @dataclass
@@ -335,6 +311,22 @@ def measure(
     first = baseline_job(specs)
     began = time.perf_counter()
     folder = directory.create(Path(first.run.values["output_dir"]), "compare", "variants")
+    verdicts: list[Verdict | None] = [None] * len(specs)
+    variants = [variant_of(spec, folder / str(n)) for n, spec in enumerate(specs)]
+    runnable = [variant for variant in variants if variant is not None]
+
+    def rows_of(target: str | None = None) -> list[Row]:
+        rows: list[Row] = []
+        for spec, variant, verdict in zip(specs, variants, verdicts, strict=True):
+            rows.append(Row.of(spec, variant, rows[0] if rows else None, _updates(variant, verdict, target)))
+            rows[-1].verdict = verdict
+        return rows
+
+    def stopped(live: Sequence[Variant]) -> list[Variant]:
+        rows = dict(zip(variants, rows_of(), strict=True))
+        ended = stopping_rule([rows[variant] for variant in live])
+        return [variant for variant in live if rows[variant] in ended]
+
     with Steps() as steps, ended_by_signals() as raise_if_interrupted:
 
         def progress(text: str, seconds_left: float | None = None) -> None:
@@ -342,30 +334,18 @@ def measure(
             steps(text, seconds_left)
 
         try:
-            variants = [variant_of(s, folder / str(n)) for n, s in enumerate(specs)]
-            runnable = [variant for variant in variants if variant is not None]
-            run_rounds(runnable, settings.rounds, settings.block_s, progress, stopping_rule)
+            run_rounds(runnable, settings.rounds, settings.block_s, progress, stopped)
         finally:
             directory.remove(folder)
-        rows = [Row.of(spec, variant, runnable[0]) for spec, variant in zip(specs, variants, strict=True)]
-        if settings.quality and rows[0].error is None:
-            add_verdicts(rows, specs, settings, progress, trained)
+        if settings.quality and runnable[0].error is None:
+            verdicts = quality.judge(specs, settings, progress, trained)
     reach = quality.reach_of(settings, first.run) if settings.quality else None
     target = str(reach) if reach is not None else None
-    for row, variant in zip(rows, variants, strict=True):
-        if variant is not None:
-            row.weigh(variant, rows[0], _updates_to(target, row) or updates_of(variant.job, row.samples))
+    rows = rows_of(target)
     facts = environment.describe(list(overrides), first.config_hash, {})
     notes = [*_without_effect(runnable), *_unequal_work(runnable), *_together(rows)]
     seconds = time.perf_counter() - began
     return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=target)
-
-
-def _updates_to(target: str | None, row: Row) -> int | None:
-    """The updates after which a variant's seeds reached the target, their median; None where one of them did not."""
-    found = row.times_to(target).updates if target is not None else []
-    reached = [updates for updates in found if updates is not None]
-    return round(statistics.median(reached)) if reached and len(reached) == len(found) else None
 
 
 def _after_trials(spec: VariantSpec) -> VariantSpec:
@@ -385,16 +365,16 @@ def variant_of(spec: VariantSpec, folder: Path) -> Variant | None:
     return (StagedVariant if spec.job.run.stages else Variant)(spec.label, spec.job, folder)
 
 
-def add_verdicts(
-    rows: Sequence[Row],
-    specs: Sequence[VariantSpec],
-    plan: quality.Plan,
-    progress: Callable[..., None],
-    trained: Trained | None = None,
-) -> None:
-    """Train the variants with several seeds, and set each row's verdict on quality."""
-    for row, verdict in zip(rows, quality.judge(specs, plan, progress, trained), strict=True):
-        row.verdict = verdict
+def _updates(variant: Variant | None, verdict: Verdict | None, target: str | None) -> int | None:
+    """The updates of a variant's whole run, to the target where all seeds reached it; None where they are not known."""
+    if variant is None:
+        return None
+    found = TimesToTarget.of("", verdict.runs, target).updates if verdict is not None and target is not None else []
+    reached = [updates for updates in found if updates is not None]
+    if reached and len(reached) == len(found):
+        return round(statistics.median(reached))
+    over = run_horizon(variant.job.run, variant.facts.get("samples"))
+    return over.updates if over is not None else None
 
 
 def _together(rows: Sequence[Row]) -> list[str]:
@@ -703,7 +683,7 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Compariso
     comparison = measure(specs, settings, overrides)
     comparison.raise_if_baseline_failed()
     comparison.notes = notes + comparison.notes
-    show(comparison)
+    sheet(comparison).show()
     save(comparison, baseline_job(specs), argv)
     return comparison, specs
 
@@ -717,8 +697,3 @@ def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "com
     """Write compare.json and compare.html to a new folder under the run's output_dir."""
     command, place = [*verb.split(), *argv], verbs.folder(job, "compare")
     verbs.write(place, "compare", sheet(comparison, verb), command, comparison.as_dict())
-
-
-def show(comparison: Comparison) -> None:
-    """Print the table, in a narrow terminal without the columns that matter least, the notes and the answer."""
-    sheet(comparison).show()

@@ -231,7 +231,7 @@ class VariantEnded(Exception):
     """A variant's process has ended or does not answer; the message says why."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Variant:
     """One job of a benchmark, in a live process of its own."""
 
@@ -317,7 +317,7 @@ class Variant:
                 os.kill(self._process.pid, number)
 
 
-@dataclass
+@dataclass(eq=False)
 class StagedVariant(Variant):
     """A job with stages: each stage is a live process of its own, and a block is made of theirs by their shares of the run."""
 
@@ -353,10 +353,6 @@ class StagedVariant(Variant):
             variant.stop()
 
 
-# Called after each round with the variants that ran it and the number of rounds; returns the variants that run no further rounds.
-StoppingRule = Callable[[Sequence[Variant], int], Iterable[Variant]]
-
-
 def _child(job: Job, run_dir: Path, connection: Connection, parent_end: Connection) -> None:
     """The variant's process: an ordinary run whose output goes to a file."""
     from drivetrain.launch import launcher
@@ -382,11 +378,11 @@ def run_rounds(
     rounds: int,
     block_s: float,
     progress: Callable[..., None] = lambda *_: None,
-    stopping_rule: StoppingRule = lambda variants, rounds: (),
+    stopped: Callable[[Sequence[Variant]], Iterable[Variant]] = lambda live: (),
 ) -> None:
     """Run up to `rounds` rounds: two timed blocks of about `block_s` seconds for each variant, each round.
 
-    A variant that fails gets its `error` and runs no further rounds; neither does one that the stopping rule names. The
+    A variant that fails gets its `error` and runs no further rounds; neither does one that `stopped` returns after a round. The
     benchmark ends when only the first variant, the baseline, is left, and when that has failed: without it there are no ratios.
     """
     live, round_s = list(variants), 0.0
@@ -398,7 +394,7 @@ def run_rounds(
         if variants[0].error is not None:
             break
         live = [variant for variant in live if variant.error is None]
-        for variant in stopping_rule(live, number + 1):
+        for variant in stopped(live):
             variant.stopped_after = number + 1
         live = [variant for variant in live if variant.stopped_after is None]
         if live == list(variants[:1]) and len(variants) > 1:
@@ -410,11 +406,11 @@ def _run_round(variants: Sequence[Variant], number: int, block_s: float) -> None
     baseline, waiting = variants[0], deque(variants[1:])
     if number % 2:  # the order alternates, so that it is not always the same variant that runs after the idle time
         waiting.reverse()
-    blocks: dict[int, TimedBlock] = {}
+    blocks: dict[Variant, TimedBlock] = {}
 
     def timed_block(variant: Variant) -> None:
         block = variant.timed_block()
-        blocks[id(variant)] = blocks[id(variant)] + block if id(variant) in blocks else block
+        blocks[variant] = blocks[variant] + block if variant in blocks else block
 
     try:
         _try(baseline, lambda variant: variant.start_warm(number, block_s))
@@ -434,7 +430,7 @@ def _run_round(variants: Sequence[Variant], number: int, block_s: float) -> None
             variant.stop()
     for variant in variants:
         if variant.error is None and baseline.error is None:
-            variant.blocks.append(blocks[id(variant)])
+            variant.blocks.append(blocks[variant])
 
 
 def _start_group(baseline: Variant, waiting: deque[Variant], number: int, block_s: float) -> list[Variant]:

@@ -35,7 +35,7 @@ from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environ
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.interleave import Variant
+from drivetrain.measure.benchmark.compare import Row
 from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, refuse_resume, trainings
 from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
@@ -365,10 +365,9 @@ class Speed(Measurer):
     interval, value = staticmethod(log_ratio), staticmethod(lambda effect: f"{math.exp(effect):.3f}")
 
     def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
-        def stop(live: Sequence[Variant], rounds: int) -> Iterator[Variant]:
-            old, *others = ([block.rate for block in each.blocks] for each in live)
-            if is_over(others[0] if others else (), old):  # there are no others where the variant has failed
-                yield from live[1:]
+        def stop(rows: Sequence[Row]) -> Sequence[Row]:
+            old, *others = (row.rates for row in rows)  # there are no others where the variant has failed
+            return rows[1:] if is_over(others[0] if others else (), old) else ()
 
         good = self.subsets.variant(frozenset())
         limits = compare.Settings(rounds=self.most - len(mine), block_s=self.settings.block_s)

@@ -503,7 +503,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     benchmark = compare.Settings(rounds=settings.rounds, block_s=settings.block_s)
     done = found.comparisons["What could help, each by itself"] = compare.measure([base, *specs], benchmark, overrides, no_gain)
     done.raise_if_baseline_failed()
-    compare.show(done)
+    compare.sheet(done).show()
     faster = [row for row in done.rows[1:] if row.gain is not None and row.gain.low > 1]
     faster.sort(key=lambda row: -row.gain.middle if row.gain else 0.0)
     gains = [Gain(row.label, row, done.rows[0]) for row in faster]
@@ -513,7 +513,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         echo("\ntogether")
         best = gains[0].overrides
         done = found.comparisons["Together"] = compare.measure([base, variant(best, best), spec], benchmark, overrides)
-        compare.show(done)
+        compare.sheet(done).show()
         alone, together = done.rows[1].gain, done.rows[2].gain
         if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
             gains.insert(0, Gain(combined, done.rows[2], done.rows[0]))

@@ -8,7 +8,7 @@ import shlex
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,8 +28,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.launch.trials import Trials
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
-from drivetrain.measure.benchmark.compare import Comparison, Row, behind, titled
-from drivetrain.measure.benchmark.interleave import StoppingRule, Variant
+from drivetrain.measure.benchmark.compare import Comparison, Row, StoppingRule, behind, titled
 from drivetrain.measure.benchmark.variants import (
     MIN_SEEDS,
     TimesToTarget,
@@ -403,14 +402,14 @@ class Tuning:
     def _variant(self, label: str, overrides: Sequence[str]) -> VariantSpec:
         return variants.compose(label, overrides, self.config_dirs)
 
-    def _stop(self, live: Sequence[Variant], rounds: int) -> Iterable[Variant]:
+    def _stop(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The stopping rule: variants that are behind; all of them when the time for searching is over."""
         if not self.is_over():
-            return behind(live, rounds)
-        self.cut_short = [variant.label for variant in live[1:]] if rounds < self.settings.rounds else []
-        return live[1:]
+            return behind(rows)
+        self.cut_short = [row.label for row in rows[1:]] if len(rows[0].rates) < self.settings.rounds else []
+        return rows[1:]
 
-    def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = lambda live, rounds: ()) -> Comparison:
+    def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = lambda rows: ()) -> Comparison:
         settings = compare.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
         done = compare.measure(specs, settings, self.overrides, stopping_rule)
         done.raise_if_baseline_failed()
@@ -422,7 +421,7 @@ class Tuning:
                 f"the time was over after {cut_short[0].stopped_after} of {settings.rounds} rounds, and {len(cut_short)} of the "
                 f"candidates were undecided: a larger budget_s than {self.settings.budget_s:g} measures them to the end"
             )
-        compare.show(done)
+        compare.sheet(done).show()
         return done
 
     def prove(self) -> Row | None:
@@ -472,8 +471,8 @@ class Tuning:
             return
         done.settings.quality, done.settings.seeds, done.settings.max_seeds = True, seeds, seeds
         with Steps() as progress:
-            compare.add_verdicts(done.rows[:2], specs, done.settings, progress)
-        verdict = done.rows[1].verdict
+            for row, verdict in zip(done.rows[:2], quality.judge(specs, done.settings, progress), strict=True):
+                row.verdict = verdict
         if verdict is not None:
             self.notes.append(f"quality: {verdict.outcome} with {seeds} seeds ({verdict.reason})")
             echo(self.notes[-1])
