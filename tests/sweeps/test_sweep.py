@@ -186,7 +186,7 @@ def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest
 def a_sweep(path: Path, words: list[str]) -> tuple[Sweep, Grid]:
     path.mkdir(parents=True, exist_ok=True)
     sweep, grid = Sweep(path, words, []), Grid(prepare(words))
-    grid.open(sweep)
+    grid.begin(sweep)
     return sweep, grid
 
 
@@ -426,7 +426,7 @@ def a_search(path: Path, *words: str) -> tuple[Sweep, Search]:
     assert isinstance(settings.sweeper, Optuna)
     sweep, search = Sweep(path, [OPTUNA, *words], []), Search(settings.sweeper, own, [])
     path.mkdir(exist_ok=True)
-    search.open(sweep)
+    search.begin(sweep)
     return sweep, search
 
 

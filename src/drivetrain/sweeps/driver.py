@@ -251,7 +251,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
     began, source = time.monotonic(), plan.source
     with directory.locked(path):
         sweep = Sweep(path, plan.overrides, plan.config_dirs, plan.settings.hydra)
-        source.open(sweep)
+        source.begin(sweep)
         # In a terminal one table is shown, and the jobs' own output goes to their folders. The table is redrawn by refresh()
         # alone, and without redirected streams, which the forked jobs would inherit.
         live = Live(console=output.console(), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)

@@ -132,7 +132,7 @@ class Search:
             raise UserError(dict.fromkeys(problems))
         return jobs[0].job
 
-    def open(self, sweep: Sweep) -> None:
+    def begin(self, sweep: Sweep) -> None:
         """Begin the study in a sweep's folder, or take over the trials of the one that is there."""
         self._sweep, self._study = sweep, _study(self, sweep.path / "study.db")
         for trial in self._study.get_trials(deepcopy=False):

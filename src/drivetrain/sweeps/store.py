@@ -280,7 +280,7 @@ class Grid:
         found = [selected(job.job.run) for job in self.jobs if job.job is not None]
         return found[0] if all(each == found[0] for each in found) else None
 
-    def open(self, sweep: Sweep) -> None:
+    def begin(self, sweep: Sweep) -> None:
         """Put the jobs into a sweep's folder, which may have results of them."""
         self._entries = sweep.add(self.jobs)
         self.kept = [entry for entry in self._entries if entry.load_result()]
