@@ -17,7 +17,6 @@ from drivetrain.config import catalog, schema
 from drivetrain.config import validate as check
 from drivetrain.config.catalog import LISTS, key_lines, option_files, options, shipped_targets
 from drivetrain.config.compose import compose
-from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import conf_dir
 from drivetrain.core.user_code import import_name
@@ -28,6 +27,7 @@ from drivetrain.optimizer.torch_optim import Sgd
 from drivetrain.precision import Precision
 from drivetrain.precision.base import Amp
 from drivetrain.saving import manifest
+from drivetrain.testing import contract_problems
 from tests.support import sets
 
 Option = tuple[str, str]  # group, name

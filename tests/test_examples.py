@@ -16,7 +16,6 @@ import torch
 
 import drivetrain
 from drivetrain.cli.main import main
-from drivetrain.config.contract import contract_problems
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.paths import add_import_paths
@@ -27,6 +26,7 @@ from drivetrain.launch import launcher
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipe
 from drivetrain.sweeps import store
+from drivetrain.testing import contract_problems
 from tests.support.command import ROOT, checkpoints, only_run, records, run
 
 HERE = ROOT / "examples/slow_loss"

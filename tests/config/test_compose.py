@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from drivetrain.config import catalog, schema
 from drivetrain.config.schema import Schema
 from drivetrain.core.allowed import FileName
+from drivetrain.core.option import Positive
 from drivetrain.data.base import Fraction
 from drivetrain.launch.job import prepare
 from drivetrain.optimizer.torch_optim import AdamW
@@ -89,6 +90,22 @@ def test_a_setting_that_the_class_does_not_take():
     assert list(schema.of(AdamW).problems("optimizer", {"lr": 0.1, "lrr": 0.1})) == [
         "optimizer.lrr: AdamW takes no such argument"
     ]
+
+
+def test_a_text_from_the_environment_is_what_its_key_takes():
+    """Checked once: what it stands for is the value, also of the config that is shown; what is wrong with it is told of that."""
+    hints = {"rate": Positive, "name": str, "on": bool, "either": Literal["auto"] | float}
+    given = {"rate": "0.5", "name": "0.5", "on": "true", "either": "0.25"}
+    values, wrong = Schema("part", hints).check("part", given, texts=given)
+    assert (values, wrong) == ({"rate": 0.5, "name": "0.5", "on": True, "either": 0.25}, {})
+    assert {key: type(value) for key, value in values.items()} == {"rate": float, "name": str, "on": bool, "either": float}
+    told = {"rate": "-1", "on": "maybe", "either": "all"}
+    assert Schema("part", hints).check("part", told, texts=told)[1] == {
+        "rate": "part.rate=-1: must be > 0.0",
+        "on": "part.on=maybe: must be true or false",
+        "either": "part.either=all: must be 'auto' or a number",
+    }
+    assert [*Schema("part", hints).check("part", {"rate": "1"})[1]] == ["rate"], "typed, a text is none"
 
 
 # --- recipes that ship hold what their descriptions promise; tests/test_zoo.py checks whether each is valid ---

@@ -12,7 +12,6 @@ from drivetrain.core.selection import Reach
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark import variants
 from drivetrain.measure.benchmark.variants import VariantSpec, swept
-from drivetrain.run.identity import flatten
 from drivetrain.run.result import Result
 
 
@@ -33,7 +32,7 @@ def jobs(monkeypatch):
 
 
 def differences(one, other) -> set[str]:
-    values = [{**flatten(job.composed.plain), **job.composed.choices} for job in (one, other)]
+    values = [job.composed.settings() for job in (one, other)]
     return {key for key in values[0].keys() | values[1].keys() if values[0].get(key) != values[1].get(key)}
 
 

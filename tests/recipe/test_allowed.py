@@ -19,7 +19,6 @@ from drivetrain.cli.main import main
 from drivetrain.config import recipe_checks, schema
 from drivetrain.config.catalog import option_files
 from drivetrain.config.compose import compose
-from drivetrain.config.contract import contract_problems
 from drivetrain.core import allowed
 from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
@@ -28,6 +27,7 @@ from drivetrain.launch.job import checked, prepare
 from drivetrain.loss import distill
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
+from drivetrain.testing import contract_problems
 from tests.support.command import run
 from tests.support.effects import limited, watched
 

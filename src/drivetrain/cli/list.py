@@ -90,7 +90,7 @@ def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
     if of := [name for name, files in groups.items() if word in files]:
         raise UserError(f"there is no group '{word}': {word} is an option: `drivetrain list {of[0]}={word}` shows it")
     key = word.rpartition(".")[2]
-    having = [f"{name}={o}" for name, of_group in catalog.owners(config_dirs).items() for o in of_group.get(key, ())]
+    having = [f"{name}={option}" for name, of in catalog.owners(config_dirs).get(key, {}).items() for option in of]
     homes = " and ".join(dict.fromkeys(each.partition("=")[0] for each in having))
     hint = f"{key} is a key of {homes}: `drivetrain list {having[0]}` has it" if having else ""
     raise UserError(f"there is no group '{word}': {hint or did_you_mean(word, [*groups, *keys])}")

@@ -12,12 +12,13 @@ from drivetrain.core import user_code
 from drivetrain.core.callback import Callback, Event
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.option import RunSpec
+from drivetrain.core.typed import JsonMapping
 from drivetrain.core.user_call import UserCall
 
 EVENTS = ("start", "update", "evaluation", "save", "end")
 
 
-def trust_problems(values: Mapping[str, Any]) -> Iterator[str]:
+def trust_problems(values: JsonMapping) -> Iterator[str]:
     """Yield the names that may not be imported, without importing one."""
     registered = _registered()
     for name in values["callbacks"]:

@@ -15,6 +15,7 @@ from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.files import read_json
 from drivetrain.core.paths import conf_dir
+from drivetrain.core.typed import JsonMapping
 
 # groups of which several options may be added up, as loss=[a,b], and the class that does
 SUMS = {"loss": "drivetrain.loss.sum.Sum"}
@@ -28,7 +29,7 @@ _TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
 
 
 @cache
-def root_config() -> Mapping[str, Any]:
+def root_config() -> JsonMapping:
     """conf/config.yaml: the values that belong to no group, and the defaults."""
     config: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
     return dict(config)
@@ -43,7 +44,7 @@ def root_keys() -> Mapping[str, str]:
 
 
 @cache
-def default_options() -> Mapping[str, Any]:
+def default_options() -> JsonMapping:
     """Group → its default option (a list for LISTS), in the order of conf/config.yaml."""
     return {group: option for entry in root_config()["defaults"] if isinstance(entry, dict) for group, option in entry.items()}
 
@@ -75,7 +76,7 @@ def options(config_dirs: Sequence[str] = ()) -> dict[str, list[str]]:
 
 
 def owners(config_dirs: Sequence[str] = ()) -> Mapping[str, Mapping[str, Sequence[str]]]:
-    """Group → key → the options that have it, in the order of `option_files`."""
+    """Setting → group → the options that have it; groups and options in the order of `option_files`."""
     return _owners(other_folders(config_dirs))
 
 
@@ -83,9 +84,8 @@ def owners(config_dirs: Sequence[str] = ()) -> Mapping[str, Mapping[str, Sequenc
 def _owners(others: tuple[Path, ...]) -> Mapping[str, Mapping[str, Sequence[str]]]:
     found: dict[str, dict[str, list[str]]] = {}
     for group, files in _option_files(others).items():
-        keys = found.setdefault(group, {})
-        for name, key in ((name, str(key)) for name, file in files.items() for key in content(file) if key != "_target_"):
-            keys.setdefault(key, []).append(name)
+        for name, setting in ((name, str(key)) for name, file in files.items() for key in content(file) if key != "_target_"):
+            found.setdefault(setting, {}).setdefault(group, []).append(name)
     return found
 
 
@@ -123,12 +123,12 @@ def _texts(file: Path) -> list[str]:
 
 
 @lru_cache(maxsize=512)
-def _parsed(text: str) -> Mapping[str, Any]:
+def _parsed(text: str) -> JsonMapping:
     found = yaml.load(text, _Loader)
     return found if isinstance(found, dict) else {}
 
 
-def content(file: Path) -> Mapping[str, Any]:
+def content(file: Path) -> JsonMapping:
     """The keys and values of an option's file, and then the keys that it shares with others."""
     own, *shared = map(_parsed, _texts(file))
     every = {**own, **{key: value for each in shared for key, value in each.items() if key not in own}}

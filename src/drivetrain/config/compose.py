@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -35,6 +34,7 @@ from drivetrain.config.schema import references
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe
 
@@ -43,10 +43,10 @@ from drivetrain.recipe.reader import Recipe
 class Preset:
     """The options and the values of one task, from the mapping `preset` of its file."""
 
-    choices: Mapping[str, Any]  # group → option
-    values: Mapping[str, Any]  # dotted key → value
+    choices: JsonMapping  # group → option
+    values: JsonMapping  # dotted key → value
 
-    def values_for(self, choices: Mapping[str, object]) -> dict[str, Any]:
+    def values_for(self, choices: Mapping[str, object]) -> JsonObject:
         """Return the values that hold for these options: a group's, if its option is the one that the task was written for."""
         written_for = {**default_options(), **self.choices}
         return {k: v for k, v in self.values.items() if choices.get(g := k.split(".")[0]) == written_for.get(g)}
@@ -87,7 +87,7 @@ def compose(
             choices.choose(group, option)
         raise UserError([*wrong, *problems])
     recipe = _read(str(name), chosen, choices) if name is not None and base is None else base
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     if recipe is not None:
         recipe = recipe_values.for_task(recipe, chosen.get("task"), notices)
         values = _of_recipe(recipe, choices)
@@ -146,7 +146,7 @@ def _first_line(error: Exception) -> str:
     return f"it cannot be resolved: {str(error).splitlines()[0]}"
 
 
-def _parse(overrides: Sequence[str], known: Container[str], problems: list[str]) -> dict[str, Any]:
+def _parse(overrides: Sequence[str], known: Container[str], problems: list[str]) -> JsonObject:
     """Key → value of each override."""
     parsed = {}
     for text, override in parse_each(overrides, "key=value or group=option", problems):
@@ -177,7 +177,7 @@ class _Choices:
 
     known: dict[str, list[str]]
     problems: list[str]
-    made: dict[str, Any] = field(default_factory=dict)
+    made: JsonObject = field(default_factory=dict)
 
     def choose(self, group: str, option: object, recipe: Recipe | None = None) -> None:
         """Choose an option (None: none; several for LISTS). What cannot be chosen is added to `problems`."""
@@ -241,7 +241,7 @@ def _read(name: str, chosen: dict[str, object], choices: _Choices) -> Recipe:
         raise UserError([*error.problems, *choices.problems]) from None
 
 
-def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
+def _of_recipe(recipe: Recipe, choices: _Choices) -> JsonObject:
     """Choose the recipe's options; its values."""
     for group, option in recipe.choices.items():
         choices.choose(group, option, recipe)
@@ -257,7 +257,7 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> dict[str, Any]:
     return values
 
 
-def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, dict[str, Any], dict[str, Any], list[str]]:
+def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, JsonObject, JsonObject, list[str]]:
     """The config of these options and of what the task sets beside them; all options; the defaults; what the task cannot set."""
     preset = read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
     made = {**preset.choices, **choices.made}

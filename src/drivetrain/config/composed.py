@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
-from operator import getitem
+from functools import cached_property
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from drivetrain.core.typed import JsonObject
 from drivetrain.recipe.reader import Recipe
+
+
+def flatten(tree: Mapping[str, object], prefix: str = "") -> JsonObject:
+    """Nested mappings as one mapping with dotted keys; an empty mapping in them counts as a value."""
+    flat: JsonObject = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
 
 
 @dataclass
@@ -18,38 +26,33 @@ class Composed:
     """A run's config before its options are made."""
 
     config: DictConfig  # unresolved
-    choices: dict[str, Any]  # group → option (a list for LISTS)
+    choices: JsonObject  # group → option (a list for LISTS)
     overrides: list[str]  # the command line
     recipe: Recipe | None = None
     notices: list[str] = field(default_factory=list)  # what the user should know, one line each
     config_dirs: tuple[str, ...] = ()
-    option_defaults: dict[str, Any] = field(default_factory=dict)  # the config before any value was set
-    default_choices: dict[str, Any] = field(default_factory=dict)  # the options that hold where none is chosen: the task's
+    option_defaults: JsonObject = field(default_factory=dict)  # the config before any value was set
+    default_choices: JsonObject = field(default_factory=dict)  # the options that hold where none is chosen: the task's
     problems: list[str] = field(default_factory=list)  # of the overrides; `validate` adds those of the values
     recipe_keys: set[str] = field(default_factory=set)  # keys whose values come from the recipe
     doubtful: set[str] = field(default_factory=set)  # groups, and keys of no group, of which a word was not understood
     by_operator: frozenset[str] = frozenset()  # groups whose option the command line chooses
-    decoded: dict[str, Any] = field(default_factory=dict)  # dotted key → its text from the environment, as the type it must have
 
     def choice(self, group: str) -> Any:
         """The option that is chosen for a group; a list for LISTS."""
         return self.choices[group]
 
-    @property
-    def plain(self) -> dict[str, Any]:
-        """The resolved config as dicts and lists, which belong to the caller."""
-        resolved = deepcopy(self._resolved)
-        for key, value in self.decoded.items():
-            *above, last = key.split(".")
-            reduce(getitem, above, resolved)[last] = value
-        return resolved
-
     @cached_property  # no key is set any more when it is asked for
-    def _resolved(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
+        """The resolved config as dicts and lists, only to be read. Once it is checked, texts from the environment are values."""
         return OmegaConf.to_container(self.config, resolve=True)  # type: ignore[return-value]
 
+    def settings(self) -> JsonObject:
+        """The resolved config with dotted keys, and the option of each group."""
+        return {**flatten(self.plain), **self.choices}
+
     @cached_property
-    def unresolved(self) -> dict[str, Any]:
+    def unresolved(self) -> JsonObject:
         """The config as dicts and lists, with its references; only to be read."""
         return OmegaConf.to_container(self.config)  # type: ignore[return-value]
 

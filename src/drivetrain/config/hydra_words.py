@@ -19,6 +19,7 @@ from drivetrain.config.composed import Composed
 from drivetrain.config.schema import Schema
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, key_of, parse, redact, single_values
+from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import places
 
 ELSEWHERE = "it is for several runs: say -m before it, or leave it out"
@@ -146,7 +147,7 @@ def recipe_word(name: str, config_dirs: Sequence[str] = ()) -> str:
 class HydraSettings:
     """The settings that were typed of Hydra's own config for a run or a sweep. Its texts may refer to the config, as in Hydra."""
 
-    given: dict[str, Any] = field(default_factory=dict)  # key below `hydra.` → value
+    given: JsonObject = field(default_factory=dict)  # key below `hydra.` → value
     typed: tuple[str, ...] = ()
     number: int | None = None  # of the job in its sweep
 
@@ -176,12 +177,12 @@ class HydraSettings:
         except OmegaConfBaseException as error:
             raise UserError(f"hydra.{key}={text}: it cannot be resolved: {str(error).splitlines()[0]}") from None
 
-    def node(self, composed: Composed, run_dir: Path | None = None) -> dict[str, Any]:
+    def node(self, composed: Composed, run_dir: Path | None = None) -> JsonObject:
         """Hydra's config node of this run, under Hydra's names: what other tools read from hydra.yaml."""
         from hydra import __version__ as version
 
         number, dirs = self.number, [f"file://{Path(folder).resolve()}" for folder in composed.config_dirs]
-        node: dict[str, Any] = {
+        node: JsonObject = {
             "run": {"dir": "${output_dir}/${now:%Y-%m-%d}/${now:%H-%M-%S}-<id>"},
             "sweep": {"dir": "${output_dir}/multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}-<id>", "subdir": "${hydra.job.num}"},
             "mode": "RUN" if number is None else "MULTIRUN",

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from drivetrain.config.catalog import LISTS, SUMS, default_options, options, owners, root_config
 from drivetrain.config.elsewhere import ELSEWHERE, SECTIONS, suggestion
 from drivetrain.core.errors import did_you_mean
+from drivetrain.core.typed import JsonObject
 
 # Mappings whose keys are the user's: arguments of a class, values of an architecture, patterns of parameters' names.
 OPEN = {"config", "kwargs", "lr_multipliers", "unfreeze"}
@@ -32,14 +33,13 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     """
     name, _, own = flag.lstrip("-").partition("=")
     name, value = name.replace("-", "_"), own or value or "…"
-    default = default_options()
-    having = owners()
-    homes = [group for group, option in default.items() if group not in LISTS and option in having[group].get(name, ())]
+    default, table = default_options(), owners()
+    homes = [g for g, having in table.get(name, {}).items() if g not in LISTS and default[g] in having]
     present = f"{homes[0]}.{name}" if len(homes) == 1 else ELSEWHERE.get(name, name)
     if present == name and name not in {*default, *root_config()}:
         return None
     group, _, setting = present.rpartition(".")
-    with_it = having.get(group, {}).get(setting, ())
+    with_it = table.get(setting, {}).get(group, ())
     needed = f"{group}={with_it[0]} " if with_it and group not in LISTS and default[group] not in with_it else ""
     return present if "=" in present else f"{needed}{present}={value}"
 
@@ -49,7 +49,7 @@ class KeySetter:
     """A composed config whose keys are set one by one."""
 
     config: DictConfig
-    choices: dict[str, Any]  # group → option
+    choices: JsonObject  # group → option
     config_dirs: Sequence[str] = ()
     made: set[str] = field(default_factory=set)  # keys of values that mappings took the place of
 
@@ -87,67 +87,65 @@ class KeySetter:
             return f"{key}={value}: it cannot be set so: {str(error).splitlines()[0]}"
         return None
 
-    def _unknown(self, parts: list[str], value: object, depth: int, names: list[str]) -> str:
+    def _unknown(self, parts: Sequence[str], value: object, depth: int, names: Sequence[str]) -> str:
         """The problem of a key whose part at `depth` is not among the `names` there."""
-        key, part, inside = ".".join(parts), parts[depth], ".".join(parts[:depth])
-        known = options(self.config_dirs)
-        if parts[0] in LISTS and depth < 2 < len(parts):  # a setting of an option that was not chosen
-            group, option = parts[:2]
+        key, part, inside, rest = ".".join(parts), parts[depth], ".".join(parts[:depth]), ".".join(parts[1:])
+        group, known = parts[0], options(self.config_dirs)
+        if group in LISTS and depth < 2 < len(parts):  # a setting of an option that was not chosen
+            option = parts[1]
             hint = f"set {group}=[{option}] too" if option in known[group] else did_you_mean(option, known[group])
             return f"{key}={value}: {option} is not among the options of {group}: {hint}"
-        if parts[0] in SUMS and isinstance(self.choices[parts[0]], list):
-            return self._unknown_in_sum(parts, value, depth, names)
-        if part in SECTIONS and not depth and len(parts) > 1:
-            rest = ".".join(parts[1:])
-            homes = [rest] if rest in names else [f"{group}.{rest}" for group in self._groups_with(rest)]
-            hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else suggestion(rest, rest, {*names, *known})
-            hint = hint if key not in ELSEWHERE else suggestion(key, part, names)
-            return f"the config has no '{part}' ({key}={value}): {hint}"
-        given = f"{inside}.{part}" if inside else part
-        present = ELSEWHERE.get(given, given)
-        homes = [f"{group}.{part}" for group in self._groups_with(part)] if not depth and present == given else []
-        hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else ""
-        hint = hint or suggestion(given, part, {*names, *known} if not depth else names)
-        group, _, setting = (homes[0] if len(homes) == 1 else present).rpartition(".")
-        having = owners(self.config_dirs).get(group, {}).get(setting, ())
-        if having and (group in LISTS or self.choices[group] not in having):
-            has_it = " or ".join(f"{group}={name}" for name in having) + " has it"
-            hint = has_it if present == given and not homes else f"{hint} (with {group}={', '.join(having)})"
-        elif inside in known and inside not in LISTS and not hint.startswith(("did you mean", "it is called", "use ")):
-            hint = self._of_another_option(inside, part) or hint
         place = f"{inside}={self.choices[inside]}" if inside in known else inside or "the config"
+        if group in SUMS and isinstance(self.choices[group], list):
+            chosen = self.choices[group]
+            place = f"{inside} of {group}=[{','.join(chosen)}]"
+            having = [f"{group}.{name}.{part}" for name in chosen if name in self._having(group, part)]
+            hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
+        elif part in SECTIONS and rest and not depth:
+            hint = self._hint(part if key in ELSEWHERE else "", rest, names)
+        else:
+            hint = self._hint(inside, part, names)
         if inside in known and hint == did_you_mean(part, ()):
             return f"{key}={value}: {place} has no settings"
         return f"{place} has no '{part}' ({key}={value}): {hint}"
 
-    def _of_another_option(self, group: str, setting: str) -> str:
-        """A hint at a similar setting, which the group's chosen option does not have and another one has; "" without one."""
-        having = owners(self.config_dirs)[group]
-        near = get_close_matches(setting, having, n=1)
-        if not near:
-            return ""
-        has_it = " or ".join(f"{group}={name}" for name in having[near[0]])
-        return f"did you mean '{group}.{near[0]}'? {has_it} has it"
+    def _hint(self, inside: str, part: str, names: Sequence[str]) -> str:
+        """The remedy for a part of a key that is not among the `names` there: similar ones, and the options that have it."""
+        known = options(self.config_dirs)
+        given = f"{inside}.{part}" if inside else part
+        present = ELSEWHERE.get(given, given)
+        homes = [] if inside or present != given else [part] if part in names else self._homes(part)
+        hint = suggestion(given, part, names if inside else {*names, *known})
+        hint = f"did you mean {' or '.join(map(repr, homes))}?" if homes else hint
+        group, _, setting = (homes[0] if len(homes) == 1 else present).rpartition(".")
+        having = self._having(group, setting)
+        if having and (group in LISTS or self.choices[group] not in having):
+            has_it = " or ".join(f"{group}={name}" for name in having) + " has it"
+            return has_it if present == given and not homes else f"{hint} (with {group}={', '.join(having)})"
+        if inside in known and inside not in LISTS and not hint.startswith(("did you mean", "it is called", "use ")):
+            for near in get_close_matches(part, self._settings(inside), n=1):
+                has_it = " or ".join(f"{inside}={name}" for name in self._having(inside, near))
+                return f"did you mean '{inside}.{near}'? {has_it} has it"
+        return hint
 
-    def _groups_with(self, setting: str) -> list[str]:
-        """The groups of which an option has this setting; those whose chosen option has it come first."""
-        having = {
-            group: keys[setting] for group, keys in owners(self.config_dirs).items() if setting in keys and group not in LISTS
-        }
-        return sorted(having, key=lambda group: self.choices[group] not in having[group])
+    def _having(self, group: str, setting: str) -> Sequence[str]:
+        """The options of a group that have a setting."""
+        return owners(self.config_dirs).get(setting, {}).get(group, ())
 
-    def _unknown_in_sum(self, parts: list[str], value: object, depth: int, names: list[str]) -> str:
-        """The problem of a key of a sum of options, whose keys are below their names."""
-        group, part, key = parts[0], parts[depth], ".".join(parts)
-        chosen = self.choices[group]
-        having = [f"{group}.{name}.{part}" for name in chosen if name in owners(self.config_dirs)[group].get(part, ())]
-        hint = f"set {' or '.join(having)}" if depth == 1 and having else did_you_mean(part, names)
-        return f"{'.'.join(parts[:depth])} of {group}=[{','.join(chosen)}] has no '{part}' ({key}={value}): {hint}"
+    def _settings(self, group: str) -> list[str]:
+        """The settings of a group's options."""
+        return [setting for setting, having in owners(self.config_dirs).items() if group in having]
+
+    def _homes(self, setting: str) -> list[str]:
+        """The keys that this setting has in the groups; those of a chosen option come first."""
+        groups = [group for group in owners(self.config_dirs).get(setting, {}) if group not in LISTS]
+        first = sorted(groups, key=lambda group: self.choices[group] not in self._having(group, setting))
+        return [f"{group}.{setting}" for group in first]
 
     def unknown_in_group(self, key: str, value: object) -> str | None:
         """The problem of a setting that no option of its group has: which option was meant is not known, its name is wrong."""
         group, setting, *_ = key.split(".")
-        names = set(options(self.config_dirs)[group] if group in LISTS else owners(self.config_dirs)[group])
+        names = options(self.config_dirs)[group] if group in LISTS else self._settings(group)
         if setting in names:
             return None
         return f"no option of {group} has '{setting}' ({key}={value}): {suggestion(f'{group}.{setting}', setting, names)}"

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from drivetrain.config.catalog import one_or_several, still_applies
+from drivetrain.core.typed import JsonObject
 from drivetrain.recipe.reader import Recipe, holds_for
 from drivetrain.recipe.safe_yaml import REFERENCE
 
@@ -99,7 +100,7 @@ def for_task(recipe: Recipe, task: object, notices: list[str]) -> Recipe:
 
 
 def drop_those_of_other_options(
-    recipe: Recipe, values: dict[str, Any], chosen: dict[str, Any], given: dict[str, Any], config_dirs: Sequence[str]
+    recipe: Recipe, values: JsonObject, chosen: JsonObject, given: JsonObject, config_dirs: Sequence[str]
 ) -> list[str]:
     """Keep those of the recipe's `values` that the command line's option has too, where it chose another one than the recipe.
 

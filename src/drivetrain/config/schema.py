@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, cached_property
+from collections.abc import Callable, Container, Iterable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from drivetrain.core.typed import JsonObject
 from drivetrain.recipe.safe_yaml import MAX_WHOLE
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from pydantic import TypeAdapter
 
 _REASONS = {  # pydantic's error types
     "float_type": "must be a number",
+    "float_parsing": "must be a number",
     "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
     "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
     "string_type": "must be a text",
     "list_type": "must be a list",
     "is_instance_of": "must be a list",
@@ -40,47 +44,49 @@ class Schema:
 
     def __init__(self, owner: str, hints: Mapping[str, object]) -> None:
         self.owner, self.hints = owner, hints
+        self._adapter = cache(self._made)
 
-    @cached_property
-    def _model(self) -> type[BaseModel]:
-        from pydantic import ConfigDict, Field, create_model
+    def _made(self, key: str) -> TypeAdapter[Any]:
+        from pydantic import ConfigDict, TypeAdapter
 
-        config = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-        # Settings may have the names of pydantic's own methods: here each is an alias.
-        fields: Any = {f"f{n}": (hint, Field(None, alias=key)) for n, (key, hint) in enumerate(self.hints.items())}
-        return create_model(self.owner, __config__=config, **fields)
+        hint: Any = self.hints[key]
+        return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, arbitrary_types_allowed=True))
 
-    def problems(self, prefix: str, given: Mapping[str, object], where: Where = nowhere) -> Iterator[str]:
-        """Each key that is not taken, and each value that its annotation excludes. Checked strictly: "1" is no number."""
+    def check(
+        self, prefix: str, given: Mapping[str, object], where: Where = nowhere, texts: Container[str] = ()
+    ) -> tuple[JsonObject, dict[str, str]]:
+        """The values; and key → problem of each that is not taken, or that its annotation excludes.
+
+        Checked strictly: "1" is no number. Those of `texts` come from the environment, and stand for what their keys take.
+        """
+        values, wrong = dict(given), dict[str, str]()
+        for key, value in given.items():
+            name = f"{prefix}.{key}" if prefix else key
+            problem = f": {self.owner} takes no such argument"
+            if key in self.hints:
+                values[key], problem = self._read(key, value, as_text=key in texts)
+            if problem:
+                wrong[key] = f"{where(name)}{name}{problem}"
+        return values, wrong
+
+    def _read(self, key: str, value: Any, as_text: bool) -> tuple[Any, str]:
+        """The value, of a text what it stands for; and the end of the message about what is wrong with it."""
         from pydantic import ValidationError
 
-        names = {key: f"{prefix}.{key}" if prefix else key for key in given}
-        yield from (f"{where(names[k])}{names[k]}: {self.owner} takes no such argument" for k in given if k not in self.hints)
-        known = {key: value for key, value in given.items() if key in self.hints}
-        large = {key for key, value in known.items() if self.hints[key] is not Any and _is_too_large(value)}
-        wrong: dict[Any, list[Any]] = {}
+        hint, problem = self.hints[key], ""
         try:
-            self._model.model_validate({key: value for key, value in known.items() if key not in large})
+            found = self._adapter(key).validate_python(value, strict=not as_text)
+            value = found if as_text else value
         except ValidationError as error:
-            for each in error.errors():
-                wrong.setdefault(each["loc"][0], []).append(each)
-        for key, value in known.items():
-            if key in large:  # no library takes it, and Python makes no float of it
-                yield f"{where(names[key])}{names[key]}: a whole number must be below 2^63"
-            elif key in wrong:
-                text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-                why = _reason(wrong[key], nullable=type(None) in get_args(self.hints[key]))
-                yield f"{where(names[key])}{names[key]}={text}: {why}"
+            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            problem = f"={text}: {_reason(error.errors(), nullable=type(None) in get_args(hint))}"
+        if hint is not Any and _is_too_large(value):  # no library takes it
+            return value, ": a whole number must be below 2^63"
+        return value, problem
 
-    def read(self, key: str, text: str) -> Any:
-        """The value of a text where the key takes a number, a truth or null; the text where it takes none."""
-        from pydantic import ValidationError
-
-        try:
-            found = self._model.model_validate({key: text}, strict=False)
-        except ValidationError:
-            return text
-        return getattr(found, f"f{[*self.hints].index(key)}")
+    def problems(self, prefix: str, given: Mapping[str, object]) -> list[str]:
+        """The problems of these values, one line each."""
+        return [*self.check(prefix, given)[1].values()]
 
 
 def of(cls: object) -> Schema:

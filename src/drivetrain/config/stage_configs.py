@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any
 
 from drivetrain.config.catalog import options, root_config
 from drivetrain.config.compose import compose
-from drivetrain.config.composed import Composed
+from drivetrain.config.composed import Composed, flatten
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import length_problem
 from drivetrain.core.option import Length, Option
+from drivetrain.core.typed import JsonMapping, JsonObject
 
 LARGEST = 32  # stages of a run
 UNTIL = "until"
@@ -26,7 +26,7 @@ class Planned:
 
     label: str  # for messages
     until: Length | None
-    changes: dict[str, Any]
+    changes: JsonObject
     composed: Composed
 
 
@@ -35,7 +35,7 @@ def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list
 
     After the last one, if it has an `until`, comes a stage with the run's own config.
     """
-    given: list[Mapping[str, Any]] = composed.plain["stages"] or []
+    given: list[JsonMapping] = composed.plain["stages"] or []
     where = composed.where("stages")
     if len(given) > LARGEST:
         problems.append(f"{where}stages: a run has at most {LARGEST} stages, and these are {len(given)}")
@@ -43,7 +43,7 @@ def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list
     found = []
     for number, stage in enumerate([*given, *([{}] if given and given[-1].get(UNTIL) is not None else [])]):
         label, before = f"stages[{number}]" if number < len(given) else "the rest of the run", len(problems)
-        changes = _flat({key: value for key, value in stage.items() if key != UNTIL})
+        changes = flatten({key: value for key, value in stage.items() if key != UNTIL})
         until = stage.get(UNTIL)
         problems += [where + problem for problem in _until_problems(label, until, number < len(given) - 1)]
         refusals = (_refusal(key, value, base_of) for key, value in changes.items())
@@ -51,14 +51,6 @@ def plan(composed: Composed, base_of: Mapping[str, type[Option]], problems: list
         if len(problems) == before and (its_config := _composed(composed, changes, f"{where}{label}: ", problems)) is not None:
             found.append(Planned(label, until, changes, its_config))
     return found if len(found) >= len(given) else []
-
-
-def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings with dotted keys; an empty mapping is a value."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
 
 
 def _until_problems(label: str, until: object, needed: bool) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -17,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from drivetrain.config import callbacks, recipe_checks, schema, stage_configs
-from drivetrain.config.catalog import LISTS, SUMS, options, shipped_targets
+from drivetrain.config.catalog import LISTS, options, shipped_targets
 from drivetrain.config.composed import Composed
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.schema import Schema, Where
@@ -29,6 +30,7 @@ from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option
 from drivetrain.core.run_spec import CheckedValues, InvalidValue, RunSpec, Stage
+from drivetrain.core.typed import JsonMapping, JsonObject
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no group
@@ -49,7 +51,7 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
     if composed.plain.get("trust"):
         paths.add_working_directory()
     problems = list(composed.problems)
-    whole = _make_run(composed, own, problems)
+    whole = _make_run(Planned("", None, {}, composed), own, problems)
     run, stages = whole.run, _make_stages(whole, own, problems)
     told: dict[str, None] = {}  # what is wrong with the run is not said again of its stages
     for made in (whole, *stages):
@@ -60,7 +62,7 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
     if problems:
         raise UserError(dict.fromkeys(problems))
     run.not_for_recipes = set(recipe_checks.not_for_recipes(composed.plain, whole.classes))
-    if any(set(recipe_checks.not_for_recipes(m.composed.plain, m.classes)) - run.not_for_recipes for m in stages):
+    if any(set(recipe_checks.not_for_recipes(m.plan.composed.plain, m.classes)) - run.not_for_recipes for m in stages):
         run.not_for_recipes.add("stages")
     return run
 
@@ -69,19 +71,18 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
 class _Made:
     """A config, of a run or of one of its stages, with the options that could be made of it."""
 
-    composed: Composed
+    plan: Planned  # without a label that of the run itself
     run: RunSpec
     classes: recipe_checks.Classes
-    options: list[Option]  # those that were made rightly, resolved
-    stage: Planned | None = None
+    options: list[Option]  # those that were made rightly, resolved; none where a value may be missing that any rule reads
 
     def problem(self, line: str) -> str:
         """A problem of this config, for messages."""
-        return line if self.stage is None else f"{self.stage.label}: {line}"
+        return f"{self.plan.label}: {line}" if self.plan.label else line
 
     def broken_rules(self, used: Collection[str] | None) -> list[str]:
-        """The rules of its options that are broken; none where a value may be missing that any rule reads."""
-        return _broken_rules(self.run, self.options, used) if _all_known(self.composed) else []
+        """The rules of its options that are broken."""
+        return _broken_rules(self.run, self.options, used) if _all_known(self.plan.composed) else []
 
 
 def _all_known(composed: Composed) -> bool:
@@ -94,51 +95,65 @@ def _make_stages(whole: _Made, own: bool, problems: list[str]) -> list[_Made]:
     if not isinstance(whole.run.values.get("stages"), list):  # none, or they are wrong
         return []
     made = []
-    bases = {group: _base_of(user_code.import_name(min(shipped_targets(group)))) for group in options()}
-    plan = stage_configs.plan(whole.composed, bases, problems)
-    whole.composed.notices += stage_configs.repeated(plan)
+    plan = stage_configs.plan(whole.plan.composed, {group: _base(group) for group in options()}, problems)
+    whole.plan.composed.notices += stage_configs.repeated(plan)
     for planned in plan:
         wrong = list(planned.composed.problems)
-        made.append(_make_run(planned.composed, own, wrong, planned))
+        made.append(_make_run(planned, own, wrong))
         problems += [made[-1].problem(line) for line in wrong if line not in problems]
     runs = [whole.run, *(each.run for each in made)]
     for run in runs:
-        run.stages = [Stage(m.stage.until, m.stage.changes, m.run) for m in made if m.stage is not None]
+        run.stages = [Stage(m.plan.until, m.plan.changes, m.run) for m in made]
     if not problems:
         problems += core_stages.set_batches(runs)
     return made
 
 
-def _make_run(composed: Composed, own: bool, problems: list[str], stage: Planned | None = None) -> _Made:
+def _make_run(plan: Planned, own: bool, problems: list[str]) -> _Made:
     """The options of a config. What is wrong with them is added to `problems`."""
-    plain = composed.plain
+    composed = plan.composed
     groups = options(composed.config_dirs)
-    values = {k: v for k, v in plain.items() if k not in groups}
-    parts, given = CheckedValues(), CheckedValues(values)
+    values, wrong = _checked("", VALUES, composed.plain, groups, composed)
+    wrong |= _wrong_phases(values["phases"], composed.where) if "phases" not in wrong else {}
+    given, parts = CheckedValues(values), CheckedValues()
     run = RunSpec(composed.choices, given, parts, composed.from_environment)
-    _decode(composed, "", VALUES, given)
-    sections = {group: list(_sections(group, plain.get(group), composed)) for group in groups}
-    trusted = trusted_packages().union(given.get("trust") or [])
-    found = {p: _class(p, s, trusted, problems) for of_group in sections.values() for p, s in _with_parts(of_group)}
-    classes = {prefix: cls for prefix, cls in found.items() if cls is not None}
+    given.wrong = {key.partition(".")[0] for key in wrong}
+    for key in given.wrong:
+        del given[key]
+    sections = {group: dict(_sections(group, composed)) for group in groups}
+    classes = _classes(sections, trusted_packages().union(given.get("trust") or []), problems)
     problems += [] if own else recipe_checks.code_problems(composed)
     if refused := list(recipe_checks.problems(composed, classes)):
         raise UserError(dict.fromkeys([*problems, *refused]))
-    wrong = dict(_wrong_values(given, composed.where))
-    problems += [line for lines in wrong.values() for line in lines]
+    problems += wrong.values()
     problems += [] if wrong else [*paths.cannot_be_in(Path(given["output_dir"])), *callbacks.trust_problems(given)]
-    every: dict[str, list[Option | None]] = {}
-    for group in groups:
-        made = [_make(prefix, section, classes, composed, problems) for prefix, section in sections[group]]
-        every[group] = [] if group in composed.doubtful else made
-        if group in composed.doubtful or None in made:
+    made: dict[str, Option | None] = {}
+    of_groups: dict[str, list[Option | None]] = {}
+    for group, of_group in sections.items():
+        for prefix, section in of_group.items():
+            made[prefix] = _make(prefix, section, classes.get(prefix), made, composed, problems)
+        its = [made[prefix] for prefix in (of_group if group in LISTS else [group])]
+        of_groups[group] = [] if group in composed.doubtful else its
+        if group in composed.doubtful or None in its:
             parts.wrong.add(group)
         else:
-            parts[group] = made if group in LISTS else made[0]
-    given.wrong = set(wrong)
-    for key in given.wrong:
-        del given[key]
-    return _Made(composed, run, classes, list(_resolve(run, every)) if _all_known(composed) else [], stage)
+            parts[group] = its if group in LISTS else its[0]
+    return _Made(plan, run, classes, list(_resolve(run, of_groups)) if _all_known(composed) else [])
+
+
+def _checked(
+    prefix: str, takes: Schema, section: JsonObject, but: Container[str], composed: Composed
+) -> tuple[JsonObject, dict[str, str]]:
+    """The values of a section of the config `but` for some keys, which belong to the caller; and key → problem.
+
+    Texts from the environment become what their keys take, in the section too.
+    """
+    given = {key: value for key, value in section.items() if key not in but}
+    names = {key: f"{prefix}.{key}" if prefix else key for key, value in given.items() if isinstance(value, str)}
+    texts = {key for key, name in names.items() if composed.from_environment(name)}
+    values, wrong = takes.check(prefix, given, composed.where, texts)
+    section |= {key: values[key] for key in texts}
+    return deepcopy(values), wrong
 
 
 def _resolve(run: RunSpec, made: Mapping[str, Sequence[Option | None]]) -> Iterator[Option]:
@@ -193,55 +208,59 @@ def _by_group(run: RunSpec) -> Iterator[tuple[str, Option]]:
             yield group, made
 
 
-def _sections(group: str, section: Any, composed: Composed) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The key of each of the group's options in the config, and its settings."""
-    if group in LISTS:
-        for name in composed.choices[group]:
-            if name != "none":
-                yield f"{group}.{name}", (section or {})[name]
-    else:
+def _sections(group: str, composed: Composed) -> Iterator[tuple[str, JsonObject]]:
+    """The key of each of the group's options in the config, and its settings; before a sum, those of what it adds up."""
+    section, choice = composed.plain.get(group) or {}, composed.choices[group]
+    yield from ((f"{group}.{name}", section[name]) for name in (choice if isinstance(choice, list) else ()) if name != "none")
+    if group not in LISTS:
         yield group, section
 
 
-def _with_parts(sections: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sections of a group; before that of a sum, those of its parts."""
-    for prefix, section in sections:
-        parts = ((f"{prefix}.{k}", v) for k, v in (section or {}).items() if isinstance(v, dict) and "_target_" in v)
-        yield from (*parts, (prefix, section)) if section and section.get("_target_") in SUMS.values() else [(prefix, section)]
+def _classes(
+    sections: Mapping[str, Mapping[str, JsonObject]], trusted: Collection[str], problems: list[str]
+) -> dict[str, type[Option]]:
+    """The classes of the options, by the keys of their settings. What is wrong with one is added to `problems`."""
+    found = {}
+    for group, of_group in sections.items():
+        for prefix, section in of_group.items():
+            try:
+                found[prefix] = _class(group, prefix, str(section.get("_target_")), trusted)
+            except UserError as error:
+                problems += error.problems
+    return found
 
 
-def _class(prefix: str, section: dict[str, object], trusted: Collection[str], problems: list[str]) -> type[Option] | None:
-    """The class of an option, or None with its `problems`. No code is imported that is neither shipped nor trusted."""
-    target, group = str(section.get("_target_")), prefix.split(".")[0]
-    if target not in shipped_targets():
-        untrusted = list(user_code.trust_problems(f"{prefix}._target_={target}", target, trusted))
-        if untrusted:
-            problems += untrusted
-            return None
+def _class(group: str, prefix: str, target: str, trusted: Collection[str]) -> type[Option]:
+    """The class of an option. Raises UserError. No code is imported that is neither shipped nor trusted."""
+    said = f"{prefix}._target_={target}"
+    if target not in shipped_targets() and (wrong := list(user_code.trust_problems(said, target, trusted))):
+        raise UserError(wrong)
     try:
         cls = user_code.import_name(target)
     except (ImportError, AttributeError, ValueError) as error:
-        problems.append(f"{prefix}._target_={target} cannot be imported: {error}{_near(target, group)}")
-        return None
-    wrong = list(_class_problems(group, cls, target))
-    problems += wrong
-    return None if wrong else cls
+        raise UserError(f"{said} cannot be imported: {error}{_near(target, group)}") from None
+    if not isinstance(cls, type) or not issubclass(cls, Option):
+        raise UserError(f"{said} is not an option of drivetrain: {_instead(group, target)}")
+    if target not in shipped_targets(group) and (base := _base_of(cls)) is not _base(group):
+        raise UserError(f"{said} is an option, but not one of {group}: its class derives from {base.__name__}")
+    return cls
 
 
 def _make(
-    prefix: str, section: dict[str, Any], classes: recipe_checks.Classes, composed: Composed, problems: list[str]
+    prefix: str,
+    section: JsonObject,
+    cls: type[Option] | None,
+    made: Mapping[str, Option | None],
+    composed: Composed,
+    problems: list[str],
 ) -> Option | None:
-    """One option as an object, or None with its `problems`. A sum gets the options that it adds up, from their sections."""
-    settings = {k: v for k, v in section.items() if k != "_target_"}
-    if section.get("_target_") in SUMS.values():
-        parts = [k for k, v in settings.items() if isinstance(v, dict) and "_target_" in v]
-        settings["parts"] = {name: _make(f"{prefix}.{name}", settings.pop(name), classes, composed, problems) for name in parts}
-    if (cls := classes.get(prefix)) is None:
+    """One option as an object, or None with its `problems`. A sum gets the options that it adds up, which are `made` already."""
+    if cls is None:
         return None
-    _decode(composed, prefix, schema.of(cls), settings)
-    wrong = list(schema.of(cls).problems(prefix, settings, composed.where))
-    problems += wrong
-    return None if wrong or None in settings.get("parts", {}).values() else cls(**settings)
+    parts = {name: made[f"{prefix}.{name}"] for name in section if f"{prefix}.{name}" in made}
+    values, wrong = _checked(prefix, schema.of(cls), section, {"_target_", *parts}, composed)
+    problems += wrong.values()
+    return None if wrong or None in parts.values() else cls(**values, **({"parts": parts} if parts else {}))
 
 
 def _near(target: str, group: str) -> str:
@@ -253,24 +272,6 @@ def _near(target: str, group: str) -> str:
     return f": did you mean {' or '.join(repr(known[name]) for name in near)}?" if near else ""
 
 
-def _decode(composed: Composed, prefix: str, takes: Schema, values: dict[str, object]) -> None:
-    """Turn texts from the environment into what their keys take: "0.1" into a number where a number belongs."""
-    for key, value in values.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, str) and key in takes.hints and composed.from_environment(name):
-            values[key] = composed.decoded[name] = takes.read(key, value)
-
-
-def _class_problems(group: str, cls: object, target: str) -> Iterator[str]:
-    """The problem of a class from outside that is not an option of this group."""
-    if target in shipped_targets(group):
-        return
-    if not isinstance(cls, type) or not issubclass(cls, Option):
-        yield f"{group}._target_={target} is not an option of drivetrain: {_instead(group, target)}"
-    elif _base_of(cls) not in {_base_of(user_code.import_name(shipped)) for shipped in shipped_targets(group)}:
-        yield f"{group}._target_={target} is an option, but not one of {group}: its class derives from {_base_of(cls).__name__}"
-
-
 def _instead(group: str, target: str) -> str:
     """The remedy for a class that is no option: what ships of this name, what takes any class, or how to write an option."""
     name = target.rpartition(".")[2].lower()
@@ -279,33 +280,31 @@ def _instead(group: str, target: str) -> str:
         return f"{group}={name} is the option that ships for it"
     if "own" in known:
         return f"to use a class of yours as it is, set {group}=own {group}.target={target}"
-    shipped = user_code.import_name(min(shipped_targets(group))).__mro__
-    exported = vars(sys.modules[f"drivetrain.{group}"])
-    base = next(cls.__name__ for cls in reversed(shipped[: shipped.index(Option)]) if cls.__name__ in exported)
+    base = _base(group).__name__
     return f"write a class that derives from drivetrain.{group}.{base} and makes it: docs/extending.md shows one"
 
 
-def _base_of(cls: type) -> type:
+def _base_of(cls: type) -> type[Option]:
     """The base class of an option's group."""
-    return cls.__mro__[cls.__mro__.index(Option) - 1]
+    found: type[Option] = cls.__mro__[cls.__mro__.index(Option) - 1]
+    return found
 
 
-def _wrong_values(values: Mapping[str, object], where: Where) -> Iterator[tuple[str, list[str]]]:
-    """The keys of conf/config.yaml that are no group and whose values are wrong, and what is wrong with them."""
-    for key, value in values.items():
-        wrong = list(VALUES.problems("", {key: value}, where)) if key in VALUES.hints else []
-        wrong += _phase_problems(value, where) if key == "phases" else []
-        if wrong:
-            yield key, wrong
+def _base(group: str) -> type[Option]:
+    """The base class of a group."""
+    return _base_of(user_code.import_name(min(shipped_targets(group))))
 
 
-def _phase_problems(given: object, where: Where) -> Iterator[str]:
-    """The problems of the settings of the phases of an update."""
-    for name, settings in given.items() if isinstance(given, dict) else ():
+def _wrong_phases(given: JsonMapping | None, where: Where) -> dict[str, str]:
+    """Dotted key → problem of each setting of a phase of an update that is wrong."""
+    wrong: dict[str, str] = {}
+    for name, settings in (given or {}).items():
+        key = f"phases.{name}"
         if isinstance(settings, dict) and "parameters" in settings:
-            yield from schema.of(phases.Phase).problems(f"phases.{name}", settings, where)
+            wrong |= {f"{key}.{k}": line for k, line in schema.of(phases.Phase).check(key, settings, where)[1].items()}
         else:
-            yield f"{where('phases')}phases.{name}={settings}: give the parameters that it trains, as {{parameters: [{name}]}}"
+            wrong[key] = f"{where('phases')}{key}={settings}: give the parameters that it trains, as {{parameters: [{name}]}}"
+    return wrong
 
 
 def machine_local_keys(run: RunSpec) -> set[str]:
@@ -319,7 +318,7 @@ def identifying_keys(run: RunSpec) -> set[str]:
     return run.not_for_recipes | {f"{group}.{setting}" for group, option in _by_group(run) for setting in option.identifying_keys}
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JsonObject:
     """A run's config.yaml as it stands there: references are not followed, for anybody may have written the file.
 
     Raises OSError, and ValueError where it is no mapping of plain values, of a config's size and depth.

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from drivetrain.config import compose as composing
 from drivetrain.config import hydra_words
 from drivetrain.config import validate as check
-from drivetrain.config.composed import Composed
+from drivetrain.config.composed import Composed, flatten
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
 from drivetrain.core import files, user_state
@@ -287,7 +287,7 @@ def _refuse_settings_of_strangers(run_dir: Path, settings: JsonObject, recorded:
 
     Nothing of the run's package or folders has been imported yet. Raises UserError.
     """
-    defaults = identity.flatten(composed.unresolved) | composed.choices
+    defaults = flatten(composed.unresolved) | composed.choices
     wanted = [f"{k}={format_value(v)}" for k, v in settings.items() if defaults.get(k) != v]
     wanted += [f"--config-dir {folder}" for folder in recorded.get("config_dirs") or [] if not composed.config_dirs]
     if wanted:

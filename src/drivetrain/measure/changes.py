@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drivetrain.config.catalog import LISTS, options, still_applies
+from drivetrain.config.composed import flatten
 from drivetrain.core.option import Effect, Option, RunSpec
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.launch.job import Job
-from drivetrain.run.identity import flatten
 
 STRICTNESS: tuple[Effect, ...] = ("exact", "close", "changes")
 # Values of no group that training does not depend on.

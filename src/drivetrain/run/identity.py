@@ -10,8 +10,7 @@ import json
 import math
 from collections.abc import Collection
 
-from drivetrain.config.composed import Composed
-from drivetrain.core.trees import Tree
+from drivetrain.config.composed import Composed, flatten
 from drivetrain.core.typed import JsonObject, is_number
 
 MAY_LENGTHEN = ("epochs", "updates")  # what a resumed run may change
@@ -25,16 +24,6 @@ def reads_environment(value: object) -> bool:
 def is_machine_local(key: str, machine_local_keys: Collection[str]) -> bool:
     """True if a dotted key is one of the machine-local keys, or below one."""
     return key in machine_local_keys or any(key.startswith(f"{k}.") for k in machine_local_keys)
-
-
-def flatten(tree: Tree, prefix: str = "") -> JsonObject:
-    """Nested mappings as one mapping with dotted keys; an empty mapping counts as a value."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix[:-1]: tree}
-    flat: JsonObject = {}
-    for key, value in tree.items():
-        flat |= flatten(value, f"{prefix}{key}.")
-    return flat
 
 
 def without_machine_local(composed: Composed, machine_local_keys: set[str]) -> JsonObject:

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from drivetrain.config.composed import flatten
 from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.run import directory, records
-from drivetrain.run.identity import flatten
 from drivetrain.run.records import need_pandas
 from drivetrain.run.result import Result
 

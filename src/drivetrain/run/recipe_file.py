@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from drivetrain.config.catalog import shipped_targets
 from drivetrain.config.compose import compose
-from drivetrain.config.composed import Composed
+from drivetrain.config.composed import Composed, flatten
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.core import process, user_code
 from drivetrain.core.errors import UserError
@@ -23,7 +23,7 @@ from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
 from drivetrain.recipe.write import HASH_DIGITS, SCHEMA, Header
-from drivetrain.run.identity import flatten, is_machine_local, reads_environment
+from drivetrain.run.identity import is_machine_local, reads_environment
 
 _DOTTED = re.compile(r"[A-Za-z_][\w.]*")  # needs no quotes
 
@@ -85,7 +85,7 @@ def settable(composed: Composed, machine_local_keys: Collection[str], left_out: 
     """
     outside = {*OPERATOR_KEYS, *machine_local_keys, *left_out}
     unresolved = flatten(composed.unresolved)
-    every = {**flatten(composed.plain), **{k: v for k, v in unresolved.items() if "${" in str(v)}, **composed.choices}
+    every = composed.settings() | {k: v for k, v in unresolved.items() if "${" in str(v)}
     every = {k: v for k, v in every.items() if v != {} and not k.endswith("_target_")}
     return {k: v for k, v in every.items() if not is_machine_local(k, outside)}
 

@@ -42,7 +42,6 @@ from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean,
 from drivetrain.recipe import places
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
-from drivetrain.run.identity import flatten
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, folded, words
@@ -609,7 +608,7 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
 def _different_data(good: Job, bad: Job) -> Iterator[str]:
     """The reasons why the two are about different data, whose figures nobody can compare."""
     local = {key for key in good.machine_local_keys | bad.machine_local_keys if key.startswith("data.")}
-    old, new = ({**job.composed.choices, **flatten(job.composed.plain)} for job in (good, bad))
+    old, new = (job.composed.settings() for job in (good, bad))
     for key in (*SAME_DATA, *sorted(local)):
         if old.get(key) != new.get(key):
             hint = f"give both the same, as {key}={format_value(new.get(key))} after them"

@@ -38,7 +38,6 @@ from drivetrain.measure.certify.judge import (
 )
 from drivetrain.measure.changes import apply
 from drivetrain.run import directory
-from drivetrain.run.identity import flatten
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, setting, words
 
@@ -68,7 +67,7 @@ Keys = Sequence[tuple[str, str, str]]  # a key of the config, the tested run's v
 
 def different_keys(tested: Job, reference: Job) -> Keys:
     """Return where the two configs differ. Where another option of a group is chosen, the group stands for its keys."""
-    ours, theirs = ({**flatten(job.composed.plain), **job.composed.choices} for job in (tested, reference))
+    ours, theirs = (job.composed.settings() for job in (tested, reference))
     keys = [k for k in dict.fromkeys([*ours, *theirs]) if ours.get(k) != theirs.get(k)]
     groups = [k for k in keys if k in tested.composed.choices]
     shown = [k for k in keys if k in groups or k.partition(".")[0] not in groups]

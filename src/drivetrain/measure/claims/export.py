@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from drivetrain.config.composed import flatten
 from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean
 from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Reach
@@ -33,7 +34,6 @@ from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
 from drivetrain.recipe.safe_yaml import names_code, printable
 from drivetrain.recipe.write import with_section
 from drivetrain.run import environment, reader, recipe_file
-from drivetrain.run.identity import flatten
 from drivetrain.run.reader import RunFiles, differing
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import run as run_page

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config import catalog
+from drivetrain.config.composed import flatten
 from drivetrain.core import files
 from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Figure
 from drivetrain.core.typed import is_number
-from drivetrain.run.identity import flatten, reads_environment
+from drivetrain.run.identity import reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.ui import plots

@@ -1,6 +1,6 @@
 """The contract of every option, as a check that a plugin's own tests can call:
 
-from drivetrain.config.contract import contract_problems
+from drivetrain.testing import contract_problems
 def test_options(): assert not contract_problems("optimizer", "my_optimizer")
 """
 
