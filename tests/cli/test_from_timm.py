@@ -8,7 +8,7 @@ import yaml
 
 import drivetrain
 from drivetrain.cli import main
-from drivetrain.cli.from_timm import OF_SCHEDULES, SILENT, translate
+from drivetrain.cli.from_timm import SILENT, translate
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.recipe.places import read
@@ -41,6 +41,10 @@ ARGS = {
     "wandb_project": None, "wandb_resume_id": "", "wandb_tags": [], "warmup_epochs": 5, "warmup_lr": 1e-5, "warmup_prefix": False,
     "weight_decay": 2e-5, "worker_seeding": "all", "workers": 4,
 }  # fmt: skip
+OF_SCHEDULES = (  # read where their schedule is chosen
+    "cooldown_epochs", "decay_epochs", "decay_milestones", "decay_rate", "lr_cycle_decay", "lr_cycle_limit", "lr_cycle_mul",
+    "min_lr", "patience_epochs", "warmup_epochs", "warmup_lr", "warmup_prefix",
+)  # fmt: skip
 TOY = ["data=synthetic", "data.shape=[3,32,32]", "data.classes=4", "data.samples=64", "data.test_samples=16", "loader=sync"]
 
 

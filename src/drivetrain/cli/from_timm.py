@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_origin
 
 from drivetrain.config.elsewhere import ELSEWHERE, NOT_HERE
 from drivetrain.core.errors import UserError
@@ -32,10 +32,10 @@ FLAGS = {  # argument that is on → what is set
     "grad_checkpointing": ("checkpointing", "blocks"), "torchscript": ("compile", "jit"), "torchcompile": ("compile", "inductor"),
 }  # fmt: skip
 EDITS = {"channels_last": "channels_last", "sync_bn": "sync_bn", "fast_norm": "fused_norm"}
-OF_SCHEDULES = (  # read where their schedule is chosen
-    "cooldown_epochs", "decay_epochs", "decay_milestones", "decay_rate", "lr_cycle_decay", "lr_cycle_limit", "lr_cycle_mul",
-    "min_lr", "patience_epochs", "warmup_epochs", "warmup_lr", "warmup_prefix",
+OF_IMAGES = (  # of what is drawn for each image, all of which `no_aug` switches off
+    "scale", "ratio", "hflip", "vflip", "color_jitter", "aa", "train_crop_mode", "train_interpolation", "remode", "recount",
 )  # fmt: skip
+INTERPOLATIONS = ("bilinear", "bicubic")
 SILENT = (  # of this machine, or what follows from the data, or what only names the run
     "class_map_cache", "dataset_download", "device", "dist_bn", "experiment", "in_chans", "local_rank", "log_interval",
     "no_prefetcher", "num_classes", "output", "pin_mem", "prefetcher", "rank", "train_split",
@@ -67,244 +67,198 @@ def translate(args: Mapping[str, object], devices: int = 1) -> Translation:
     return _Run(args, devices).translated()
 
 
-class _Run:
+class _Run(Translation):
     """The arguments, of which each is read once."""
 
     def __init__(self, args: Mapping[str, object], devices: int) -> None:
-        self.args, self.devices = args, devices
-        self.read = {*SILENT, *OF_SCHEDULES}
-        self.found = Translation()
-        self.options, self.values, self.left = self.found.options, self.found.values, self.found.left
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument; the default where it is not given."""
-        self.read.add(name)
-        value = self.args.get(name)
-        return default if value in (None, "") else value
-
-    def number(self, name: str, default: float = 0) -> float:
-        """An argument that is a number. Raises UserError."""
-        value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserError(f"{name}: {value} is no number, as timm's train.py writes one")
-        return value
-
-    def numbers(self, name: str, default: Sequence[float] = (), least: int = 1) -> list[float]:
-        """An argument that is a list of at least so many numbers. Raises UserError."""
-        value = self.get(name)
-        if value is None or value == []:
-            return [*default]
-        if not fits(value, list[float]) or len(value) < least:
-            raise UserError(f"{name}: {value} is no list of {least} numbers or more, as timm's train.py writes one")
-        return list(value)
-
-    def mapping(self, name: str) -> dict[str, object]:
-        """An argument that is a mapping. Raises UserError."""
-        value = self.get(name, {})
-        if not isinstance(value, dict):
-            raise UserError(f"{name}: {value} is no mapping, as timm's train.py writes one")
-        return value
+        super().__init__()
+        self._args, self._devices, self._read = args, devices, {*SILENT}
 
     def translated(self) -> Translation:
         """All of it."""
-        self.data()
-        self.model()
-        self.batch()
-        self.optimizer()
-        self.scheduler()
-        self.augment()
-        self.loss()
-        self.rest()
-        off = tuple(start for start, switch in BELOW.items() if not self.args.get(switch))
-        for name, value in self.args.items():
-            if not name.startswith(off) and name not in self.read and value not in OFF and DEFAULTS.get(name) != value:
+        for section in (
+            self._data, self._model, self._batch, self._optimizer, self._scheduler, self._augment, self._loss, self._speed,
+            self._rest,
+        ):  # fmt: skip
+            section()
+        off = tuple(start for start, switch in BELOW.items() if not self._args.get(switch))
+        for name, value in self._args.items():
+            if not name.startswith(off) and name not in self._read:
                 why = f"see {ELSEWHERE[name]}" if name in ELSEWHERE else NOT_HERE.get(name, "it has no counterpart")
-                self.left.append(f"{name}={format_value(value)}: {why}")
-        return self.found
+                self._tell(name, None if value in OFF or DEFAULTS.get(name) == value else format_value(value), why)
+        return self
 
-    def data(self) -> None:
-        name, root = str(self.get("dataset", "")).lower(), self.get("data_dir") or self.get("data", "PATH")
+    def _get(self, name: str, default: Any = None, kind: Any = Any, what: str = "") -> Any:
+        """An argument; the default where it is not given. Raises UserError where it is not what it should be."""
+        self._read.add(name)
+        value = self._args.get(name)
+        if value in (None, "") or (value == [] and get_origin(kind) is list):
+            return default
+        if not fits(value, kind):
+            raise UserError(f"{name}: {value} is no {what}, as timm's train.py writes one")
+        return value
+
+    def _number(self, name: str, default: float = 0) -> float:
+        found: float = self._get(name, default, float, "number")
+        return found
+
+    def _numbers(self, name: str, default: Sequence[float] | None, least: int = 1) -> list[float]:
+        what = f"list of {least} numbers or more"
+        found = self._get(name, default, list[float], what)
+        if found is not None and len(found) < least:
+            raise UserError(f"{name}: {found} is no {what}, as timm's train.py writes one")
+        return [*(found or ())]
+
+    def _set(self, group: str, option: object, values: Mapping[str, object] | None = None) -> None:
+        """Choose an option, and set its keys; None stands for one that is not set."""
+        self.options[group] = option
+        self.values |= {f"{group}.{key}": value for key, value in (values or {}).items() if value is not None}
+
+    def _tell(self, name: str, value: object, why: str, fine: Sequence[object] = OFF) -> None:
+        """Say what becomes of an argument, where its value is none of the fine ones."""
+        if value not in fine:
+            self.left.append(f"{name}={f'{value:g}' if isinstance(value, float) else value}: {why}")
+
+    def _data(self) -> None:
+        name, root = str(self._get("dataset", "")).lower(), self._get("data_dir") or self._get("data", "PATH")
         kind = name.partition("/")[0]
         option = ELSEWHERE_DATA.get(name) or FOLDERS.get(kind, "imagefolder")
-        if kind in FOLDERS or (kind in ("torch", "tfds") and name not in ("torch/cifar10", "torch/image_folder")):
-            self.left.append(f"dataset={name}: nothing is fetched by that name: have it as data={option} reads it")
-        self.options["data"] = option
-        self.found.words.append(f"data.{'train' if option == 'webdataset' else 'root'}={_word(root)}")
+        fetched = kind in FOLDERS or (kind in ("torch", "tfds") and name not in ("torch/cifar10", "torch/image_folder"))
+        self._tell("dataset", name * fetched, f"nothing is fetched by that name: have it as data={option} reads it")
+        self.words.append(f"data.{'train' if option == 'webdataset' else 'root'}={_word(root)}")
         if option == "cifar10":
-            return
-        known = _pretrained(str(self.args["model"]))
-        shape = self.numbers("input_size", known.get("input_size") or [3, 224, 224], 3)
-        size = int(self.number("img_size", shape[-1]))
-        if shape[-1] != shape[-2]:
-            self.left.append(f"input_size={format_value(shape)}: images are square here, and data.size={size}")
-        self.values |= {"data.size": size, "data.crop_pct": self.number("crop_pct", known.get("crop_pct") or 0.875)}
-        given = [self.numbers(key, known.get(key) or usual) for key, usual in zip(("mean", "std"), IMAGENET, strict=True)]
-        if given != [*IMAGENET]:
-            self.values["data.normalize"] = "measured"
-            self.left.append(
-                f"mean and std {format_value(given)}: the mean and deviation of 500 training images take their place"
-            )
-        if repeats := self.number("aug_repeats"):
-            self.values["data.order"] = int(repeats)
+            return self._set("data", option)
+        known = _pretrained(str(self._args["model"]))
+        shape = self._numbers("input_size", known.get("input_size") or [3, 224, 224], 3)
+        size = int(self._number("img_size", shape[-1]))
+        self._tell("input_size", format_value(shape) * (shape[-1] != shape[-2]), f"images are square here, and data.size={size}")
+        given = [self._numbers(key, known.get(key) or usual) for key, usual in zip(("mean", "std"), IMAGENET, strict=True)]
+        measured = given != [*IMAGENET]
+        why = "the mean and deviation of 500 training images take their place"
+        self._tell("mean, std", format_value(given) * measured, why)
+        self._set("data", option, {
+            "size": size, "crop_pct": self._number("crop_pct", known.get("crop_pct") or 0.875),
+            "normalize": "measured" if measured else None, "order": int(self._number("aug_repeats")) or None,
+        })  # fmt: skip
 
-    def model(self) -> None:
-        self.options["model"] = "timm"
-        self.values["model.name"] = self.get("model")
-        kwargs = {theirs: value for name, theirs in MODEL.items() if (value := self.get(name)) not in OFF}
-        if kwargs := kwargs | self.mapping("model_kwargs"):
-            self.values["model.kwargs"] = kwargs
-        if (drop_path := self.get("drop_path")) is not None:
-            self.values["model.drop_path"] = drop_path
-        if self.get("pretrained"):
-            self.found.words.append("model.pretrained=true")
-        if weights := self.get("initial_checkpoint") or self.get("pretrained_path"):
-            self.found.words.append(f"model.weights={_word(weights)}")
+    def _model(self) -> None:
+        kwargs = {theirs: value for name, theirs in MODEL.items() if (value := self._get(name)) not in OFF}
+        kwargs |= self._get("model_kwargs", {}, dict[str, Any], "mapping")
+        drop_path = self._get("drop_path")
+        self._set("model", "timm", {"name": self._get("model"), "kwargs": kwargs or None, "drop_path": drop_path})
+        weights = self._get("initial_checkpoint") or self._get("pretrained_path")
+        self.words += ["model.pretrained=true"] if self._get("pretrained") else []
+        self.words += [f"model.weights={_word(weights)}"] if weights else []
 
-    def batch(self) -> None:
-        parts = int(self.number("grad_accum_steps", 1))
-        self.options["batch"] = "accumulate" if parts > 1 else "fixed"
-        self.samples = int(self.number("batch_size", 128)) * parts * self.devices
-        self.values["batch.global_batch"] = self.samples
-        if parts > 1:
-            self.values["batch.accumulation_steps"] = parts
-        if self.devices > 1:
-            self.found.words += ["parallel=ddp", f"parallel.nproc={self.devices}"]
+    def _batch(self) -> None:
+        parts = int(self._number("grad_accum_steps", 1))
+        self._samples = int(self._number("batch_size", 128)) * parts * self._devices
+        option, steps = ("accumulate", parts) if parts > 1 else ("fixed", None)
+        self._set("batch", option, {"global_batch": self._samples, "accumulation_steps": steps})
+        self.words += ["parallel=ddp", f"parallel.nproc={self._devices}"] if self._devices > 1 else []
 
-    def optimizer(self) -> None:
-        name = str(self.get("opt")).lower()
+    def _optimizer(self) -> None:
+        name = str(self._get("opt")).lower()
         known = OPTIMIZERS.get(name)
         option = "timm" if known is None else "sgd" if "nesterov" in known else name
-        self.options["optimizer"] = option
-        more = dict(self.mapping("opt_kwargs"))
-        if (eps := self.get("opt_eps")) is not None:
-            more["eps"] = eps
-        if betas := self.numbers("opt_betas", least=2):
-            more |= {"betas": betas} if option == "timm" else {"beta1": betas[0], "beta2": betas[1]}
-        if (momentum := self.get("momentum")) is not None and option == "sgd":
-            more["momentum"] = momentum
-        self.lr = self.learning_rate(name)
-        if self.lr <= 0:
-            raise UserError(f"lr: {self.lr:g} is not above 0")
-        self.values["optimizer.weight_decay"] = self.number("weight_decay")
-        if option == "timm":
-            self.values |= {"optimizer.name": name} | ({"optimizer.kwargs": more} if more else {})
-        else:
-            self.values |= {f"optimizer.{key}": value for key, value in {**(known or {}), **more}.items()}
-        if (decay := self.get("layer_decay")) is not None:
-            self.values["optimizer.layer_decay"] = decay
-        if bound := self.number("clip_grad"):
-            mode = self.get("clip_mode", "norm")
-            self.options["clip"] = mode
-            self.values[{"norm": "clip.max_norm", "value": "clip.clip_value"}.get(mode, "clip.clip_factor")] = bound
-        self.read.add("clip_mode")
+        betas, momentum = self._numbers("opt_betas", None, 2), self._get("momentum")
+        of_betas = {"betas": betas} if option == "timm" else dict(zip(("beta1", "beta2"), betas, strict=False))
+        more = self._get("opt_kwargs", {}, dict[str, Any], "mapping") | {
+            "eps": self._get("opt_eps"), **(of_betas if betas else {}), "momentum": momentum if option == "sgd" else None,
+        }  # fmt: skip
+        more = {key: value for key, value in more.items() if value is not None}
+        own = {"name": name, "kwargs": more or None} if option == "timm" else {**(known or {}), **more}
+        rate, decay = self._learning_rate(name), self._number("weight_decay")
+        self._set("optimizer", option, {"lr": rate, "weight_decay": decay, **own, "layer_decay": self._get("layer_decay")})
+        bound, mode = self._number("clip_grad"), self._get("clip_mode", "norm")
+        if bound:
+            self._set("clip", mode, {{"norm": "max_norm", "value": "clip_value"}.get(mode, "clip_factor"): bound})
 
-    def learning_rate(self, name: str) -> float:
-        """Set the rate, and return what it is for this batch."""
-        self.read |= {"lr_base", "lr_base_size", "lr_base_scale"}
-        if self.get("lr") is not None:
-            self.values["optimizer.lr"] = self.number("lr")
-            return self.number("lr")
-        of = self.number("lr_base_size", 256)
-        by = self.get("lr_base_scale") or ("sqrt" if "ada" in name or "lamb" in name else "linear")
-        base = self.number("lr_base", 0.1)
-        if of <= 0:
+    def _learning_rate(self, name: str) -> float:
+        """The rate that is set, and the rule by which it follows the batch; the rate of this batch is kept."""
+        given, base, of = self._number("lr"), self._number("lr_base", 0.1), self._number("lr_base_size", 256)
+        by = self._get("lr_base_scale") or ("sqrt" if "ada" in name or "lamb" in name else "linear")
+        scaled = self._get("lr") is None
+        if scaled and of <= 0:
             raise UserError(f"lr_base_size: {of:g} is not above 0")
-        self.values |= {"optimizer.lr": base, "batch.lr_scaling": by, "batch.base_batch": int(of)}
-        return base * (self.samples / of) ** (0.5 if by == "sqrt" else 1)
+        self._lr = base * (self._samples / of) ** (0.5 if by == "sqrt" else 1) if scaled else given
+        if self._lr <= 0:
+            raise UserError(f"lr: {self._lr:g} is not above 0")
+        self.values |= {"batch.lr_scaling": by, "batch.base_batch": int(of)} if scaled else {}
+        return base if scaled else given
 
-    def scheduler(self) -> None:
-        name = str(self.get("sched", "cosine"))
+    def _scheduler(self) -> None:
+        name, warmup, warm = str(self._get("sched", "cosine")), self._number("warmup_epochs"), self._number("warmup_lr")
         option = SCHEDULES.get(name, "cosine")
-        if name not in SCHEDULES:
-            self.left.append(f"sched={name}: scheduler=cosine takes its place")
-        self.options["scheduler"] = option
-        epochs, warmup = self.number("epochs", 300), self.number("warmup_epochs")
-        prefix = warmup if self.args.get("warmup_prefix") and option != "constant" else 0
-        if warmup and name != "none":
-            start = min(1.0, self.number("warmup_lr") / self.lr)
-            self.values |= {"scheduler.warmup": f"{warmup:g}ep", "scheduler.warmup_start": float(f"{start:.4g}")}
-        final = float(f"{min(1.0, self.number('min_lr') / self.lr):.4g}")
-        every = self.number("decay_epochs", 90)
-        rate = self.number("decay_rate", 0.1)
-        if option in ("cosine", "poly", "plateau", "wsd") and final:
-            self.values["scheduler.final"] = final
-        if option in ("cosine", "poly"):
-            epochs = self.cycles(option, epochs) + prefix
-            if rest := self.number("cooldown_epochs"):
-                self.values["scheduler.length"] = f"{epochs:g}ep"
-                epochs += rest
-        if option == "poly":
-            self.values["scheduler.power"] = rate
-        elif option == "step":
-            self.values |= {"scheduler.every": f"{every:g}ep", "scheduler.gamma": rate}
-        elif option == "multistep":
-            at = self.numbers("decay_milestones", [90, 180, 270])
-            self.values |= {"scheduler.milestones": [f"{each:g}ep" for each in at], "scheduler.gamma": rate}
-        elif option == "plateau":
-            patience = int(self.number("patience_epochs", 10))
-            self.values |= {"scheduler.factor": rate, "scheduler.patience": patience}
-            self.values |= {"scheduler.metric": "accuracy", "scheduler.mode": "max"}
-        elif option == "wsd":
-            share = every * (epochs - (0 if prefix else warmup)) if 0 < every < 1 else every
-            self.values |= {"scheduler.decay": f"{share:g}ep", "scheduler.shape": "sqrt"}
-        if not self.get("sched_on_updates", False) and option not in ("constant", "plateau"):
-            self.left.append("sched_on_updates=false: the learning rate moves at every update here, not once an epoch")
-        self.values["epochs"] = round(epochs if option in ("cosine", "poly") else epochs + prefix)
+        self._tell("sched", name * (name not in SCHEDULES), "scheduler=cosine takes its place")
+        prefix = warmup * bool(self._get("warmup_prefix") and option != "constant")
+        every, rate, rest = self._number("decay_epochs", 90), self._number("decay_rate", 0.1), self._number("cooldown_epochs")
+        final = float(f"{min(1.0, self._number('min_lr') / self._lr):.4g}")
+        milestones, patience = self._numbers("decay_milestones", [90, 180, 270]), int(self._number("patience_epochs", 10))
+        epochs, cycles = self._cycles(option)
+        length = epochs + prefix
+        share = every * (epochs - (0 if prefix else warmup)) if 0 < every < 1 else every
+        in_cycles = {"final": final or None, **cycles, "length": f"{length:g}ep" if rest else None}
+        own: dict[str, Mapping[str, object]] = {
+            "cosine": in_cycles, "poly": in_cycles | {"power": rate}, "step": {"every": f"{every:g}ep", "gamma": rate},
+            "multistep": {"milestones": [f"{each:g}ep" for each in milestones], "gamma": rate},
+            "plateau": {
+                "final": final or None, "factor": rate, "patience": patience, "metric": "accuracy", "mode": "max",
+            },
+            "wsd": {"final": final or None, "decay": f"{share:g}ep", "shape": "sqrt"},
+        }  # fmt: skip
+        start = {"warmup": f"{warmup:g}ep", "warmup_start": float(f"{min(1.0, warm / self._lr):.4g}")}
+        self._set("scheduler", option, {**(start if warmup and name != "none" else {}), **own.get(option, {})})
+        each_epoch = not self._get("sched_on_updates", False) and option not in ("constant", "plateau")
+        self._tell("sched_on_updates", "false" * each_epoch, "the learning rate moves at every update here, not once an epoch")
+        self.values["epochs"] = round(length + (rest if option in ("cosine", "poly") else 0))
 
-    def cycles(self, option: str, epochs: float) -> float:
-        """Set the restarts of a schedule, and return how many epochs they take."""
-        count, times = int(min(self.number("lr_cycle_limit", 1), MOST_CYCLES)), self.number("lr_cycle_mul", 1)
-        if count < 2:
-            return epochs
-        if option != "cosine":
-            self.left.append(f"lr_cycle_limit={count}: scheduler={option} has one cycle, scheduler=cosine several")
-            return epochs
-        decay = self.number("lr_cycle_decay", 0.5)
-        self.values |= {"scheduler.cycles": count, "scheduler.cycle_mult": times, "scheduler.cycle_decay": decay}
-        return epochs * sum(times**cycle for cycle in range(count))
+    def _cycles(self, option: str) -> tuple[float, Mapping[str, object]]:
+        """The epochs of a schedule with its restarts, and what sets these."""
+        epochs, times, decay = self._number("epochs", 300), self._number("lr_cycle_mul", 1), self._number("lr_cycle_decay", 0.5)
+        count = int(min(self._number("lr_cycle_limit", 1), MOST_CYCLES))
+        if option != "cosine" or count < 2:
+            several = count * (option == "poly" and count > 1)
+            self._tell("lr_cycle_limit", several, f"scheduler={option} has one cycle, scheduler=cosine several")
+            return epochs, {}
+        return epochs * sum(times**n for n in range(count)), {"cycles": count, "cycle_mult": times, "cycle_decay": decay}
 
-    def augment(self) -> None:
-        mixing = dict(self.mixing())
-        steps = {} if self.get("no_aug") else dict(self.images())
-        self.read |= {"scale", "ratio", "hflip", "vflip", "color_jitter", "aa", "train_crop_mode", "train_interpolation"}
-        every = {**steps, **mixing}
-        self.options["augment"] = [*every]
-        self.values |= {f"augment.{name}.{key}": value for name, keys in every.items() for key, value in keys.items()}
-        off = int(self.number("mixup_off_epoch"))
+    def _augment(self) -> None:
+        self._read |= {*OF_IMAGES}
+        mixing, steps = dict(self._mixing()), {} if self._get("no_aug") else dict(self._images())
+        self.options["augment"] = [*steps, *mixing]
+        for name, keys in (steps | mixing).items():
+            self.values |= {f"augment.{name}.{key}": value for key, value in keys.items()}
+        off = int(self._number("mixup_off_epoch"))
         if mixing and off:
             self.values["stages"] = [{"until": f"{off}ep"}, {"augment": [*steps]}]
 
-    def images(self) -> Iterator[tuple[str, dict[str, object]]]:
+    def _images(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield what is drawn for each image."""
-        if (mode := self.get("train_crop_mode", "rrc")) != "rrc":
-            self.left.append(f"train_crop_mode={mode}: augment.random_resized_crop takes its place")
-        crop: dict[str, object] = {"scale": self.numbers("scale", [0.08, 1.0]), "ratio": self.numbers("ratio", [3 / 4, 4 / 3])}
-        drawn = self.get("train_interpolation", "random")
-        if drawn not in ("bilinear", "bicubic"):
-            self.left.append(f"train_interpolation={drawn}: it is bicubic for every image")
-            drawn = "bicubic"
-        yield "random_resized_crop", {**crop, "interpolation": drawn}
-        if flip := self.number("hflip", 0.5):
+        self._tell(
+            "train_crop_mode", self._get("train_crop_mode", "rrc"), "augment.random_resized_crop takes its place", ("rrc",)
+        )
+        crop: dict[str, object] = {"scale": self._numbers("scale", [0.08, 1.0]), "ratio": self._numbers("ratio", [3 / 4, 4 / 3])}
+        drawn = self._get("train_interpolation", "random")
+        self._tell("train_interpolation", drawn, "it is bicubic for every image", INTERPOLATIONS)
+        yield "random_resized_crop", {**crop, "interpolation": drawn if drawn in INTERPOLATIONS else "bicubic"}
+        if flip := self._number("hflip", 0.5):
             yield "flip_crop", {"flip": flip, "pad": 0}
-        if up := self.number("vflip"):
-            self.left.append(f"vflip={up:g}: no augmentation turns images upside down")
-        policy = str(self.get("aa", ""))
-        jitter = self.get("color_jitter")
+        self._tell("vflip", self._number("vflip"), "no augmentation turns images upside down")
+        policy, jitter = str(self._get("aa", "")), self._get("color_jitter")
         if jitter and (not policy or "3a" in policy):
             parts = [*jitter, 0, 0, 0, 0][:4] if isinstance(jitter, list) else [jitter] * 3 + [0]
             yield "color_jitter", dict(zip(("brightness", "contrast", "saturation", "hue"), parts, strict=True))
         if policy.startswith("rand"):
-            yield "randaugment", self.randaugment(policy)
-        elif policy:
-            self.left.append(f"aa={policy}: of its policies augment=[randaugment] is here: none is set")
-        if erased := self.number("reprob"):
-            fill = "mean" if self.get("remode", "pixel") == "const" else "noise"
-            yield "random_erasing", {"prob": erased, "fill": fill}
-            if (count := self.number("recount", 1)) > 1:
-                self.left.append(f"recount={count:g}: augment=[random_erasing] erases one box of an image")
-        self.read |= {"remode", "recount"}
+            yield "randaugment", self._randaugment(policy)
+        else:
+            self._tell("aa", policy, "of its policies augment=[randaugment] is here: none is set")
+        if erased := self._number("reprob"):
+            yield "random_erasing", {"prob": erased, "fill": "mean" if self._get("remode", "pixel") == "const" else "noise"}
+            boxes = self._number("recount", 1)
+            self._tell("recount", boxes if boxes > 1 else None, "augment=[random_erasing] erases one box of an image")
 
-    def randaugment(self, policy: str) -> dict[str, object]:
+    def _randaugment(self, policy: str) -> dict[str, object]:
         """The keys of augment.randaugment that are in timm's words, such as rand-m9-mstd0.5-inc1."""
         found: dict[str, object] = {}
         ignored = []
@@ -314,62 +268,48 @@ class _Run:
                 found |= {"magnitude": float(value)} if key == "m" else {"n": int(float(value))}
             else:
                 ignored.append(part)
-        if ignored:
-            self.left.append(
-                f"aa={policy}: augment.randaugment has no {', '.join(ignored)}: its operations are as strong each time"
-            )
+        why = f"augment.randaugment has no {', '.join(ignored)}: its operations are as strong each time"
+        self._tell("aa", policy if ignored else None, why)
         return found
 
-    def mixing(self) -> Iterator[tuple[str, dict[str, object]]]:
+    def _mixing(self) -> Iterator[tuple[str, dict[str, object]]]:
         """Yield mixup and cutmix, with the share of the samples that each one mixes."""
-        alphas = {name: alpha for name in ("mixup", "cutmix") if (alpha := self.number(name)) > 0}
-        share, cut, mode = self.number("mixup_prob", 1), self.number("mixup_switch_prob", 0.5), self.get("mixup_mode", "batch")
-        if alphas and mode not in ("batch", "elem"):
-            self.left.append(f"mixup_mode={mode}: each sample draws for itself")
+        alphas = {name: alpha for name in ("mixup", "cutmix") if (alpha := self._number(name)) > 0}
+        share, cut, mode = self._number("mixup_prob", 1), self._number("mixup_switch_prob", 0.5), self._get("mixup_mode", "batch")
+        self._tell("mixup_mode", mode if alphas else "batch", "each sample draws for itself", ("batch", "elem"))
         for name, alpha in alphas.items():
             part = 1 if len(alphas) < 2 else cut if name == "cutmix" else 1 - cut
             yield name, {"alpha": alpha, "prob": round(share * part, 6), "per": "update" if mode == "batch" else "sample"}
 
-    def loss(self) -> None:
-        self.options["loss"] = "bce" if self.get("bce_loss") else "cross_entropy"
-        self.values["loss.label_smoothing"] = self.number("smoothing", 0.1)
-        threshold, weight = self.get("bce_target_thresh"), self.get("bce_pos_weight")
-        if self.options["loss"] == "bce" and threshold is not None:
-            self.values["loss.target_threshold"] = threshold
-        if weight is not None:
-            self.left.append(f"bce_pos_weight={weight}: loss.pos_weight is for samples with any number of labels")
+    def _loss(self) -> None:
+        bce, threshold = self._get("bce_loss"), self._get("bce_target_thresh")
+        values = {"label_smoothing": self._number("smoothing", 0.1), "target_threshold": threshold if bce else None}
+        self._set("loss", "bce" if bce else "cross_entropy", values)
+        self._tell("bce_pos_weight", self._get("bce_pos_weight"), "loss.pos_weight is for samples with any number of labels")
 
-    def rest(self) -> None:
-        dtype = str(self.get("model_dtype", "float32"))
-        mixed = [self.get(name) for name in ("amp", "native_amp", "apex_amp")]  # the last two are of older versions
-        half = ("bf16" if self.get("amp_dtype") == "bfloat16" else "amp") if any(mixed) else None
-        if precision := DTYPES.get(dtype) or half:
-            self.options["precision"] = precision
-        if dtype not in ("float32", *DTYPES):
-            self.left.append(f"model_dtype={dtype}: weights in {dtype} cannot be trained")
-        self.read.add("amp_dtype")
-        for name, (group, option) in FLAGS.items():
-            if self.get(name):
-                self.options[group] = option
-        if edits := [option for name, option in EDITS.items() if self.get(name)]:
-            self.options["surgery"] = edits
-        if self.get("model_ema"):
-            self.options["ema"] = "ema"
-            self.values |= {"ema.decay": self.number("model_ema_decay", 0.9998), "ema.warmup": bool(self.get("model_ema_warmup"))}
-        self.read |= {"model_ema_decay", "model_ema_warmup"}
-        if workers := int(self.number("workers", 4)):
-            self.options["loader"] = "workers"
-            self.values["loader.num_workers"] = workers
-        self.options["saving"] = "best"
-        self.values["saving.keep"] = int(self.number("checkpoint_hist", 10))
-        if every := int(self.number("recovery_interval")):
-            self.values["saving.every_updates"] = every
-        if (metric := self.get("eval_metric", "top1")) != "top1":
+    def _speed(self) -> None:
+        dtype, bf16 = str(self._get("model_dtype", "float32")), self._get("amp_dtype") == "bfloat16"
+        mixed = [self._get(name) for name in ("amp", "native_amp", "apex_amp")]  # the last two are of older versions
+        if precision := DTYPES.get(dtype) or (("bf16" if bf16 else "amp") if any(mixed) else None):
+            self._set("precision", precision)
+        self._tell("model_dtype", dtype, f"weights in {dtype} cannot be trained", ("float32", *DTYPES))
+        self.options |= {group: option for name, (group, option) in FLAGS.items() if self._get(name)}
+        if edits := [option for name, option in EDITS.items() if self._get(name)]:
+            self._set("surgery", edits)
+        if workers := int(self._number("workers", 4)):
+            self._set("loader", "workers", {"num_workers": workers})
+
+    def _rest(self) -> None:
+        average = {"decay": self._number("model_ema_decay", 0.9998), "warmup": bool(self._get("model_ema_warmup"))}
+        if self._get("model_ema"):
+            self._set("ema", "ema", average)
+        every = int(self._number("recovery_interval")) or None
+        self._set("saving", "best", {"keep": int(self._number("checkpoint_hist", 10)), "every_updates": every})
+        if (metric := self._get("eval_metric", "top1")) != "top1":
+            self._set("metrics", [metric] * (metric == "top5"))
             self.values["select"] = metric
-            self.options["metrics"] = [metric] * (metric == "top5")
-        self.values["runtime.seed"] = int(self.number("seed", 42))
-        if self.get("log_wandb"):
-            self.found.words.append("logger=[files,wandb]")
+        self.values["runtime.seed"] = int(self._number("seed", 42))
+        self.words += ["logger=[files,wandb]"] if self._get("log_wandb") else []
 
 
 def _word(path: object) -> str:
