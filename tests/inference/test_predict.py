@@ -20,8 +20,8 @@ from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.inference.finished import MODEL_ALONE
-from drivetrain.inference.inputs import Item, read_in_batches
-from drivetrain.inference.predict import Output
+from drivetrain.inference.inputs import Block, read_in_batches
+from drivetrain.inference.predict import output
 from drivetrain.launch.job import checked
 
 
@@ -247,8 +247,8 @@ def test_a_cell_of_csv_is_no_formula(tmp_path):
     """A class may have been named by a stranger. JSON lines have it as it is."""
     row = {"input": "-[1]", "label": "=cmd|x", "p_=cmd|x": 0.5, "@p": -1.5, "error": None}
     for name in ("a.csv", "a.jsonl"):
-        with Output(tmp_path / name) as out:
-            out.write([row])
+        with output(tmp_path / name) as write:
+            write([row])
     (found,) = rows(tmp_path / "a.csv")
     assert found == {"input": "-[1]", "label": "'=cmd|x", "p_=cmd|x": "0.5", "'@p": "-1.5", "error": ""}
     assert json.loads((tmp_path / "a.jsonl").read_text()) == row
@@ -256,7 +256,7 @@ def test_a_cell_of_csv_is_no_formula(tmp_path):
 
 def test_a_file_that_was_half_written_is_not_left(digits, tmp_path, images, monkeypatch):
     np.save(tmp_path / "x.npy", images)
-    monkeypatch.setattr("drivetrain.inference.predict._row", lambda *_: 1 / 0)
+    monkeypatch.setattr("drivetrain.inference.predict.grouped", lambda *_: 1 / 0)
     assert predict(digits, tmp_path / "x.npy", "--out", tmp_path / "p.csv") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy"]
 
@@ -269,7 +269,7 @@ def test_memory_is_bounded_and_order_kept():
         nonlocal begun
         for n in itertools.count():
             begun += 1
-            yield Item([str(n)], lambda _, n=n: slow(n))
+            yield Block([str(n)], lambda _, n=n: (slow(n), [-n]))
 
     def slow(n: int) -> torch.Tensor:
         time.sleep(0.002 * (n % 3 == 0))
@@ -281,9 +281,9 @@ def test_memory_is_bounded_and_order_kept():
     for batch in itertools.islice(read_in_batches(items(), 4), 5):
         seen += batch
         assert begun <= len(seen) + 8
-    assert [read.item.names for read in seen] == [[str(n)] for n in range(20)]
-    assert [int(x) for read in seen for _, x in read.parts] == [n for n in range(20) if n != 5]
-    assert seen[5].errors == {0: "five is broken"}
+    assert [sample.name for sample in seen] == [str(n) for n in range(20)]
+    assert [(int(sample.x), sample.target) for sample in seen if not sample.error] == [(n, -n) for n in range(20) if n != 5]
+    assert seen[5].error == "five is broken"
 
 
 def test_help_and_completion(tmp_path, capsys):

@@ -15,7 +15,7 @@ import pytest
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.inference.predict import Output
+from drivetrain.inference import predict
 from drivetrain.launch.job import prepare
 from drivetrain.ui import logs, output, recipe_tree, terminal
 from drivetrain.ui.sheet import Table
@@ -212,8 +212,8 @@ def test_predictions_on_a_terminal(capsys, monkeypatch):
     import sys
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    with Output(None) as out:
-        out.write([{"input": EVIL, "label": "a"}])
+    with predict.output(None) as write:
+        write([{"input": EVIL, "label": "a"}])
     assert not COMMANDS.search(capsys.readouterr().out)
 
 

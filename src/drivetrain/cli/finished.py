@@ -166,7 +166,7 @@ def _predict(given: argparse.Namespace) -> int:
     from drivetrain.inference import inputs
     from drivetrain.inference.answers import Answers
     from drivetrain.inference.loaded import load
-    from drivetrain.inference.predict import Output, Outputs, Predictor, predict_all
+    from drivetrain.inference.predict import Outputs, output, predict_all
     from drivetrain.inference.transforms import ROWS
     from drivetrain.ui.progress import Rate
 
@@ -177,12 +177,12 @@ def _predict(given: argparse.Namespace) -> int:
     chosen = {key: value for key, name in words.items() if (value := getattr(given, name)) is not None}
     if chosen and not loaded.run.task.writes_answers:
         raise UserError(f"--{words[next(iter(chosen))].replace('_', '-')} is for runs that write answers: task=instruction")
-    predictor: Predictor = Answers(loaded, **chosen) if loaded.run.task.writes_answers else Outputs(loaded)
+    predictor = Answers(loaded, **chosen) if loaded.run.task.writes_answers else Outputs(loaded)
     size = given.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
-    items, count = loaded.items_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
-    with Output(given.out) as output, Rate("prediction", count) as rate:
-        unreadable, why = predict_all(loaded, predictor, items, size, output, rate, with_targets=split is not None)
+    blocks, count = loaded.blocks_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
+    with output(given.out) as write, Rate("prediction", count) as rate:
+        unreadable, why = predict_all(predictor, blocks, size, write, rate, with_targets=split is not None)
     where = f": {given.out}" if given.out is not None else ""
     echo(f"{rate.text()}{where}", file=sys.stderr)
     for name, unknown in sum(loaded.transforms.unknown, Counter[str]()).items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,25 +10,21 @@ import torch
 
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
-from drivetrain.core.trees import Tree
 from drivetrain.data import Data
-from drivetrain.inference.inputs import Read
-from drivetrain.inference.loaded import LoadedRun
-from drivetrain.inference.predict import Place, Row
+from drivetrain.inference.inputs import Sample
+from drivetrain.inference.predict import Outputs
 
 STREAM = 15  # of the random numbers that answers are drawn by
 
 
 @dataclass
-class Answers:
+class Answers(Outputs):
     """Writes answers. One is a function of the prompt, its place among all of them and the seed, however blocks are cut."""
 
-    loaded: LoadedRun
     most: int = 256  # tokens of an answer
     temperature: float = 0.0  # 0: the likeliest token each time
     stops: Sequence[str] = ()  # texts before which an answer ends, beside what ends those of training
     seed: int = 0
-    columns = ("answer",)
     _first: int = 0  # the number of the next block's first prompt
 
     def __post_init__(self) -> None:
@@ -40,28 +36,28 @@ class Answers:
         self._stops = [*ends, *self.stops]
         self._positions: int | None = getattr(self.loaded.model.config, "max_position_embeddings", None)
 
-    def __call__(self, batch: Sequence[Read]) -> Iterator[tuple[Place, Row]]:
-        """Yield the answers to the prompts of a block, and why one could not be had."""
-        prompts, numbers, number = dict[Place, torch.Tensor](), list[int](), self._first
-        for read in batch:
-            for n in range(len(read.item.names)):
-                if n not in read.errors and self._fits(prompt := read.one(n).x, read, n):
-                    prompts[id(read), n] = prompt
-                    numbers.append(number)
-                number += 1
-        self._first = number
-        if prompts:
-            answers = self._written(list(prompts.values()), torch.tensor(numbers))
-            yield from ((place, {"answer": answer}) for place, answer in zip(prompts, answers, strict=True))
+    def columns(self) -> Sequence[str]:
+        """The answer alone."""
+        return ["answer"]
 
-    def _fits(self, prompt: Tree, read: Read, n: int) -> bool:
-        left = None if self._positions is None else self._positions - len(prompt)
-        if left is not None and left < self.most:
-            read.errors[n] = (
-                f"the prompt has {len(prompt)} of the model's {self._positions} positions: give --max-tokens {left} or less"
-                if left > 0 else f"the prompt has {len(prompt)} tokens, and the model {self._positions} positions: shorten it"
-            )  # fmt: skip
-        return n not in read.errors
+    def predict(self, batch: Sequence[Sample]) -> None:
+        """Write the answers to the prompts of a batch, or why one cannot be had."""
+        for sample in batch:
+            sample.error = sample.error or self._problem(sample.x)
+        able = {number: sample for number, sample in enumerate(batch, self._first) if sample.error is None}
+        self._first += len(batch)
+        if able:
+            answers = self._written([sample.x for sample in able.values()], torch.tensor([*able]))
+            for sample, answer in zip(able.values(), answers, strict=True):
+                sample.row = {"answer": answer}
+
+    def _problem(self, prompt: torch.Tensor) -> str | None:
+        left = self.most if self._positions is None else self._positions - len(prompt)
+        if left >= self.most:
+            return None
+        if left > 0:
+            return f"the prompt has {len(prompt)} of the model's {self._positions} positions: give --max-tokens {left} or less"
+        return f"the prompt has {len(prompt)} tokens, and the model {self._positions} positions: shorten it"
 
     def _written(self, prompts: Sequence[torch.Tensor], numbers: torch.Tensor) -> list[str]:
         """The answers to prompts, padded on the left."""

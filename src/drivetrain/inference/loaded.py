@@ -21,7 +21,7 @@ from drivetrain.engine import build
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.facts import describe, recall
 from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, Choice, Finished, find, load_weights
-from drivetrain.inference.inputs import Item, of_source
+from drivetrain.inference.inputs import Block, of_source
 from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
 from drivetrain.saving import manifest
@@ -102,7 +102,7 @@ class LoadedRun:
                 f"--data {split}: {self.run.named('data')} has a target at each token: drivetrain evaluate sums them up"
             )
 
-    def items_of(self, split: str, size: int) -> tuple[Iterator[Item], int]:
+    def blocks_of(self, split: str, size: int) -> tuple[Iterator[Block], int]:
         """The samples of the run's own training, validation or test set, and how many; of several sets one after another.
 
         Raises UserError.
@@ -112,7 +112,7 @@ class LoadedRun:
         if not sets:
             raise UserError("--data validation: this run has no validation set (data.validation=null): give --data test")
         found = [of_source(source, f"{split}/{name}" if name else split, size) for name, source in sets.items()]
-        return chain.from_iterable(items for items, _ in found), sum(count for _, count in found)
+        return chain.from_iterable(blocks for blocks, _ in found), sum(count for _, count in found)
 
     def text_of(self, x: Tree) -> str | None:
         """The text of an input's tokens; None where the run's data option cannot tell."""

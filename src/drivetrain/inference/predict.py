@@ -7,13 +7,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from drivetrain.core.errors import UserError
-from drivetrain.inference.inputs import Item, Read, grouped, read_in_batches
+from drivetrain.inference.inputs import Block, Sample, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.ui.output import PlainStream
 from drivetrain.ui.sheet import spreadsheet
@@ -21,91 +22,66 @@ from drivetrain.ui.sheet import spreadsheet
 if TYPE_CHECKING:
     from pyarrow import DataType
 
-Place = tuple[int, int]  # id of a read, and the number of one of its samples
 Row = Mapping[str, object]
 Write = Callable[[Sequence[Row]], object]  # of rows, all of which have the same columns
-SUFFIXES = (".csv", ".jsonl", ".parquet")
-
-
-class Predictor(Protocol):
-    """The predictions of a model for the inputs of a batch, as columns of their rows."""
-
-    @property
-    def columns(self) -> Sequence[str]: ...
-    def __call__(self, batch: Sequence[Read]) -> Iterator[tuple[Place, Row]]:
-        """Yield the columns of each input that could be read; one that cannot be predicted becomes an error of its read."""
+AS_FLOATS = ("p_", "prob", "value")  # what the names of columns of numbers begin with
 
 
 @dataclass
 class Outputs:
-    """Labels and probabilities, or numbers."""
+    """The predictions of a model as columns of rows: labels and probabilities, or numbers."""
 
     loaded: LoadedRun
 
-    @property
     def columns(self) -> Sequence[str]:
         """The columns of a prediction: those that a batch of zeros gets."""
         return list(next(self.loaded.predict_ready(self.loaded.example()).rows()))
 
-    def __call__(self, batch: Sequence[Read]) -> Iterator[tuple[Place, Row]]:
-        for places, x in grouped(batch):
-            predicted = self.loaded.predict_ready(self.loaded.transforms(x)).rows()
-            yield from (((id(read), n), row) for (read, n), row in zip(places, predicted, strict=True))
+    def predict(self, batch: Sequence[Sample]) -> None:
+        """Set the row of each sample that could be read; one that cannot be predicted gets an error."""
+        for samples, x in grouped(batch):
+            for sample, row in zip(samples, self.loaded.predict_ready(self.loaded.transforms(x)).rows(), strict=True):
+                sample.row = row
 
 
-class Output:
-    """The table of predictions: a file that is there only once it is complete, or CSV on standard output."""
-
-    def __init__(self, path: Path | None) -> None:
-        self.path, self._kind, self._open = path, "" if path is None else path.suffix.lower(), ExitStack()
-        self._temporary = None if path is None else path.with_name(f".{path.name}.writing")
-        self._write: Write | None = None  # once there is a row, which has the columns
-        if self._temporary is None:
-            return
-        if self._kind not in SUFFIXES:
-            raise UserError(f"--out {path}: the name must end in .csv, .jsonl or .parquet")
-        try:
-            self._temporary.parent.mkdir(parents=True, exist_ok=True)
-            self._temporary.touch()
-        except OSError as error:
-            raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
-
-    def write(self, rows: Sequence[Row]) -> None:
-        """Write rows, in order."""
-        if rows:
-            self._write = self._write or self._begun(rows)
-            self._write(rows)
-
-    def _begun(self, rows: Sequence[Row]) -> Write:
-        """The function that writes rows like these."""
-        if self._temporary is None:
-            return _csv(PlainStream() if sys.stdout.isatty() else sys.stdout, rows)
-        if self._kind == ".parquet":
-            return _parquet(self._temporary, rows, self._open)
-        file = self._temporary.open("w", newline="", encoding="utf-8", errors="backslashreplace")
-        return (_csv if self._kind == ".csv" else _json_lines)(self._open.enter_context(file), rows)
-
-    def __enter__(self) -> Output:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._open.close()
-        if self._temporary is None or self.path is None:
-            return
-        if kind is None and self._temporary.exists():
-            self._temporary.replace(self.path)
-        else:
-            with suppress(OSError):
-                self._temporary.unlink()
+@contextmanager
+def output(path: Path | None) -> Iterator[Write]:
+    """Yield what writes rows as a table: into a file that is there only once it is complete, or as CSV on standard output."""
+    if path is None:
+        yield _csv(PlainStream() if sys.stdout.isatty() else sys.stdout)
+        return
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"--out {path}: the name must end in .csv, .jsonl or .parquet")
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
+    try:
+        with FORMATS[path.suffix.lower()](temporary) as write:
+            yield write
+        temporary.replace(path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
-def _csv(file: TextIO | PlainStream, first: Sequence[Row]) -> Write:
+@contextmanager
+def _text(writer: Callable[[TextIO], Write], path: Path) -> Iterator[Write]:
+    with path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        yield writer(file)
+
+
+def _csv(file: TextIO | PlainStream) -> Write:
     """Rows as CSV, with a header."""
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_cell, first[0]))
+    writer = csv.DictWriter(file, list[str](), lineterminator="\n")
 
     def write(rows: Sequence[Row]) -> None:
-        writer.writerows([_cell(value) for value in row.values()] for row in rows)
+        if not writer.fieldnames:
+            writer.fieldnames = list(rows[0])
+            writer.writerow({name: _cell(name) for name in rows[0]})
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
         file.flush()
 
     return write
@@ -117,7 +93,7 @@ def _cell(value: object) -> object:
     return spreadsheet(str(value)) if is_text else "" if value is None else value
 
 
-def _json_lines(file: TextIO, _: Sequence[Row]) -> Write:
+def _json_lines(file: TextIO) -> Write:
     """Each row as a JSON object on a line."""
 
     def write(rows: Sequence[Row]) -> None:
@@ -127,48 +103,50 @@ def _json_lines(file: TextIO, _: Sequence[Row]) -> Write:
     return write
 
 
-def _parquet(path: Path, first: Sequence[Row], opened: ExitStack) -> Write:
-    """Rows as Parquet, by pyarrow; each batch is a row group."""
+@contextmanager
+def _parquet(path: Path) -> Iterator[Write]:
+    """Rows as Parquet, by pyarrow; each batch is a row group. A column is text where a value is one, or where none is known."""
     import pyarrow
     from pyarrow import parquet
 
-    types = pyarrow.schema([(name, _type(name, [row[name] for row in first])) for name in first[0]])
-    writer = opened.enter_context(parquet.ParquetWriter(path, types))
-    return lambda rows: writer.write_table(pyarrow.Table.from_pylist([dict(row) for row in rows], types))
+    writers: list[parquet.ParquetWriter] = []  # the one, once there is a row
+
+    def of_column(name: str, values: Sequence[object]) -> DataType:
+        known = [value for value in values if value is not None]
+        numbers = all(isinstance(value, int | float) for value in known) and (known or name.startswith(AS_FLOATS))
+        return pyarrow.float64() if numbers and name not in ("input", "label", "error") else pyarrow.string()
+
+    def write(rows: Sequence[Row]) -> None:
+        if not writers:
+            types = pyarrow.schema([(name, of_column(name, [row[name] for row in rows])) for name in rows[0]])
+            writers.append(opened.enter_context(parquet.ParquetWriter(path, types)))
+        writers[0].write_table(pyarrow.Table.from_pylist([dict(row) for row in rows], writers[0].schema))
+
+    with ExitStack() as opened:
+        yield write
 
 
-def _type(name: str, values: Sequence[object]) -> DataType:
-    """A column's type: text where one of its values is a text, or where none is known."""
-    import pyarrow
-
-    known = [value for value in values if value is not None]
-    numbers = all(isinstance(value, int | float) for value in known) and (known or name.startswith(("p_", "prob", "value")))
-    return pyarrow.float64() if numbers and name not in ("input", "label", "error") else pyarrow.string()
+FORMATS: dict[str, Callable[[Path], AbstractContextManager[Write]]] = {
+    ".csv": partial(_text, _csv), ".jsonl": partial(_text, _json_lines), ".parquet": _parquet,
+}  # fmt: skip
 
 
 def predict_all(
-    loaded: LoadedRun, predictor: Predictor, items: Iterator[Item], size: int, output: Output, show: Callable[[int], None],
-    with_targets: bool = False,
-) -> tuple[int, str]:  # fmt: skip
-    """Predict the items, about `size` at a time, and write a row for each; `show` is called with the number of predictions.
+    predictor: Outputs, blocks: Iterator[Block], size: int, write: Write, show: Callable[[int], None], with_targets: bool = False
+) -> tuple[int, str]:
+    """Predict blocks, about `size` samples at a time, and write a row for each; `show` is called with the number of predictions.
 
     Return how many inputs could not be read, and why the first of them could not.
     """
-    columns, done, unreadable, why = predictor.columns, 0, 0, ""
-    for batch in read_in_batches(items, size):
-        predicted = dict(predictor(batch))
-        rows = [
-            _row(read, n, columns, loaded, with_targets, predicted.get((id(read), n), {}))
-            for read in batch for n in range(len(read.item.names))
-        ]  # fmt: skip
-        output.write(rows)
-        errors = [read.errors[n] for read in batch for n in sorted(read.errors)]
-        done, unreadable, why = done + len(rows) - len(errors), unreadable + len(errors), why or next(iter(errors), "")
+    empty, name_target, done, unreadable, why = dict.fromkeys(predictor.columns()), predictor.loaded.name_target, 0, 0, ""
+    for batch in read_in_batches(blocks, size):
+        predictor.predict(batch)
+        targets = [{"target": name_target(sample.target)} if with_targets else {} for sample in batch]
+        write([
+            {"input": sample.name, **empty, **target, **sample.row, "error": sample.error}
+            for sample, target in zip(batch, targets, strict=True)
+        ])  # fmt: skip
+        errors = [sample.error for sample in batch if sample.error is not None]
+        done, unreadable, why = done + len(batch) - len(errors), unreadable + len(errors), why or next(iter(errors), "")
         show(done)
     return unreadable, why
-
-
-def _row(read: Read, n: int, columns: Sequence[str], loaded: LoadedRun, with_targets: bool, predicted: Row) -> Row:
-    """The row of an item's sample. All rows have the same columns."""
-    target = {"target": loaded.name_target(read.item.targets(n) if read.item.targets else None)} if with_targets else {}
-    return {"input": read.item.names[n], **dict.fromkeys(columns), **target, **predicted, "error": read.errors.get(n)}

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from drivetrain.inference.inputs import One
+    from drivetrain.inference import inputs
     from drivetrain.inference.loaded import LoadedRun
     from drivetrain.inference.predictions import Predictions
 
@@ -146,19 +146,18 @@ def _samples(run_dir: Path, most: int) -> tuple[LoadedRun, list[Sample], int]:
     from drivetrain.inference.loaded import load
 
     loaded = load(run_dir)
-    items, total = loaded.items_of(OF_SET, 1)
+    blocks, total = loaded.blocks_of(OF_SET, 1)
     chosen = set(random.Random(0).sample(range(total), min(total, most)))
-    picked = (item for n, item in enumerate(items) if n in chosen)
+    picked = (block for n, block in enumerate(blocks) if n in chosen)
     found: list[Sample] = []
     for batch in read_in_batches(picked, min(64, loaded.batch_size())):
-        for places, x in grouped(batch):
-            predicted = loaded.predict_ready(loaded.transforms(x))
-            found += _judged([read.one(n) for read, n in places], predicted, loaded)
+        for samples, x in grouped(batch):
+            found += _judged(samples, loaded.predict_ready(loaded.transforms(x)), loaded)
     random.Random(0).shuffle(found)
     return loaded, found, total
 
 
-def _judged(reads: Sequence[One], predicted: Predictions, loaded: LoadedRun) -> Iterator[Sample]:
+def _judged(reads: Sequence[inputs.Sample], predicted: Predictions, loaded: LoadedRun) -> Iterator[Sample]:
     """The samples of a batch with their losses."""
     import torch
 
@@ -192,7 +191,7 @@ def _judged(reads: Sequence[One], predicted: Predictions, loaded: LoadedRun) -> 
             yield _of_text(one, output, target, loaded)
 
 
-def _of_text(read: One, output: torch.Tensor, target: torch.Tensor, loaded: LoadedRun) -> Sample:
+def _of_text(read: inputs.Sample, output: torch.Tensor, target: torch.Tensor, loaded: LoadedRun) -> Sample:
     """A piece of text, of which each token is predicted from those before it."""
     import torch
 
