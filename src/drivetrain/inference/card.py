@@ -16,12 +16,14 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.typed import JsonMapping, fits, is_number
 from drivetrain.run.reader import RunFiles
+from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 from drivetrain.ui.output import plain
 from drivetrain.ui.pages import run as run_page
 from drivetrain.ui.sheet import sentence, setting
 from drivetrain.ui.terminal import duration, number
 
+Row = tuple[str, float, str, str]  # metric, value, set, and the 95 % interval of a share of samples
 FILL_IN = "*To fill in:*"
 SHOWN = 20  # names of classes, or of columns
 # Of what is predicted and from what → the hub's name of the task.
@@ -37,6 +39,58 @@ PREDICTS = {
     "tokens": "the next of {} tokens", "pair": "an embedding of {} numbers",
 }  # fmt: skip
 SAID = ("model", "optimizer", "optimizer.lr", "scheduler", "loss", "batch.global_batch", "epochs", "precision", "augment", "ema")
+CARD = f"""\
+---
+{{front}}
+---
+
+# {{name}}
+
+{{verdict}}
+
+## Intended use
+
+{{takes}}{FILL_IN} who should use it, for what, and what it must not be used for.
+
+```
+{{use}}
+```
+
+## Training data
+
+{{data}}.
+
+{FILL_IN} where the data comes from, its licence, and whom or what it leaves out.
+
+## Training
+
+{{settings}}
+{{took}}.
+
+## Results
+
+{{results}}
+Models were selected by the validation set, where there is one, and never by the test set.
+
+## Limits
+
+{{remarks}}- It was measured on this test set alone. On data of another origin it may do worse.
+
+{FILL_IN} for whom or what it does worse, which was not measured, and what follows from a mistake.
+
+## Licence
+
+{FILL_IN} the licence of these weights, here and in `license` above (https://hf.co/docs/hub/repositories-licenses).
+
+## Recipe
+
+Versions: {{versions}}.
+
+`drivetrain train recipe=recipe.yaml` trains it again with this file.
+A recipe has no paths: add those of the data, such as `data.root=FOLDER`.
+
+{{recipe}}
+"""
 
 
 def write(run: RunFiles, path: Path) -> Path:
@@ -54,15 +108,45 @@ def write(run: RunFiles, path: Path) -> Path:
 
 def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, use: Sequence[str] = ()) -> str:
     """The card, of a model that this library loads; `base` is the hub's name of what it began from, `use` says how to load it."""
-    about = _about(run)
-    shape = about.get("shape") or []
-    kind = "tokens" if about.get("vocabulary") else "image" if len(shape) == 3 else "values"
-    task = TASKS.get((str(about.get("targets")), kind))
+    result = run.result
+    assert result is not None
+    checkpoint, _ = manifest.newest_valid(run.path)
+    about = manifest.about(checkpoint) if checkpoint is not None else {}
+    rows, data = list(_results(result)), str(run.config.get("data", "unknown"))
     name = f"{run.config.get('model', 'model')}-{_data_set(run) or run.config.get('data', 'data')}"
-    rows = list(_results(run))
+    local, versions = run.environment.get("machine_local") or {}, run.environment.get("versions") or {}
+    keys = [key for key in dict.fromkeys((*SAID, *run.changed)) if key in run.config and key not in local]
+    energy = f", {result.energy_joules:,.0f} J of its GPUs" if result.energy_joules else ""
+    took = f"{result.passes}, {result.updates:,} updates, {duration(result.wall_s)} on {result.world_size} × "
+    of_data = result.data or {}
+    samples = f", {of_data['samples']:,} samples" if is_number(of_data.get("samples")) else ""
+    where = f", read from {code(_data_set(run))}" if _data_set(run) else ""
+    mark = f"; the fingerprint of its {code(of_data.get('of'))} is {code(of_data['hash'])}" if of_data.get("hash") else ""
+    recipe = run.path / "recipe.yaml"
+    lines = plain(files.read_text(recipe)).splitlines() if recipe.is_file() else []
+    cells = [[code(metric), of_set, number(value), interval] for metric, value, of_set, interval in rows]
+    return CARD.format(
+        front=_front(run, about, library, base, name, rows), name=code(name), verdict=prose(sentence(run_page.verdict(run))),
+        takes=_takes(run, about), use="\n".join(use or ["drivetrain predict RUN FILE"]),
+        data=f"{code('data=' + data)}{where}{samples}{mark}",
+        settings=_table(["setting", "value"], [[code(key), code(setting(run.config[key], "null"))] for key in keys]),
+        took=f"{took}{code(result.device_name or result.device)}{energy}",
+        results=_table(["metric", "set", "value", "95 % interval"], cells),
+        remarks="".join(f"- {prose(sentence(remark))}\n" for remark in result.remarks),
+        versions=", ".join(
+            code(f"{of} {value}") for of, value in {"drivetrain": run.environment.get("drivetrain"), **versions}.items() if value
+        ),
+        # Its comments name what belongs to this machine. Indented, a line is code whatever it holds.
+        recipe="\n".join(f"    {line}" for line in lines if not line.lstrip().startswith("#")),
+    )  # fmt: skip
+
+
+def _front(run: RunFiles, about: JsonMapping, library: str, base: str | None, name: str, rows: Sequence[Row]) -> str:
+    """The card's front matter, which the hub reads."""
+    kind = "tokens" if about.get("vocabulary") else "image" if len(about.get("shape") or []) == 3 else "values"
+    task, option = TASKS.get((str(about.get("targets")), kind)), str(run.config.get("data", "unknown"))
     tested = {metric: value for metric, value, of_set, _ in rows if of_set == "test"}
     listed = [{"type": metric, "value": value, "name": f"{metric} on the test set"} for metric, value in tested.items()]
-    option = str(run.config.get("data", "unknown"))
     data = {"name": _data_set(run) or option, "type": option, "split": "test"}
     index = {"task": {"type": task or "other"}, "dataset": data, "metrics": listed}
     head = {
@@ -70,9 +154,19 @@ def text(run: RunFiles, library: str = "drivetrain", base: str | None = None, us
         **({"base_model": base} if base else {}), "tags": ["drivetrain"],
         **({"model-index": [{"name": name, "results": [index]}]} if listed else {}),
     }  # fmt: skip
-    front = yaml.safe_dump(head, sort_keys=False, allow_unicode=True).strip()
-    body = [*_use(run, about, use), *_data(run), *_training(run), *_measured(run, rows), *_limits(run), *_recipe(run)]
-    return "\n".join(["---", front, "---", "", f"# {code(name)}", "", prose(sentence(run_page.verdict(run))), "", *body, ""])
+    return str(yaml.safe_dump(head, sort_keys=False, allow_unicode=True)).strip()
+
+
+def _takes(run: RunFiles, about: JsonMapping) -> str:
+    """The sentence on what the model takes and gives; "" where that is not known."""
+    outputs, shape, predicts = about.get("outputs"), about.get("shape"), PREDICTS.get(str(about.get("targets")))
+    if not predicts or not outputs:
+        return ""
+    names, columns = _listed(about.get("classes") or []), _columns(run)
+    takes = f"inputs of the shape {code(shape)}" if shape else "inputs"
+    takes = f"the column{'s' * (len(columns) != 1)} {_listed(columns)}" if columns else takes
+    gives = predicts.format(outputs, s="s" * (outputs != 1))
+    return f"It takes {takes} and gives {gives}{': ' * bool(names)}{names}.\n\n"
 
 
 def _data_set(run: RunFiles) -> str:
@@ -105,90 +199,16 @@ def prose(said: str) -> str:
     return re.sub(r"[\\`*_{}\[\]<>#|!&~]", r"\\\g<0>", " ".join(plain(said).split()))
 
 
-def _about(run: RunFiles) -> JsonMapping:
-    """The facts about the model and its data in the newest checkpoint; {} where none is left."""
-    found, _ = manifest.newest_valid(run.path)
-    return manifest.about(found) if found is not None else {}
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *rows)) if rows else ""
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [header, ["---"] * len(header), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines] if rows else []
-
-
-def _use(run: RunFiles, about: JsonMapping, use: Sequence[str]) -> Iterator[str]:
-    yield "## Intended use\n"
-    outputs, shape = about.get("outputs"), about.get("shape")
-    if (predicts := PREDICTS.get(str(about.get("targets")))) and outputs:
-        names, columns = _listed(about.get("classes") or []), _columns(run)
-        takes = f"inputs of the shape {code(shape)}" if shape else "inputs"
-        takes = f"the column{'s' * (len(columns) != 1)} {_listed(columns)}" if columns else takes
-        gives = predicts.format(outputs, s="s" * (outputs != 1))
-        yield f"It takes {takes} and gives {gives}{': ' * bool(names)}{names}.\n"
-    yield f"{FILL_IN} who should use it, for what, and what it must not be used for.\n"
-    yield "\n".join(["```", *(use or ["drivetrain predict RUN FILE"]), "```", ""])
-
-
-def _data(run: RunFiles) -> Iterator[str]:
-    yield "## Training data\n"
-    found = (run.result.data if run.result else None) or {}
-    samples = f", {found['samples']:,} samples" if is_number(found.get("samples")) else ""
-    where = f", read from {code(_data_set(run))}" if _data_set(run) else ""
-    mark = f"; the fingerprint of its {code(found.get('of'))} is {code(found['hash'])}" if found.get("hash") else ""
-    yield f"{code('data=' + str(run.config.get('data', 'unknown')))}{where}{samples}{mark}.\n"
-    yield f"{FILL_IN} where the data comes from, its licence, and whom or what it leaves out.\n"
-
-
-def _training(run: RunFiles) -> Iterator[str]:
-    result = run.result
-    assert result is not None
-    yield "## Training\n"
-    local = run.environment.get("machine_local") or {}
-    keys = [key for key in dict.fromkeys((*SAID, *run.changed)) if key in run.config and key not in local]
-    yield from _table(["setting", "value"], [[code(key), code(setting(run.config[key], "null"))] for key in keys])
-    took = f"{result.passes}, {result.updates:,} updates, {duration(result.wall_s)} on {result.world_size} × "
-    yield f"\n{took}{code(result.device_name or result.device)}" + (
-        f", {result.energy_joules:,.0f} J of its GPUs.\n" if result.energy_joules else ".\n"
-    )
-
-
-def _results(run: RunFiles) -> Iterator[tuple[str, float, str, str]]:
+def _results(result: Result) -> Iterator[Row]:
     """Yield metric, value, set and the 95 % interval of a share of samples: of the best evaluation, the test set first."""
-    assert run.result is not None
-    for of_set in sorted(run.result.metrics, key=lambda of: of != "test"):
-        evaluations = run.result.metrics[of_set]
+    for of_set in sorted(result.metrics, key=lambda of: of != "test"):
+        evaluations = result.metrics[of_set]
         for name, value in (evaluations.get("best") or evaluations.get("final") or {}).items():
             if name != "update" and is_number(value):
-                found = run.result.interval(of_set, name, value)
-                told = f"{found[0]:.4f} to {found[1]:.4f} ({run.result.shares[name]:,} samples)" if found else "–"
+                found = result.interval(of_set, name, value)
+                told = f"{found[0]:.4f} to {found[1]:.4f} ({result.shares[name]:,} samples)" if found else "–"
                 yield name, value, of_set, told
-
-
-def _measured(run: RunFiles, rows: Sequence[tuple[str, float, str, str]]) -> Iterator[str]:
-    yield "## Results\n"
-    cells = [[code(name), of_set, number(value), interval] for name, value, of_set, interval in rows]
-    yield from _table(["metric", "set", "value", "95 % interval"], cells)
-    yield "\nModels were selected by the validation set, where there is one, and never by the test set.\n"
-
-
-def _limits(run: RunFiles) -> Iterator[str]:
-    assert run.result is not None
-    yield "## Limits\n"
-    yield from (f"- {prose(sentence(remark))}" for remark in run.result.remarks)
-    yield "- It was measured on this test set alone. On data of another origin it may do worse.\n"
-    yield f"{FILL_IN} for whom or what it does worse, which was not measured, and what follows from a mistake.\n"
-    yield "## Licence\n"
-    yield f"{FILL_IN} the licence of these weights, here and in `license` above (https://hf.co/docs/hub/repositories-licenses).\n"
-
-
-def _recipe(run: RunFiles) -> Iterator[str]:
-    yield "## Recipe\n"
-    versions = run.environment.get("versions") or {}
-    named = {"drivetrain": run.environment.get("drivetrain"), **versions}
-    yield f"Versions: {', '.join(code(f'{name} {value}') for name, value in named.items() if value)}.\n"
-    recipe = run.path / "recipe.yaml"
-    yield "`drivetrain train recipe=recipe.yaml` trains it again with this file."
-    yield "A recipe has no paths: add those of the data, such as `data.root=FOLDER`.\n"
-    lines = plain(files.read_text(recipe)).splitlines() if recipe.is_file() else []
-    # Its comments name what belongs to this machine. Indented, a line is code whatever it holds.
-    yield "\n".join(f"    {line}" for line in lines if not line.lstrip().startswith("#"))
