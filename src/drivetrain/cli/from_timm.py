@@ -143,7 +143,7 @@ class _Run(Translation):
 
     def _model(self) -> None:
         kwargs = {theirs: value for name, theirs in MODEL.items() if (value := self._get(name)) not in OFF}
-        kwargs |= self._get("model_kwargs", {}, dict[str, Any], "mapping")
+        kwargs |= self._get("model_kwargs", {}, dict[str, object], "mapping")
         drop_path = self._get("drop_path")
         self._set("model", "timm", {"name": self._get("model"), "kwargs": kwargs or None, "drop_path": drop_path})
         weights = self._get("initial_checkpoint") or self._get("pretrained_path")
@@ -163,7 +163,7 @@ class _Run(Translation):
         option = "timm" if known is None else "sgd" if "nesterov" in known else name
         betas, momentum = self._numbers("opt_betas", None, 2), self._get("momentum")
         of_betas = {"betas": betas} if option == "timm" else dict(zip(("beta1", "beta2"), betas, strict=False))
-        more = self._get("opt_kwargs", {}, dict[str, Any], "mapping") | {
+        more = self._get("opt_kwargs", {}, dict[str, object], "mapping") | {
             "eps": self._get("opt_eps"), **(of_betas if betas else {}), "momentum": momentum if option == "sgd" else None,
         }  # fmt: skip
         more = {key: value for key, value in more.items() if value is not None}
