@@ -8,10 +8,9 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from ctypes import c_int
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, TypeVar
@@ -21,6 +20,7 @@ from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_
 from drivetrain.core.errors import UserError
 from drivetrain.core.forking import Died, NoAnswer
 from drivetrain.core.lazy import torch
+from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import key_of
 from drivetrain.core.typed import JsonObject
@@ -37,28 +37,30 @@ SHARE, FEWEST, MOST = 30, 50, 200  # updates of the run for one of the look, and
 TIMED = 3  # updates of each size, of which the fastest counts: other programs only make one slower
 
 
+def make_update(trainer: Trainer, batches: Iterable[MicroBatch], loss: torch.Tensor) -> bool:
+    """Make an update of these micro-batches; False if it was skipped."""
+    for batch in batches:
+        trainer.step.micro_batch(batch, loss)
+    made = trainer.step.update()
+    trainer.step.zero_grad()
+    return made
+
+
 def at_beginning(trainer: Trainer, updates: int | None) -> JsonObject:
     """Train for some updates as the run begins, every one of them measured. None: a share of the run."""
-    noise, step = trainer.log.noise, trainer.step
+    noise, made = trainer.log.noise, 0
     assert noise is not None
     noise.every = 1
     updates = min(updates or min(MOST, max(FEWEST, trainer.max_updates // SHARE)), trainer.max_updates)
     trainer.model.train()
-    loss, done, made = torch.zeros((), device=trainer.device), 0, 0
+    loss = torch.zeros((), device=trainer.device)
     stream = trainer.read()
-    for batch in stream:
+    for _ in range(updates):
         trainer.scheduler.step(made)
-        step.micro_batch(batch, loss)
-        if not batch.last:
-            continue
-        done += 1
-        made += step.update()
-        step.zero_grad()
-        if done == updates:
-            break
+        made += make_update(trainer, one_update(stream), loss)
     noise.every = NEVER
     variance, squared = noise.sums.tolist()
-    return {"noise_scale": noise.scale(variance, squared, 0), "updates": done, "samples": trainer.batch.order.length}
+    return {"noise_scale": noise.scale(variance, squared, 0), "updates": updates, "samples": trainer.batch.order.length}
 
 
 def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, noise_scale: float | None) -> list[float]:
@@ -87,20 +89,14 @@ def update_seconds(trainer: Trainer, micro_batches: Sequence[int], steps: int, n
 
 def _timed(trainer: Trainer, micro_batch: int, steps: int) -> Iterator[float]:
     """The seconds of several updates of so many steps, on data that is on the device already."""
-    from drivetrain.core.microbatch import one_update
-
-    batch, step = copy(trainer.batch), trainer.step
+    batch = copy(trainer.batch)
     batch.global_batch, batch.accumulation_steps = micro_batch * steps, steps
     requests = batch.requests(trainer.seed, 0, trainer.parallel.data_world, trainer.drop_last)
-    stream = trainer.read(one_update(requests))
-    update, loss = list(stream), torch.zeros((), device=trainer.device)
+    update, loss = list(trainer.read(one_update(requests))), torch.zeros((), device=trainer.device)
     for _ in range(TIMED):
         synchronize(trainer.device)
         began = time.perf_counter()
-        for each in update:
-            step.micro_batch(each, loss)
-        step.update()
-        step.zero_grad()
+        make_update(trainer, update, loss)
         synchronize(trainer.device)
         yield time.perf_counter() - began
 
@@ -116,21 +112,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Trials:
     """The trials of a job; core.protocols.Trials says what an option may ask for."""
 
-    job: Job
-
-    @property
-    def run(self) -> RunSpec:
-        """The options of the run."""
-        return self.job.run
-
-    @property
-    def resumes(self) -> bool:
-        """True if the run goes on from a checkpoint."""
-        return self.job.checkpoint is not None
+    def __init__(self, job: Job) -> None:
+        self.job, self.run, self.resumes = job, job.run, job.checkpoint is not None
 
     def forecast_micro_batch(self, most: int, limit_gb: float | None) -> int | None:
         try:

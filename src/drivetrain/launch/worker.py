@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.compile import Compile
 from drivetrain.core import accelerators, files, process, stages, user_code
@@ -84,16 +84,11 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
     return loaded
 
 
-class _Attempt(NamedTuple):
-    """The outcome of a piece of work that every rank did."""
+def _attempt(parallel: Parallel, work: Callable[[], object]) -> tuple[Any, Exception | None, str | None]:
+    """Do `work` on all ranks; its value, this rank's error, and on every rank what the first rank says that has an error.
 
-    value: Any
-    error: Exception | None  # this rank's
-    wrong: str | None  # what the error of the first rank that has one says, on every rank
-
-
-def _attempt(parallel: Parallel, work: Callable[[], object]) -> _Attempt:
-    """Do `work` on all ranks. Raises only what is the operator's to mend, such as a changed config."""
+    Raises only what is the operator's to mend, such as a changed config.
+    """
     value, error = None, None
     try:
         value = work()
@@ -102,7 +97,7 @@ def _attempt(parallel: Parallel, work: Callable[[], object]) -> _Attempt:
             raise
         error = raised
     told = parallel.gather_object(None if error is None else f"{type(error).__name__}: {error}")
-    return _Attempt(value, error, parallel.broadcast_object(next((line for line in told if line), None)))
+    return value, error, parallel.broadcast_object(next((line for line in told if line), None))
 
 
 def restore(staged: StagedRun, checkpoint: Path) -> float:
@@ -114,12 +109,11 @@ def restore(staged: StagedRun, checkpoint: Path) -> float:
     parallel, first = staged.trainer.parallel, None
     newest: Path | None = checkpoint
     while newest is not None:
-        loading = _attempt(parallel, partial(load, newest, parallel))
-        # All ranks restore, or none: to enter another stage of the run takes all of them.
-        restoring = loading if loading.wrong else _attempt(parallel, partial(_restore, staged, *loading.value))
-        if restoring.wrong is None:
-            return float(restoring.value)
-        wrong, error = restoring.wrong, restoring.error
+        found, error, wrong = _attempt(parallel, partial(load, newest, parallel))
+        if wrong is None:  # all ranks restore, or none: to enter another stage of the run takes all of them
+            found, error, wrong = _attempt(parallel, partial(_restore, staged, *found))
+        if wrong is None:
+            return float(found)
         first = first or error or RuntimeError(f"another rank cannot restore {newest}")
         before = None
         if parallel.world.rank == 0:
@@ -159,16 +153,6 @@ def rate_jump(trainer: Trainer, before: float) -> str:
     )
 
 
-def test_final(trainer: Trainer) -> Found | None:
-    """Evaluate the test set on the last weights of a completed run; None where it is what the run was evaluated on all along."""
-    if trainer.evaluator.set == "test":
-        return None
-    tester = trainer.evaluator.on("test")
-    metrics = tester.evaluate()
-    trainer.log.write("evaluate", set="test", weights="final", **metrics)
-    return metrics, tester.tables
-
-
 def _record(result: Result, name: str, evaluation: str, found: Found, trainer: Trainer | None = None) -> None:
     """Note the figures and the tables of an evaluation of the set `name`: final, best or averaged; log it by a trainer."""
     metrics, tables = found
@@ -177,6 +161,13 @@ def _record(result: Result, name: str, evaluation: str, found: Found, trainer: T
         result.tables.setdefault(name, {})[evaluation] = dict(tables)
     if trainer is not None:
         trainer.log.write("evaluate", set=name, weights=evaluation, **{k: v for k, v in metrics.items() if k != "update"})
+
+
+def _evaluate(trainer: Trainer, result: Result, name: str, evaluation: str, **more: object) -> None:
+    """Evaluate a set on the weights that a trainer has, and note and log its figures."""
+    evaluator = trainer.evaluator.on(name)
+    metrics = evaluator.evaluate()
+    _record(result, name, evaluation, ({**metrics, **more}, evaluator.tables), trainer)
 
 
 def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
@@ -204,9 +195,7 @@ def evaluate_kept(staged: StagedRun, result: Result, run_dir: Path) -> None:
             staged.restore(*load(found[0], parallel), to_evaluate=True)
         finally:
             progress.load_state_dict(held)
-        tester = trainer.evaluator.on("test")
-        metrics = tester.evaluate()
-        _record(result, "test", "best", ({**metrics, "update": best}, tester.tables), trainer)
+        _evaluate(trainer, result, "test", "best", update=best)
 
 
 def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], run_dir: Path) -> None:
@@ -307,12 +296,11 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     trainer.callbacks.raise_error()
     if trainer.saving.active:
         StopFlag.nothing_to_save()
-    tested = test_final(trainer)
+    _record_measurements(result, trainer)
+    if trainer.evaluator.set != "test":  # else the run was evaluated on it all along
+        _evaluate(trainer, result, "test", "final")
     trainer.callbacks.end("completed")
     trainer.callbacks.raise_error()
-    _record_measurements(result, trainer)
-    if tested is not None:
-        _record(result, "test", "final", tested)
     result.remarks += trainer.log.exploded(trainer.progress.final)
     evaluate_kept(staged, result, trainer.run_dir)
     if trainer.parallel.world.rank == 0:

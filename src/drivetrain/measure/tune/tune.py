@@ -19,13 +19,14 @@ from drivetrain.config.catalog import option_keys, options
 from drivetrain.core import accelerators
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.limits import usable_cores
+from drivetrain.core.microbatch import one_update
 from drivetrain.core.option import Count, Positive, RunSpec
 from drivetrain.core.overrides import format_value
 from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.launch.trials import Trials
+from drivetrain.launch.trials import Trials, make_update
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row, StoppingRule, behind, titled
@@ -41,7 +42,6 @@ from drivetrain.measure.benchmark.variants import (
 )
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
 from drivetrain.measure.claims.export import check_file, recommend
-from drivetrain.measure.profile.step import TrackedStream
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
@@ -102,8 +102,7 @@ def range_test(trainer: Trainer, updates: int) -> RangeTest:
     groups = trainer.optimizer.param_groups
     base = [float(group["lr"]) for group in groups]
     highest = max(base)
-    batches = trainer.requests()
-    stream = TrackedStream(trainer.read(batches))
+    stream = trainer.read()
     rates: list[float] = []
     losses: list[float] = []
     for number in range(updates):
@@ -111,12 +110,7 @@ def range_test(trainer: Trainer, updates: int) -> RangeTest:
         for group, own in zip(groups, base, strict=True):
             set_group_value(group, "lr", rate * own / highest)
         loss = torch.zeros((), device=trainer.device)
-        for micro in stream:
-            trainer.step.micro_batch(micro, loss)
-            if micro.last:
-                break
-        trainer.step.update()
-        trainer.step.zero_grad()
+        make_update(trainer, one_update(stream), loss)
         if not math.isfinite(float(loss)) or (losses and float(loss) > DIVERGED * losses[0]):
             break
         rates.append(rate)
