@@ -17,8 +17,8 @@ from drivetrain.config import catalog
 from drivetrain.config.elsewhere import ELSEWHERE
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, split, translated
 from drivetrain.core.errors import UserError
-from drivetrain.launch.composed_elsewhere import overrides_of
 from drivetrain.launch.job import prepare, prepare_run
+from drivetrain.launch.launcher import overrides_of
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps.store import Sweep, one_job

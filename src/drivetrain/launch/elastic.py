@@ -51,6 +51,7 @@ ABANDONED_AFTER_S = 12.0
 ABANDONED_AFTER_RESTARTABLE_S = 75.0  # while ranks may start again: those of other machines first write a last checkpoint
 STACK_WAIT_S = 2.0  # for a rank's stack
 TORCH_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+TELLS_OF_RANKS = "torch.distributed.elastic.multiprocessing.api"
 STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 
@@ -162,18 +163,12 @@ class FailureRecorder(logging.Handler):
         self._monitor, self._undo = monitor, contextlib.ExitStack()
 
     def __enter__(self) -> FailureRecorder:
-        import torch.distributed.launcher.api
-
-        reporting = logging.getLogger(torch.distributed.elastic.multiprocessing.api.__name__)
-        for name in [name for name in logging.root.manager.loggerDict if name.startswith(TORCH_LOGGERS)]:
-            logger = logging.getLogger(name)
-            self._undo.callback(logger.setLevel, logger.level)
-            logger.setLevel(logging.CRITICAL)
-        reporting.setLevel(logging.ERROR)
-        reporting.addHandler(self)
-        self._undo.callback(reporting.removeHandler, self)
-        self._undo.callback(setattr, reporting, "propagate", reporting.propagate)
-        reporting.propagate = False
+        for logger in map(logging.getLogger, TORCH_LOGGERS):  # and those below them, whose records come here too
+            self._undo.callback(setattr, logger, "propagate", logger.propagate)
+            self._undo.callback(logger.removeHandler, self)
+            logger.propagate = False
+            logger.addHandler(self)
+        logging.getLogger(TELLS_OF_RANKS).setLevel(logging.ERROR)  # whatever LOGLEVEL says
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -181,6 +176,8 @@ class FailureRecorder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Read why ranks failed; what a rank says of a peer that is gone counts only where nothing else is known."""
+        if record.levelno < logging.ERROR or record.name != TELLS_OF_RANKS:
+            return
         results = _read_results(self.folder)
         failed = {rank: result["error"] for rank, result in sorted(results.items()) if result["code"]}
         own = [f"rank {rank}: {error}" for rank, error in failed.items() if not is_peer_failure(error)]

@@ -9,20 +9,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from drivetrain.config.catalog import LISTS, content, option_files
+from drivetrain.config.keys import OPEN
 from drivetrain.core import process
 from drivetrain.core.context import NO_RUN_DIR
-from drivetrain.core.errors import BAD_CONFIG, UserError
+from drivetrain.core.errors import BAD_CONFIG, UserError, did_you_mean
 from drivetrain.core.forking import end_with_users_parent
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.signals import StopFlag, signals_sent_to
 from drivetrain.core.world import World
 from drivetrain.launch import elastic, trials
-from drivetrain.launch.composed_elsewhere import overrides_of
 from drivetrain.launch.job import Job, device_problems, prepare_run
 from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
@@ -168,10 +173,7 @@ def _write_end(result: Result, job: Job, held: RunDirHandle) -> None:
             result.error = f"{held.path} was moved away or removed while the run trained: what is left of it is in {run_dir}"
         if run_dir != held.path and not (run_dir / "environment.json").exists():
             job.write_files(run_dir)
-        _tell_parent(run_dir)
-        _write_result(result, run_dir)
-        if job.work is None:
-            run_page.write(run_dir)
+        _write_result(result, job, run_dir)
     except OSError as error:
         logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
@@ -181,14 +183,9 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
     _announce(job, quiet)
     directory.remember_missing_folders(run_dir)
 
-    def write_result(result: Result) -> None:
-        if result.run_dir is not None:  # rank 0 was here
-            _write_result(result, run_dir)
-            run_page.write(run_dir)
-            _tell_parent(run_dir)
-
     def end_process(result: Result, code: int) -> int:
-        write_result(result)
+        if result.run_dir is not None:  # rank 0 was here
+            _write_result(result, job, run_dir)
         if code:
             logger.error("%s", result.error)
         sys.stdout.flush()
@@ -199,8 +196,9 @@ def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
         if job.run_dir is None and run_dir.is_dir():
             directory.remove(run_dir)
         raise UserError(str(result.error).splitlines())
-    write_result(result)
-    if result.run_dir is None and not code:
+    if result.run_dir is not None:
+        _write_result(result, job, run_dir)
+    elif not code:
         logger.warning("this machine's ranks are done; the run's directory is where rank 0 is")
     return Ended(result, code)
 
@@ -223,8 +221,89 @@ def _tell_parent(run_dir: Path) -> None:
         Path(os.environ[RUN_DIR_FILE]).write_text(str(run_dir), encoding="utf-8")
 
 
-def _write_result(result: Result, run_dir: Path) -> None:
-    """Complete the result of a run and write its file."""
+def _write_result(result: Result, job: Job, run_dir: Path) -> None:
+    """Complete the result of a run, write its file and its page, and tell a parent process where."""
+    _tell_parent(run_dir)
     result.wall_s = time.monotonic() - process.started
     result.run_dir = run_dir
     result.write(run_dir)
+    if job.work is None:
+        run_page.write(run_dir)
+
+
+# --- a config that a user's own program composed, such as a script with @hydra.main ---
+
+
+def overrides_of(config: Mapping[str, object] | DictConfig, config_dirs: Sequence[str] = ()) -> list[str]:
+    """The overrides that make this config.
+
+    A group is the name of an option (`optimizer: sgd`), or a section that Hydra composed from drivetrain's conf/, whose
+    `_target_` says which option it is, or keys of the option that runs anyway. References are resolved, but those to the
+    environment stay as they are, so that no secret is written. Raises UserError with every problem.
+    """
+    plain = _resolved(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
+    plain.pop("hydra", None)  # what `--cfg all` shows beside the run's own config
+    words: list[str] = []
+    problems: list[str] = []
+    for key, value in plain.items():
+        try:
+            words += _group(key, value, config_dirs) if key in option_files(config_dirs) else _values(key, value)
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return words
+
+
+def _resolved(config: DictConfig) -> dict[str, object]:
+    """The config as plain dicts and lists. Raises UserError."""
+    try:  # a reference to the environment stays as it is
+        reference = "${{oc.env:{}}}".format
+        OmegaConf.register_new_resolver("oc.env", lambda *given: reference(",".join(map(str, given))), replace=True)
+        return OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise UserError(f"the config cannot be resolved: {str(error).splitlines()[0]}") from None
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _group(group: str, value: object, config_dirs: Sequence[str]) -> Iterator[str]:
+    """The overrides of one group: its options, and the settings that differ from those of the options' files."""
+    if not isinstance(value, Mapping):
+        yield f"{group}={format_value(value)}"
+        return
+    known = {name: content(file) for name, file in option_files(config_dirs)[group].items()}
+    parts: list[tuple[str, Mapping[str, object], Mapping[str, object]]] = [(group, {}, value)]
+    if group in LISTS:
+        chosen = {name: section for name, section in value.items() if name != "_target_"}
+        yield f"{group}={format_value([*chosen])}"
+        parts = [(f"{group}.{name}", known.get(name, {}), section or {}) for name, section in chosen.items()]
+    elif "_target_" in value:
+        option = _option_of(group, value, known)
+        yield f"{group}={option}"
+        parts = [(group, known[option], value)]
+    for place, own, section in parts:
+        for setting, each in section.items():
+            if setting != "_target_" and (setting not in own or own[setting] != each):
+                yield from _values(f"{place}.{setting}", each)
+
+
+def _option_of(group: str, section: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> str:
+    """The option that a section was composed from: of those with its class, the one that most of its values agree with."""
+    same = [name for name, own in known.items() if own.get("_target_") == section["_target_"]]
+    if not same:
+        hint = did_you_mean(str(section["_target_"]).rpartition(".")[2].lower(), known)
+        raise UserError(
+            f"{group}._target_={section['_target_']} is the class of no option of {group}: name one as {group}: NAME ({hint}), "
+            "or add your own by config_dirs"
+        )
+    return max(same, key=lambda name: sum(section.get(setting) == value for setting, value in known[name].items()))
+
+
+def _values(key: str, value: object) -> Iterator[str]:
+    """A value, or each value of a mapping, as overrides; a mapping whose keys are the user's stays whole."""
+    if isinstance(value, Mapping) and value and key.rpartition(".")[2] not in OPEN:
+        for name, inner in value.items():
+            yield from _values(f"{key}.{name}", inner)
+    else:
+        yield f"{key}={format_value(value)}"
