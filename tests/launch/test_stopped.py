@@ -105,8 +105,7 @@ def a_program_at_the_gate(tmp_path, handler, *words):
 DDP = ("parallel=ddp", "parallel.nproc=2")
 
 
-@pytest.mark.parametrize("strategy", [(), DDP], ids=["one", "ddp"])
-@pytest.mark.parametrize("handler", ["none", "own"])
+@pytest.mark.parametrize(("handler", "strategy"), [("own", ()), ("none", DDP)], ids=["in this process", "in others"])
 def test_a_signal_in_a_users_program_does_what_it_would_have_done_after_the_run(tiny, tmp_path, strategy, handler):
     process, ranks, go = a_program_at_the_gate(tmp_path, handler, *tiny(*strategy))
     process.send_signal(signal.SIGTERM)
@@ -122,9 +121,8 @@ def test_a_signal_in_a_users_program_does_what_it_would_have_done_after_the_run(
     assert all(gone(rank) for rank in ranks)
 
 
-@pytest.mark.parametrize("strategy", [(), DDP], ids=["one", "ddp"])
-def test_nothing_outlives_a_users_program_that_is_killed(tiny, tmp_path, strategy):
-    process, ranks, go = a_program_at_the_gate(tmp_path, "none", *tiny(*strategy))
+def test_nothing_outlives_a_users_program_that_is_killed(tiny, tmp_path):
+    process, ranks, go = a_program_at_the_gate(tmp_path, "none", *tiny(*DDP))
     process.kill()
     go.touch()
     process.communicate()

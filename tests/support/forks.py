@@ -61,9 +61,9 @@ def compare() -> None:
 
 def ablate() -> None:
     """The variants of an ablation."""
-    from drivetrain.measure.benchmark import ablate
+    from drivetrain.measure.benchmark import compare
 
-    ablate.run([*TINY, "rounds=1"])
+    compare.ablate([*TINY, "rounds=1"])
 
 
 def tune() -> None:

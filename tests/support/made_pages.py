@@ -13,7 +13,7 @@ import numpy as np
 
 from drivetrain.cli import show_data
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark import ablate, compare
+from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.bisect import bisect
@@ -169,7 +169,7 @@ def every(folder: Path) -> dict[str, str]:
             runs, found, report.verdict(runs, report.named(runs)), 0.2, report.summarize_seeds(runs)
         ).page(),
         "compare": compare.sheet(comparison()).page(),
-        "ablate": ablate.sheet("fast", HOSTILE, both).page(),
+        "ablate": compare.ablation_sheet("fast", HOSTILE, both).page(),
         "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),
         "doctor": doctors(),
         "bisect": bisected().sheet().page(),

@@ -13,8 +13,7 @@ from drivetrain.core import signals
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.ablate import techniques
-from drivetrain.measure.benchmark.compare import _unequal_work
+from drivetrain.measure.benchmark.compare import _unequal_work, techniques
 from drivetrain.measure.benchmark.interleave import Variant, run_rounds
 from drivetrain.measure.benchmark.quality import FAIL, FIRST
 from tests.support import json_keys, pages

@@ -20,7 +20,6 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
-from drivetrain.measure.benchmark import ablate as ablating
 from drivetrain.measure.benchmark import compare as comparing
 from drivetrain.measure.benchmark import quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row
@@ -164,7 +163,7 @@ def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path 
 def ablate(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain ablate`, which writes the last of the steps to the file `recipe`, if there is one; return its exit code."""
     check_file(recipe)
-    comparisons, specs = ablating.run(overrides, config_dirs, needs_steps=recipe is not None)
+    comparisons, specs = comparing.ablate(overrides, config_dirs, needs_steps=recipe is not None)
     if recipe is not None:
         hand_on("ablate", recipe, next(iter(comparisons.values())), specs, [len(specs) - 1])
     return FAILED if any(done.failed for done in comparisons.values()) else DONE
