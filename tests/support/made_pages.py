@@ -25,7 +25,6 @@ from drivetrain.measure.profile.doctor import Diagnosis, Gain, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.profile.sampler import Line
 from drivetrain.measure.report import report
-from drivetrain.measure.report import report as report_page
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.tune import RangeTest
 from drivetrain.measure.verbs import origin
@@ -157,7 +156,6 @@ def every(folder: Path) -> dict[str, str]:
         run_folder(folder / str(n), lr)
     runs = reader.find([folder])
     failed = reader.read(run_folder(folder / "failed", 0.1, "diverged"))
-    found = report.table(runs, 0.2)
     rates = [10 ** (-6 + n / 10) for n in range(60)]
     tested = RangeTest(rates, [2.0 - 0.02 * n if n < 40 else 3.0 for n in range(60)], 0.1)
     tuning: Any = SimpleNamespace(notes=[HOSTILE], comparisons={"The proof": comparison(), "Alone": comparison(quality=False)})
@@ -165,9 +163,7 @@ def every(folder: Path) -> dict[str, str]:
     return {
         "run": run_page.sheet_of(runs[1]).page(),
         "failed run": run_page.sheet_of(failed).page(),
-        "report": report_page.sheet_of(
-            runs, found, report.verdict(runs, report.named(runs)), 0.2, report.summarize_seeds(runs)
-        ).page(),
+        "report": report.sheet_of(runs)[0].page(),
         "compare": compare.sheet(comparison()).page(),
         "ablate": compare.ablation_sheet("fast", HOSTILE, both).page(),
         "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),

@@ -13,7 +13,7 @@ from drivetrain.core import signals
 from drivetrain.core.forking import ForkedProcess
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.launch.job import prepare
-from drivetrain.measure.benchmark.compare import _unequal_work, techniques
+from drivetrain.measure.benchmark.compare import notes_on, techniques
 from drivetrain.measure.benchmark.interleave import Variant, run_rounds
 from drivetrain.measure.benchmark.quality import FAIL, FIRST
 from tests.support import json_keys, pages
@@ -251,8 +251,8 @@ def test_a_signal_while_a_variant_starts_ends_it_as_an_interruption(tiny, monkey
 
 def test_variants_of_unequal_work_are_grouped():
     variants = [Variant(label, None, Path(), {"global_batch": batch}) for label, batch in (("a", 1000), ("b", 1000), ("c", 64))]
-    assert _unequal_work(variants) == ["the variants do not do the same work. Samples in an update: 1,000 (a, b); 64 (c)"]
-    assert _unequal_work(variants[:2]) == []
+    assert list(notes_on(variants)) == ["the variants do not do the same work. Samples in an update: 1,000 (a, b); 64 (c)"]
+    assert not list(notes_on(variants[:2]))
 
 
 # --- `drivetrain ablate`: that its variants are the baseline with, and the recipe without, exactly what they are named for ---

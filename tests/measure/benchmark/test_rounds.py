@@ -21,7 +21,7 @@ from drivetrain.core.world import World
 from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import compare as rounds_of
 from drivetrain.measure.benchmark import interleave
-from drivetrain.measure.benchmark.compare import Comparison, Row, _without_effect, headline
+from drivetrain.measure.benchmark.compare import Comparison, Row, headline, notes_on
 from drivetrain.measure.benchmark.interleave import BenchmarkAgent, TimedBlock, Variant, VariantEnded, run_rounds
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.claims import export
@@ -231,7 +231,7 @@ def test_all_ranks_stand_still_before_rank_0_reports(monkeypatch):
     assert ours.poll(LIMIT_S)
     facts = ours.recv()
     assert facts["global_batch"] == 4
-    assert _without_effect([SimpleNamespace(label="precision=tf32", facts=facts)]) == ["precision=tf32: rounds nothing here"]
+    assert list(notes_on([SimpleNamespace(label="precision=tf32", facts=facts)])) == ["precision=tf32: rounds nothing here"]
     assert updates == {0: 4, 1: 4, 2: 4}
     assert sorted(finished) == [0, 1, 2]
     ours.send(20)

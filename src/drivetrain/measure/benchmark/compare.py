@@ -348,7 +348,7 @@ def measure(
     target = str(reach) if reach is not None else None
     rows = rows_of(target)
     facts = environment.describe(list(overrides), first.config_hash, {})
-    notes = [*_without_effect(runnable), *_unequal_work(runnable), *_together(rows)]
+    notes = list(notes_on(runnable, verdicts))
     seconds = time.perf_counter() - began
     return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=target)
 
@@ -382,26 +382,9 @@ def _updates(variant: Variant | None, verdict: Verdict | None, target: str | Non
     return over.updates if over is not None else None
 
 
-def _together(rows: Sequence[Row]) -> list[str]:
-    """A note on what the verdicts of several variants, and of several looks at their seeds, hold for together."""
-    verdicts = [row.verdict for row in rows[1:] if row.verdict is not None]
-    if not verdicts:
-        return []
-    variants = f"all {len(verdicts)} variants (Holm) and " if len(verdicts) > 1 else ""
-    return [
-        f"quality: PASS and FAIL are each decided at a level of {100 * quality.ALPHA:g} % for {variants}"
-        "all looks at the seeds together (alpha spending)"
-    ]
-
-
-def _without_effect(variants: Sequence[Variant]) -> list[str]:
-    """A note for each variant whose precision does less on this machine than its name says."""
-    return [f"{variant.label}: {variant.facts['notice']}" for variant in variants if variant.facts.get("notice")]
-
-
-def _unequal_work(variants: Sequence[Variant]) -> list[str]:
-    """A note for each amount of work that is not the same for all variants."""
-    notes = []
+def notes_on(variants: Sequence[Variant], verdicts: Sequence[Verdict | None] = ()) -> Iterator[str]:
+    """What the variants do less than they say, which work is not the same for all, and what their verdicts hold for."""
+    yield from (f"{variant.label}: {variant.facts['notice']}" for variant in variants if variant.facts.get("notice"))
     for fact, meaning in (("global_batch", "samples in an update"), ("samples", "samples to train on")):
         found: dict[int, list[str]] = {}
         for variant in variants:
@@ -409,8 +392,12 @@ def _unequal_work(variants: Sequence[Variant]) -> list[str]:
                 found.setdefault(variant.facts[fact], []).append(variant.label)
         if len(found) > 1:
             each = "; ".join(f"{number:,} ({', '.join(labels)})" for number, labels in found.items())
-            notes.append(f"the variants do not do the same work. {meaning.capitalize()}: {each}")
-    return notes
+            yield f"the variants do not do the same work. {meaning.capitalize()}: {each}"
+    if judged := sum(verdict is not None for verdict in verdicts[1:]):
+        yield (
+            f"quality: PASS and FAIL are each decided at a level of {100 * quality.ALPHA:g} % for "
+            f"{f'all {judged} variants (Holm) and ' if judged > 1 else ''}all looks at the seeds together (alpha spending)"
+        )
 
 
 BAR_WIDTH, MARGIN = 160, 12  # of the drawing of an interval, in pixels

@@ -120,11 +120,18 @@ def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[li
     cannot run without saving, all save as the run does, so that they do the same work.
     """
     jobs = _prepared(overrides, config_dirs)
-    homes = {word: variants for word in _of_options(jobs) if 0 < len(variants := _with_key(word, jobs, config_dirs)) < len(jobs)}
+    chosen = [_choices(job, config_dirs) for job in jobs] if any(job.job is None for job in jobs) else []
     found: list[SweepJob] = []
     notes = []
+
+    def has(number: int, word: str) -> bool:
+        """True if an option that a variant chose has the key that a word sets."""
+        key = key_of(word)
+        return key.partition(".")[0] in chosen[number] and still_applies(key, chosen[number], config_dirs)
+
     for number, job in enumerate(jobs):
-        foreign = [word for word in job.overrides if number not in homes.get(word, [number])]
+        given = [word for word in job.overrides if "." in key_of(word)] if job.job is None else []
+        foreign = [word for word in given if not has(number, word) and any(has(n, word) for n in range(len(jobs)))]
         if foreign:
             words = [word for word in job.overrides[: len(job.overrides) - len(job.cell)] if word not in foreign]
             job = store.prepare_one([w for w in job.label.split() if w in words], words, job.cell, config_dirs)
@@ -145,23 +152,10 @@ def _prepared(overrides: Sequence[str], config_dirs: Sequence[str]) -> list[Swee
     return saving if needed else jobs
 
 
-def _of_options(jobs: Sequence[SweepJob]) -> list[str]:
-    """The words of variants that cannot run which set a key of some option."""
-    words = dict.fromkeys(word for job in jobs if job.job is None for word in job.overrides)
-    return [word for word in words if "." in key_of(word)]
-
-
-def _with_key(word: str, jobs: Sequence[SweepJob], config_dirs: Sequence[str]) -> list[int]:
-    """The numbers of the variants whose chosen options have the key that a word sets."""
-    key, group = key_of(word), key_of(word).partition(".")[0]
-    choices = [_choices([w for w in job.overrides if "." not in key_of(w)], config_dirs) for job in jobs]
-    return [n for n, chosen in enumerate(choices) if group in chosen and still_applies(key, chosen, config_dirs)]
-
-
-def _choices(overrides: Sequence[str], config_dirs: Sequence[str]) -> Mapping[str, object]:
-    """Group → option of these overrides; {} where they cannot be composed, which is reported where the variant is."""
+def _choices(job: SweepJob, config_dirs: Sequence[str]) -> Mapping[str, object]:
+    """Group → option of a variant; {} where they cannot be composed, which is reported where the variant is."""
     try:
-        return compose_config(overrides, config_dirs).choices
+        return compose_config([word for word in job.overrides if "." not in key_of(word)], config_dirs).choices
     except UserError:
         return {}
 

@@ -334,14 +334,26 @@ MOST_NAMES = 8  # values of a setting that are no numbers
 OVER = ("updates", "samples", "seconds")
 
 
-def sheet_of(
-    runs: Sequence[RunFiles], found: Table, verdict: str, target: Target, seeds: Table, ranked: bool = False,
-    folder: Path = Path(),
-) -> Sheet:  # fmt: skip
-    """The answer, the table, the metric over each setting, and curves.
+def rank(run: RunFiles) -> tuple[bool, float]:
+    """The place of a run by its metric, the least the best; runs without a value come last."""
+    value, metric = run.best(), run.metric
+    if value is None or metric is None or not math.isfinite(value):
+        return True, 0.0
+    return False, -value if metric[1] else value
 
-    `ranked`: the runs stand by their time to the target. The page is in `folder`, from where links lead to the runs' pages.
+
+def sheet_of(runs: Sequence[RunFiles], asked: Target = None, folder: Path = Path()) -> tuple[Sheet, Table]:
+    """The sheet of runs: the answer, the table, the metric over each setting, and curves; and the whole table, for a CSV file.
+
+    With a target that was `asked` for, the runs stand by their time to it. The page is in `folder`, from where links lead to the
+    runs' pages.
     """
+    seeds = summarize_seeds(runs, asked)
+    target, ranked = common_target(runs) if asked is None else asked, asked is not None
+    if asked is not None:
+        runs = sorted(runs, key=lambda run: (run.to_target(asked) or (math.inf,))[0])
+    found = table(runs, target, ranked)
+    called = [row[0] for row in found.texts()]
     drawn = _best(runs, MAX_CURVES)
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
     if not seeds.rows and len(runs) > 1:
@@ -351,7 +363,7 @@ def sheet_of(
     body: list[Section] = (
         under("The metric over each setting", Part(charts.grid(settings))) if (settings := _settings(runs)) else []
     )
-    names = {id(each): row[0] for each, row in zip(runs, found.texts(), strict=True)}
+    names = {id(each): name for each, name in zip(runs, called, strict=True)}
     body += _curves(drawn, names)
     for each in [r for r in drawn if r.result and r.result.tables][:MOST_TABLES]:
         assert each.result is not None
@@ -364,15 +376,16 @@ def sheet_of(
     body += under("Where they ran", *_environments(runs, names))
     over = under("Over seeds", seeds) if seeds.rows else []
     first = [_table(runs, differing_table, target, ranked, folder), remarks(*shown), *over]
-    return Sheet("Runs compared – drivetrain report", verdict, [*first, Part(joined(body))])
+    answer = verdict(runs, called, asked)
+    return Sheet("Runs compared – drivetrain report", answer, [*first, Part(joined(body))]), found
 
 
 def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:
     """The number of the run that is highlighted: the first at the target, or else the best by the metric that all share."""
     if ranked and target is not None:
         return 0 if runs[0].to_target(target) is not None else None
-    best = _best(runs, 1)[0]
-    return runs.index(best) if best.best() is not None and len({r.metric for r in runs if r.metric}) == 1 else None
+    best = min(range(len(runs)), key=lambda n: rank(runs[n]))
+    return best if not rank(runs[best])[0] and len({r.metric for r in runs if r.metric}) == 1 else None
 
 
 def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool, folder: Path) -> Table:
@@ -396,15 +409,7 @@ def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool,
 
 def _best(runs: Sequence[RunFiles], most: int) -> list[RunFiles]:
     """The `most` best runs by their metric, in the order in which they were started."""
-    if len(runs) <= most:
-        return list(runs)
-
-    def rank(n: int) -> tuple[bool, float]:
-        value, metric = runs[n].best(), runs[n].metric
-        missing = value is None or metric is None or value != value
-        return (missing, 0.0 if missing or value is None or metric is None else -value if metric[1] else value)
-
-    return [runs[n] for n in sorted(sorted(range(len(runs)), key=rank)[:most])]
+    return [runs[n] for n in sorted(sorted(range(len(runs)), key=lambda n: rank(runs[n]))[:most])]
 
 
 def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
@@ -497,7 +502,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         return _of_one(runs[0], table(runs, common_target(runs) if target is None else target), settings)
     if isinstance(target, Reach) and not put_on_one_clock(runs, target):
         echo("The seconds to the target count from each run's first record: not all that reached it have noted it (target=).")
-    sheet, table_of_all = _of_several(runs, target, folder := _folder(settings.out))
+    sheet, table_of_all = sheet_of(runs, target, folder := _folder(settings.out))
     sheet.show()
     return _write(sheet, table_of_all, folder)
 
@@ -506,7 +511,7 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool
     """Run a sweep, and write the page and the CSV of its runs into its folder; return that, and the exit code."""
     folder, code = driver.run(overrides, config_dirs, quiet)
     with suppress(OSError, UserError):  # a full disk, or no job that began
-        _write(*_of_several(find([folder]), None, folder), folder)
+        _write(*sheet_of(find([folder]), None, folder), folder)
     return folder, code
 
 
@@ -538,17 +543,6 @@ def add_samples(result: Result) -> None:
         most = min(LOOKED_AT, max(Settings.samples, int(MOMENTS * (result.samples_per_second or 0))))
         with suppress(OSError):  # a full disk loses the samples
             _with_samples(read(place.parent), Settings.samples, most).write(place)
-
-
-def _of_several(runs: Sequence[RunFiles], asked: Target, folder: Path) -> tuple[Sheet, Table]:
-    """The page, which will be in a folder, and the table. With a target that was asked for, the runs are ranked by it."""
-    seeds = summarize_seeds(runs, asked)
-    target = common_target(runs) if asked is None else asked
-    runs = runs if asked is None else sorted(runs, key=lambda run: (run.to_target(asked) or (math.inf,))[0])
-    found = table(runs, target, asked is not None)
-
-    names = [row[0] for row in found.texts()]
-    return sheet_of(runs, found, verdict(runs, names, asked), target, seeds, asked is not None, folder), found
 
 
 def _folder(out: str | None) -> Path:
@@ -596,16 +590,14 @@ def verdict(runs: Sequence[RunFiles], names: Sequence[str], target: Target = Non
     if target is not None:
         return f"{of} {_first_at(runs, names, target)}"
     metrics = {run.metric for run in runs if run.metric}
-    values = [(value, n) for n, run in enumerate(runs) if (value := run.best()) is not None and math.isfinite(value)]
-    if not values:
+    placed = sorted((n for n, run in enumerate(runs) if not rank(run)[0]), key=lambda n: rank(runs[n]))
+    if not placed:
         return f"{of} none has been evaluated"
     if len(metrics) > 1:
         return f"{of} none is the best: they use different metrics ({', '.join(sorted(metric[0] for metric in metrics))})"
-    (metric, more) = metrics.pop()
-    ranked = sorted(values, reverse=more)
-    (best, n), (worst, _) = ranked[0], ranked[-1]
-    ties = sum(value == best for value, _ in values)
-    of_set = runs[n].evaluated.set
+    values = [runs[n].best() or 0.0 for n in placed]
+    ((metric, _),), (n, *_), best, worst = metrics, placed, values[0], values[-1]
+    ties, of_set = values.count(best), runs[n].evaluated.set
     if ties == len(values) > 1:
         return f"{of} all reached the same: {metric} {best:.4f} on the {of_set} set"
     others = "has 1 other" if ties == 2 else f"have {ties - 1} others"
