@@ -18,7 +18,7 @@ from drivetrain.core.source import Source
 from drivetrain.data.base import IGNORE_INDEX, Data, Splits, Tensors, twice
 from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline
-from drivetrain.logger.drawing import BLACK, Tile, grid, pixels, with_mask
+from drivetrain.logger.drawing import BLACK, Tile, grid, in_words, pixels, with_mask
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, escape, under, words
 
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
@@ -135,9 +135,11 @@ def _texts(run: RunSpec, data: Splits) -> dict[str, list[str]]:
         x, y = data.train.fetch(torch.tensor([index]))
         if not isinstance(x, torch.Tensor) or x.ndim != 2 or (text := Data.of(run).decode(x[0].tolist(), data)) is None:
             return {}
-        target = ", ".join(_lines(run, data, y[0])) if isinstance(y, torch.Tensor) and y.ndim < 2 else _of_tokens(run, data, y[0])
+        lines = in_words(y[0], run.data.targets, data.names) if y.ndim < 2 else [_of_tokens(run, data, y[0])]
         short = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
-        for cells, cell in zip(columns.values(), (f"{index}", " ".join(short.split()), f"{x.shape[1]}", target), strict=True):
+        for cells, cell in zip(
+            columns.values(), (f"{index}", " ".join(short.split()), f"{x.shape[1]}", ", ".join(lines)), strict=True
+        ):
             cells.append(cell)
     return columns
 
@@ -187,23 +189,9 @@ def _tiles(run: RunSpec, data: Splits) -> Iterator[Tile]:
         pictures = [(pixels(image.float().numpy(), run.data.max_value), to) for image, to in (read, (made, became))]
         left, right = (with_mask(picture, to.numpy()) if to.ndim > 1 else picture for picture, to in pictures)
         blank = np.full((left.shape[0], GAP, 3), 255, np.uint8)
-        yield Tile(np.concatenate([left, blank, right], 1), [(line, BLACK) for line in _lines(run, data, became)])
-
-
-def _lines(run: RunSpec, data: Splits, target: torch.Tensor) -> list[str]:
-    """Return a target as the loss sees it, in words: classes with their shares, numbers, or the shares of a mask's pixels."""
-    names = list(data.names or map(str, range(data.classes)))
-    if target.ndim > 1:
-        counted = target[target >= 0]
-        shares = torch.bincount(counted.flatten(), minlength=data.classes) / max(1, counted.numel())
-    elif target.ndim == 0 and not target.is_floating_point():
-        return [names[int(target)]]
-    elif run.data.targets == "values":
-        return [f"{float(value):.4g}" for value in target.flatten()[:2]]
-    else:
-        shares = target.flatten().float()
-    largest = shares.argsort(descending=True)[:2].tolist()
-    return [f"{names[n]}: {100 * float(shares[n]):.2g} %" for n in largest if shares[n] != 0] or ["none"]
+        yield Tile(
+            np.concatenate([left, blank, right], 1), [(line, BLACK) for line in in_words(became, run.data.targets, data.names)]
+        )
 
 
 def _image(tiles: Iterator[Tile]) -> str:

@@ -1,12 +1,15 @@
-"""Draws samples as one picture: tiles with text below them."""
+"""Draws samples as one picture, tiles with text below them, and says targets and predictions in words."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from drivetrain.core.lazy import torch
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,6 +26,26 @@ class Tile:
 
     pixels: np.ndarray
     lines: list[tuple[str, tuple[int, int, int]]]
+
+
+def in_words(target: torch.Tensor, kind: str | None, names: Sequence[str] | None) -> list[str]:
+    """The lines that say a target, or a prediction: classes, two at most with their shares where it has several, or numbers."""
+    if kind == "labels":
+        return [", ".join(named((target > 0.5).nonzero(), names)) or "none"]
+    if target.ndim > 1:  # a mask
+        target = torch.bincount(target[target >= 0].flatten()) / max(1, int((target >= 0).sum()))
+    elif not target.is_floating_point():
+        return [", ".join(named(target, names))]
+    elif kind == "values":
+        return [f"{value:.4g}" for value in target.flatten()[:2].tolist()]
+    shares, classes = target.float().topk(min(2, len(target)))
+    found = zip(named(classes, names), shares.tolist(), strict=True)
+    return [f"{name}: {share:.0%}" for name, share in found if share >= 0.005] or ["none"]
+
+
+def named(numbers: torch.Tensor, names: Sequence[str] | None) -> list[str]:
+    """The names of classes; their numbers where they have none."""
+    return [names[n] if names else str(n) for n in numbers.flatten().tolist()]
 
 
 def pixels(x: np.ndarray, top: float | None) -> np.ndarray:

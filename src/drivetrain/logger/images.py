@@ -85,37 +85,19 @@ class Images(Logger):
         if y.dim() == 2:  # a mask
             shown = y if output is None else output.argmax(0)
             return drawing.Tile(drawing.with_mask(picture, shown.cpu().numpy()), [])
-        lines = [(self._target(y), drawing.BLACK)]
+        kind, names = self._context.run.data.targets, self._context.data.names
+        lines = [(line, drawing.BLACK) for line in drawing.in_words(y, kind, names)]
         if output is not None:
-            said, right = self._prediction(y, output)
-            lines.append((said, drawing.BLACK if right is None else drawing.GREEN if right else drawing.RED))
+            made, right = _predicted(output, y, kind)
+            color = drawing.BLACK if right is None else drawing.GREEN if right else drawing.RED
+            lines.append((drawing.in_words(made, kind if right is not None else "values", names)[0], color))
         return drawing.Tile(picture, lines)
 
-    def _target(self, y: torch.Tensor) -> str:
-        kind = self._context.run.data.targets
-        if kind == "labels":
-            return self._labels(y > 0.5)
-        if not y.is_floating_point():
-            return ", ".join(self._name(int(v)) for v in y.reshape(-1))
-        if kind == "class":  # probabilities, of two samples that were mixed
-            shares, classes = y.topk(min(2, len(y)))
-            return " + ".join(f"{self._name(int(c))} {s:.0%}" for s, c in zip(shares, classes, strict=True) if s >= 0.005)
-        return ", ".join(f"{v:.3g}" for v in y.reshape(-1).tolist())
 
-    def _prediction(self, y: torch.Tensor, output: torch.Tensor) -> tuple[str, bool | None]:
-        """The model's prediction for a sample, and whether it is right; None where that is a matter of degree."""
-        kind = self._context.run.data.targets
-        if kind == "labels":
-            found = output > 0
-            return self._labels(found), bool((found == (y > 0.5)).all())
-        if kind == "class" or (kind is None and y.dim() == 0 and not y.is_floating_point()):
-            share, best = output.softmax(0).max(0)
-            return f"{self._name(int(best))} {share:.0%}", bool(best == y)
-        return ", ".join(f"{v:.3g}" for v in output.reshape(-1).tolist()), None
-
-    def _labels(self, found: torch.Tensor) -> str:
-        return ", ".join(self._name(i) for i in found.nonzero().flatten().tolist()) or "none"
-
-    def _name(self, number: int) -> str:
-        names = self._context.data.names
-        return names[number] if names else str(number)
+def _predicted(output: torch.Tensor, y: torch.Tensor, kind: str | None) -> tuple[torch.Tensor, bool | None]:
+    """The prediction that an output is, and whether it is right; None where that is a matter of degree."""
+    if kind == "labels":
+        return (output > 0).float(), bool(((output > 0) == (y > 0.5)).all())
+    if kind == "class" or (kind is None and y.dim() == 0 and not y.is_floating_point()):
+        return output.softmax(0), bool(output.argmax() == y)
+    return output, None
