@@ -597,23 +597,22 @@ def _result_of_ranks(
     results = _read_results(folder)
     begun = sorted({*_begun(folder), *ended_by_monitor})
     lost = sorted(set(begun) - set(results))
-    main = results.get(0) or (None if parallel.nnodes == 1 else next(iter(results.values()), None))
     failed = {rank: result for rank, result in results.items() if result["code"]}
-    if main is not None and (main["code"] == INTERRUPTED or (not lost and not failed)):
-        content = main
-    elif (lost and _only_peer_failures(failed)) or not failed:
-        first = {rank: code for rank, code in failed_first.items() if rank in lost} or dict.fromkeys(lost, 0)
-        why = "; ".join(ended_by_monitor[rank] for rank in lost if rank in ended_by_monitor) or ended_without_result(first)
-        content = {**(main or {"world_size": parallel.ranks()}), "status": "failed", "error": why, "code": FAILED}
-    elif parallel.nnodes > 1 and _only_peer_failures(failed):
-        content = {**(main or next(iter(failed.values()))), **_without_peers(run_dir, PEERS_GONE)}
-    else:
-        content = {**(main or {}), **_first_failure(failed)}
+    alone = all(is_peer_failure(result["error"]) for result in failed.values())  # none failed of its own accord
+    main = results.get(0) or (None if parallel.nnodes == 1 else next(iter(results.values()), None))
+    content: JsonObject = main or next(iter(failed.values()), {"world_size": parallel.ranks()})
+    if main is None or (main["code"] != INTERRUPTED and (lost or failed)):
+        if alone and (lost or not failed):
+            first = {rank: code for rank, code in failed_first.items() if rank in lost} or dict.fromkeys(lost, 0)
+            why = "; ".join(ended_by_monitor[rank] for rank in lost if rank in ended_by_monitor) or ended_without_result(first)
+            content = {**content, "status": "failed", "error": why, "code": FAILED}
+        else:
+            ending = _without_peers(run_dir, PEERS_GONE) if alone and parallel.nnodes > 1 else _first_failure(failed)
+            content = {**content, **ending}
     if lost and manifest.checkpoints(run_dir):
         content["error"] = f"{content['error']}: go on with resume={run_dir}"
-    code = content.pop("code")
-    content.pop("time", None)
-    result = Result(**content)
+    code = content["code"]
+    result = Result(**{key: value for key, value in content.items() if key not in ("code", "time")})
     result.run_dir = run_dir if 0 in begun else None
     return result, code
 
@@ -641,8 +640,3 @@ def _without_peers(run_dir: Path, error: str) -> JsonObject:
     if not manifest.checkpoints(run_dir):
         return {"status": "failed", "error": error, "code": FAILED}
     return {"status": "interrupted", "error": f"{error}: go on with resume={run_dir}", "code": INTERRUPTED}
-
-
-def _only_peer_failures(failed: RankResults) -> bool:
-    """True if all of these ranks failed only because another was gone."""
-    return all(is_peer_failure(result["error"]) for result in failed.values())

@@ -160,7 +160,7 @@ def run_job(entry: Entry, quiet: bool) -> int:
     process.restart_clock()
     try:
         job = entry.composed()
-        job.attach = _write_length
+        job.attach = job.attach or _write_length
         ended = launcher.launch(job, entry.run_dir, quiet)
     except UserError as error:
         for problem in error.problems:

@@ -38,6 +38,8 @@ from drivetrain.launch.job import Job
 from drivetrain.loader.device import free_memory
 from drivetrain.run import environment
 from drivetrain.run.result import Result
+from drivetrain.sweeps.launchers import capture, run_job
+from drivetrain.sweeps.store import Entry, SweepJob
 
 if TYPE_CHECKING:
     import torch
@@ -354,23 +356,13 @@ class StagedVariant(Variant):
 
 
 def _child(job: Job, run_dir: Path, connection: Connection, parent_end: Connection) -> None:
-    """The variant's process: an ordinary run whose output goes to a file."""
-    from drivetrain.launch import launcher
-
+    """The variant's process: an ordinary job whose output goes to a file."""
     os.setpgid(0, 0)
     parent_end.close()  # else this process would never notice that the parent is gone
-    process.restart_clock()
-    log = os.open(run_dir / "output.txt", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
     job.attach = BenchmarkAgent(connection, job.run.parallel.ranks()).attach
-    code = 1
-    try:
-        code = launcher.launch(job, run_dir, quiet=True).code
-    except Exception as error:
-        Result(error=str(error), overrides=job.composed.overrides).write(run_dir)
-    finally:
-        os._exit(code)
+    entry = Entry(0, SweepJob("", job.composed.overrides, job), run_dir)
+    capture(entry)
+    os._exit(run_job(entry, quiet=True))
 
 
 def run_rounds(
