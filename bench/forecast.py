@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -170,30 +171,27 @@ LOOK_S = 12.0  # seconds for timing operations: the share of `drivetrain forecas
 
 def predict(overrides: list[str]) -> dict[str, Any]:
     """Forecast a run on this machine, with a fresh look at it."""
-    import tempfile
 
     import torch
 
     from drivetrain.debug.profile import silence_profiler
-    from drivetrain.measure.forecast.forecast import Subject, examine
-    from drivetrain.measure.forecast.plan import plan
+    from drivetrain.engine import child
+    from drivetrain.measure.forecast.forecast import Subject, examine, plan
 
     silence_profiler()
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_STATE_HOME"] = folder
-        torch.set_num_threads(1)
-        planned = plan([*overrides, "runtime.device=cpu", "runtime.threads=1"], (), "here")
-        subject = Subject.build(planned)
-        with subject.on_exit:
-            found = examine(subject, LOOK_S)
-            record = subject.record(found.micro_batch, found.micro_batches)
+    torch.set_num_threads(1)
+    planned = plan([*overrides, "runtime.device=cpu", "runtime.threads=1"], (), "here")
+    with ExitStack() as undone:
+        subject = Subject.of(planned, child.built(planned.look(), True, undone))
+        found = examine(subject, LOOK_S)
+        record = subject.record(found.micro_batch, ())
     return {
-        "peak_bytes": found.memory.peak,
+        "peak_bytes": found.tensors_bytes,
         "counted_bytes": sum(record.peak.values()),
-        "ms": found.step.times(1e3),
-        "compute_ms": found.compute.times(1e3),
-        "reading_ms": found.reading.times(1e3),
+        "ms": found.step_s.times(1e3),
+        "compute_ms": found.compute_s.times(1e3),
+        "reading_ms": found.data_wait_s.times(1e3),
         "host_us": 1e6 * subject.device.host_s.value,
         "operations": found.operations,
         "limit": found.limit,

@@ -17,7 +17,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.step import WrappingStep
 from drivetrain.core.world import World
-from drivetrain.engine.rehearsal.search import largest_micro_batch
+from drivetrain.engine.rehearsal import largest_micro_batch
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 from drivetrain.run.result import Result

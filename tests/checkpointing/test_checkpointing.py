@@ -17,8 +17,7 @@ from drivetrain.checkpointing.base import Blocks, Selective
 from drivetrain.checkpointing.recompute import offload_forward
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
-from drivetrain.engine.rehearsal.fake_step import one_sample
-from drivetrain.engine.rehearsal.search import fewest, fewest_recomputed
+from drivetrain.engine.rehearsal import Rehearsal, fewest, peak_bytes
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials
 from tests.support import slow
@@ -439,12 +438,12 @@ def test_less_memory_recomputes_more_blocks_and_keeps_fewer_bytes(make):
 
     def measured(limit):
         trainer = make(*DEEP)
-        blocks, sample = repeated_blocks(trainer.model), one_sample(trainer).x
-        count, forecast = fewest_recomputed(trainer, blocks, 512, 1, limit)
+        blocks, rehearsal = repeated_blocks(trainer.model), Rehearsal(trainer)
+        count, forecast = fewest(lambda n: peak_bytes(rehearsal.record(512, 1, blocks[:n])), len(blocks), limit)
         model = make(*DEEP).model.train()
         chosen(count, len(blocks)).apply(model)
         with Live(model) as live:
-            model(torch.ones(512, *sample.shape[1:])).sum().backward()
+            model(torch.ones(512, *rehearsal.sample.x.shape[1:])).sum().backward()
         return count, forecast, live.peak
 
     none, all_ = measured(1e12), measured(1.0)

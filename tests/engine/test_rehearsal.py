@@ -6,10 +6,17 @@ import pytest
 import torch
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
-from drivetrain.engine.rehearsal.fake_step import CudaAutocast, Rehearsal, one_sample
-from drivetrain.engine.rehearsal.operation import Operation
-from drivetrain.engine.rehearsal.recorder import OTHER, Fakes, Recorder
-from drivetrain.engine.rehearsal.search import HEAP, furthest, largest_micro_batch
+from drivetrain.engine.rehearsal import (
+    HEAP,
+    OTHER,
+    CudaAutocast,
+    Fakes,
+    Operation,
+    Recorder,
+    Rehearsal,
+    furthest,
+    largest_micro_batch,
+)
 
 FLOAT = 4  # bytes
 
@@ -42,7 +49,7 @@ def test_the_peak_has_what_lives_at_the_same_time():
         third = second * 2
         del second, third
         torch.empty(10)
-    assert recorder.peak_bytes == 2000 * FLOAT
+    assert sum(recorder.at_peak().values()) == 2000 * FLOAT
     assert recorder.at_peak() == {"batch": 1000 * FLOAT, OTHER: 1000 * FLOAT}
     assert recorder.now_bytes == 0
 
@@ -52,7 +59,7 @@ def test_views_and_changes_in_place_allocate_nothing():
         x = torch.empty(10, 100)
         x.view(-1)[5:].add_(1)
         x.t().mul_(2)
-    assert recorder.peak_bytes == 1000 * FLOAT
+    assert sum(recorder.at_peak().values()) == 1000 * FLOAT
 
 
 def test_what_the_forward_keeps_lives_until_its_backward():
@@ -80,7 +87,7 @@ def peak_and_flops(*, recomputed: bool = False, autocast: bool = False) -> tuple
         checkpoint_forward(block)
     with Fakes() as fakes, Recorder(fakes) as recorder, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         torch.nn.Sequential(*blocks)(torch.ones(4096, 64)).sum().backward()
-    return recorder.peak_bytes, sum(o.flops * n for o, n in recorder.operations.items())
+    return sum(recorder.at_peak().values()), sum(o.flops * n for o, n in recorder.operations.items())
 
 
 def test_recomputation_lowers_the_peak_and_computes_the_forward_twice():
@@ -155,7 +162,7 @@ def test_the_largest_micro_batch_of_a_trainer(make):
     limit = 4 * 2**20
     trainer = make("model.hidden=[64]", "data.shape=[3,16,16]")
     size = largest_micro_batch(trainer, 10**5, limit)
-    rehearsal = Rehearsal(trainer, one_sample(trainer))
+    rehearsal = Rehearsal(trainer)
 
     def peak(n):
         record = rehearsal.record(n, 2)

@@ -1,13 +1,15 @@
-"""A question to a run's trainer, which a process of its own builds: nothing of it affects this one."""
+"""A run's trainer that is built to be asked: in a process of its own, of which nothing affects this one, or in this process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.config import validate
 from drivetrain.core import forking
+from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.option import RunSpec
 from drivetrain.core.signals import ended_by_signals
 from drivetrain.core.world import World
@@ -32,16 +34,21 @@ def ask(run: RunSpec, question: Callable[[Trainer], T], failed: str, limit_s: fl
     folder = directory.create(Path(run.values["output_dir"]), "probe")
 
     def work(answer: Callable[[T], None]) -> None:
-        from drivetrain.engine import build
-        from drivetrain.engine.rehearsal.recorder import Fakes
-
         validate.validate_device(run)
-        looking = run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=values))
-        context = RunContext(looking, World(), folder, without_values=None if values else Fakes().as_parameters())
-        answer(question(build.build(context, [])))
+        answer(question(built(run, values, ExitStack(), folder)))
 
     try:
         with ended_by_signals():
             return forking.answer_of(work, failed, limit_s)
     finally:
         directory.remove(folder)
+
+
+def built(run: RunSpec, values: bool, on_exit: ExitStack, folder: Path = NO_RUN_DIR) -> Trainer:
+    """Build the trainer in this process. `on_exit` undoes what it changes for the whole process."""
+    from drivetrain.engine import build
+    from drivetrain.engine.rehearsal import Fakes
+
+    looking = run.with_parts(precision=Precision.of(run).with_values(looks_for_slow_layers=values))
+    without_values = None if values else Fakes().as_parameters()
+    return build.build(RunContext(looking, World(), folder, on_exit=on_exit, without_values=without_values), [])

@@ -83,19 +83,26 @@ def from_table(name: str, number_format: str) -> float | None:
 
 
 @cache
-def _measured_once(device: torch.device, number_format: str, threads: int) -> float:
-    """On a CPU: one thread's, by its own CPU time, times the threads. On a busy machine several threads wait for each other."""
+def _measured_once(device: torch.device, number_format: str, _: int) -> float:
+    return measured(device, number_format)
+
+
+def measured(device: torch.device, number_format: str) -> float:
+    """Measure the operations a second of matrix products, in growing sizes until one takes long enough.
+
+    On a CPU: one thread's, by its own CPU time, times the threads. On a busy machine several threads wait for each other.
+    """
     if device.type != "cpu":
-        return measured(device, number_format)
+        return _products(device, number_format, time.perf_counter)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return threads * measured(device, number_format, time.thread_time)
+        return threads * _products(device, number_format, time.thread_time)
     finally:
         torch.set_num_threads(threads)
 
 
-def measured(device: torch.device, number_format: str, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Measure the operations a second of matrix products, in growing sizes until one takes long enough."""
+def _products(device: torch.device, number_format: str, clock: Callable[[], float]) -> float:
     dtype = getattr(torch, number_format, torch.float32)
     size, best = _SMALLEST, 0.0
     while True:

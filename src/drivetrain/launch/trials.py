@@ -199,7 +199,7 @@ def _total(device: torch.device) -> float:
 
 
 def _forecast_micro_batch(most: int, limit_gb: float | None, trainer: Trainer) -> int:
-    from drivetrain.engine.rehearsal.search import largest_micro_batch
+    from drivetrain.engine.rehearsal import largest_micro_batch
 
     if trainer.device.type != "cpu":
         return largest_micro_batch(trainer, most, device_limit(trainer.device, limit_gb))
@@ -266,8 +266,12 @@ def _look(updates: int | None, micro_batches: Sequence[int], own_steps: int, tra
 
 def _fewest_blocks(block: str | None, micro_batch: int, steps: int, limit_gb: float, trainer: Trainer) -> dict[str, int]:
     from drivetrain.core.blocks import blocks_for
-    from drivetrain.engine.rehearsal.search import fewest_recomputed
+    from drivetrain.engine.rehearsal import Rehearsal, fewest, peak_bytes
 
-    blocks = blocks_for("checkpointing=blocks", "checkpointing.block", trainer.model, block)
-    recomputed, peak = fewest_recomputed(trainer, blocks, micro_batch, steps, limit_gb * 2**30)
+    blocks, rehearsal = blocks_for("checkpointing=blocks", "checkpointing.block", trainer.model, block), Rehearsal(trainer)
+
+    def peak_with(count: int) -> float:
+        return peak_bytes(rehearsal.record(micro_batch, steps, blocks[:count]))
+
+    recomputed, peak = fewest(peak_with, len(blocks), limit_gb * 2**30)
     return {"blocks": len(blocks), "recomputed": recomputed, "bytes": int(peak)}

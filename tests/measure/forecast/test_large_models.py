@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,10 @@ import torch
 from bench import forecast as bench
 from torch._subclasses.fake_tensor import FakeTensor
 
-from drivetrain.engine.rehearsal.fake_step import GRADIENTS, PARAMETERS, STATE
-from drivetrain.engine.rehearsal.recorder import OTHER
+from drivetrain.engine import child
+from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE
 from drivetrain.measure.forecast import forecast
-from drivetrain.measure.forecast.forecast import Answer
-from drivetrain.measure.forecast.plan import plan
+from drivetrain.measure.forecast.forecast import plan
 from tests.support import later, slow
 
 later.package("transformers")
@@ -30,10 +31,16 @@ LLAMA_7B = {
 
 
 @pytest.fixture(autouse=True)
-def _own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def build() -> Iterator[Callable[..., forecast.Subject]]:
+    """The subject of a run that is built here, with fake weights or with values; what it changed is put back."""
     threads = torch.get_num_threads()
-    yield
+    with ExitStack() as undone:
+
+        def built(words: list[str], values: bool = False) -> forecast.Subject:
+            planned = plan(words, (), "h100")
+            return forecast.Subject.of(planned, child.built(planned.look(), values, undone))
+
+        yield built
     torch.set_num_threads(threads)
 
 
@@ -59,19 +66,18 @@ def matrices(config: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("layers", slow.but(lambda n: n == 2, [2, 32], str))
-def test_lora_on_a_7b_by_hand(layers, tmp_path):
+def test_lora_on_a_7b_by_hand(layers, tmp_path, build):
     """From a config file alone, and in less memory than its weights take: parameters, state and operations as by hand."""
     lora = ["adapter=lora", f"adapter.rank={RANK}", "precision=bf16_pure"]
-    made = forecast.Subject.build(plan([*words(folder(tmp_path, layers)), *lora], (), "h100"))
-    with made.on_exit:
-        record = made.record(1, 1)
+    made = build([*words(folder(tmp_path, layers)), *lora])
+    record = made.record(1, ())
     sides, width, ends = matrices(LLAMA_7B), 4096, TOKENS * 4096
     base = layers * (sum(a * b for a, b in sides) + 2 * width) + width + 2 * ends
     adapters = layers * RANK * sum(a + b for a, b in sides)
     assert record.peak[PARAMETERS] == pytest.approx(2 * (base + adapters), rel=1e-3)  # beside: scales, tables of angles
     trained = adapters + ends  # the layer that gives the outputs trains as a whole
     assert record.peak[STATE] == pytest.approx((4 + 4 + 4) * trained, rel=1e-3)  # a master weight and two moments
-    assert all(isinstance(p, FakeTensor) for p in made.trainer.model.parameters()), "the weights were made"
+    assert all(isinstance(p, FakeTensor) for p in made.rehearsal.trainer.model.parameters()), "the weights were made"
     products = LENGTH * layers * sum(a * b for a, b in sides)
     unneeded = LENGTH * 3 * width * width  # no gradient of the first layer's inputs: the embedding does not train
     attention = LENGTH * LENGTH * width * layers
@@ -86,33 +92,26 @@ def small(tmp_path: Path) -> list[str]:
     return [*words(folder(tmp_path, 3, **sizes), 32, 100, 4), "adapter=lora", "model.pretrained=false"]
 
 
-def test_a_record_of_shapes_is_that_of_weights_with_values_and_the_peak_that_was_measured(tmp_path, monkeypatch):
+def test_a_record_of_shapes_is_that_of_weights_with_values_and_the_peak_that_was_measured(tmp_path, monkeypatch, build):
     monkeypatch.setattr(bench, "ENOUGH_S", 0.0)
     given = small(tmp_path)
-    shapes = forecast.Subject.build(plan(given, (), "h100"))
-    with shapes.on_exit:
-        without = shapes.record(4, 1)
-    assert all(isinstance(p, FakeTensor) for p in shapes.trainer.model.parameters())
-    monkeypatch.setattr(type(shapes.plan), "times_layers", True)
-    values = forecast.Subject.build(plan(given, (), "h100"))
-    with values.on_exit:
-        having = values.record(4, 1)
-    assert not any(isinstance(p, FakeTensor) for p in values.trainer.model.parameters())
+    shapes, values = (build(given, with_values) for with_values in (False, True))
+    without, having = (made.record(4, ()) for made in (shapes, values))
+    assert all(isinstance(p, FakeTensor) for p in shapes.rehearsal.trainer.model.parameters())
+    assert not any(isinstance(p, FakeTensor) for p in values.rehearsal.trainer.model.parameters())
     assert without.peak == having.peak
     assert without.operations == having.operations
     assert sum(without.peak.values()) == pytest.approx(bench.measure(given)["peak_bytes"], rel=0.05)
 
 
-def test_what_makes_a_run_fit_is_found_first_and_named(tmp_path, monkeypatch):
-    made = forecast.Subject.build(plan(small(tmp_path), (), "h100"))
-    with made.on_exit:
-        base = forecast.examine(made, 0.0)
-        low = forecast._row(forecast.RECOMPUTED, base, made).peak_bytes
-        limit = math.sqrt(base.memory.peak.value * low)
-        monkeypatch.setattr(forecast, "_limit", lambda _: limit / forecast.FILLED)
-        base = forecast.examine(made, 0.0)
-        rows = forecast.table(base, made, 0.0)
+def test_what_makes_a_run_fit_is_found_first_and_named(tmp_path, build):
+    made = build(small(tmp_path))
+    base = forecast.examine(made, 0.0)
+    low = forecast._row(forecast.RECOMPUTED, base, made).peak_bytes
+    made.device = replace(made.device, memory=math.sqrt(base.tensors_bytes.value * low) / forecast.FILLED)
+    base = forecast.examine(made, 0.0)
+    rows = forecast.table(base, made, 0.0)
     assert not base.fits
     assert (rows[0].override, rows[0].fits) == (forecast.RECOMPUTED, True)
     assert all("the time was up" in row.why_not for row in rows[1:])
-    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet([Answer(base, rows, [])]).page()
+    assert f"it fits with: {forecast.RECOMPUTED}" in forecast.sheet([replace(base, what_if=rows)]).page()
