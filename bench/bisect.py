@@ -58,7 +58,7 @@ class Simulated:
         return Measured(self._interval(mine), len(mine))
 
     def _interval(self, mine: list[float]) -> Interval:
-        return log_ratio(mine, [1.0] * len(mine))
+        return log_ratio(mine)
 
 
 def repeat(kind: str, share: float, seed: int, rounds: int) -> dict[str, Any]:

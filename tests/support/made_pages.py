@@ -16,8 +16,9 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
+from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.bisect import NAMED, Measured, Search
+from drivetrain.measure.bisect.bisect import NAMED, Measured, Search, Settings, Subsets
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
@@ -116,21 +117,22 @@ def doctors() -> str:
     return replace(sheet, sections=[*sheet.sections, *found_by]).page()
 
 
-def bisected() -> bisect.Report:
+def bisected() -> Search:
     """A bisection that found one cause."""
-    changes = [SimpleNamespace(key="precision", good="fp32", bad=HOSTILE), SimpleNamespace(key="lr", good="1", bad="2")]
-    effect = Interval(-0.2, -0.3, -0.1)
+    changes: Any = [SimpleNamespace(key="precision", good="fp32", bad=HOSTILE), SimpleNamespace(key="lr", good="1", bad="2")]
+    sides = [VariantSpec(name, [], None) for name in ("naive", "mine.yaml")]
+    overrides: Any = SimpleNamespace(overrides=lambda chosen: [])
     measurer: Any = SimpleNamespace(
-        unit="samples/s", shown=lambda found: (f"{found.effect.middle:+.0%}", f"{found.effect.low:+.0%}") if found.effect else ()
-    )
+        unit="samples/s", settings=Settings(), subsets=Subsets(sides[0], sides[1], overrides, (), (), changes, [HOSTILE]),
+        shown=lambda found: (f"{found.effect.middle:+.0%}", f"{found.effect.low:+.0%}") if found.effect else (),
+    )  # fmt: skip
+    effect = Interval(-0.2, -0.3, -0.1)
     tried = {
         frozenset({0}): Measured(effect, 6),
         frozenset({1}): Measured(None, 6, HOSTILE),
         frozenset({0, 1}): Measured(effect, 6),
     }
-    search = Search(2, measurer, tried, NAMED, [(0,)], Measured(effect, 6))
-    subsets: Any = SimpleNamespace(numbered=changes, changes=SimpleNamespace(overrides=lambda chosen: []))
-    return bisect.Report("naive", "mine.yaml", subsets, search, measurer, [HOSTILE], 9.0)
+    return Search(2, measurer, tried, NAMED, [(0,)], Measured(effect, 6))
 
 
 def certified() -> str:
@@ -168,7 +170,7 @@ def every(folder: Path) -> dict[str, str]:
         "ablate": compare.ablation_sheet("fast", HOSTILE, both).page(),
         "tune": tune.sheet(tuning, "precision=bf16 makes it faster", ["drivetrain train"], tested).page(),
         "doctor": doctors(),
-        "bisect": bisected().sheet().page(),
+        "bisect": bisect.sheet(bisected(), 9.0).page(),
         "certify": certified(),
         "data": data(folder),
     }

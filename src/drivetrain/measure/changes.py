@@ -138,11 +138,6 @@ class Changes:
         lists = [word for group, names in toggled.items() for word in self._list(group, names)]
         return [*lists, *(override for change in single for override in change.overrides)]
 
-    def left_over(self, job: Job) -> list[str]:
-        """The keys in which a job that should be BAD differs from it."""
-        have, want = flatten(job.composed.plain), flatten(self._new)
-        return sorted(key for key in {**have, **want} if have.get(key) != want.get(key) and not self._is_skipped(key))
-
     def _is_skipped(self, key: str) -> bool:
         return key in self.skipped or re.split("[.=]", key)[0] in self.skipped
 

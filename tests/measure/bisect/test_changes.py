@@ -19,9 +19,9 @@ from drivetrain.measure.bisect.bisect import (
     UNKNOWN,
     UNRESOLVED,
     Measured,
+    Measurer,
     Search,
     Settings,
-    Speed,
     Unresolved,
     numbers,
 )
@@ -31,8 +31,8 @@ from tests.support import json_keys, made_pages
 
 
 def prepared(good, bad, *common, quality=False):
-    subsets, job, notes = bisect.prepare([good, bad, *common], (), quality)
-    return subsets, job, notes
+    subsets = bisect.prepare([good, bad, *common], (), quality)
+    return subsets, subsets.bad.job, subsets.notes
 
 
 def keys(subsets):
@@ -173,9 +173,8 @@ def test_help_and_completion(capsys):
 
 def test_a_share_of_nothing_has_no_sign():
     whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
-    search = Search(2, None, {frozenset({0, 1}): whole, frozenset({0}): none}, NAMED)
-    found = bisect.Report("a", "b", None, search, Speed(None, Settings(), 0.0), [], 1.0)
-    assert [row[3] for row in found.table().rows] == ["100 %", "0 %"]
+    search = Search(2, Measurer(None, Settings(), 0.0), {frozenset({0, 1}): whole, frozenset({0}): none}, NAMED)
+    assert [row[3] for row in bisect.tried(search).rows] == ["100 %", "0 %"]
 
 
 @pytest.mark.parametrize(
@@ -186,10 +185,10 @@ def test_a_share_of_nothing_has_no_sign():
     ],
 )
 def test_a_budget_that_was_too_small_is_told_in_a_sentence(whole, said):
-    search = Search(1, None, {frozenset({0}): whole}, UNRESOLVED, reason="whether they differ is not certain")
-    found = bisect.Report("a", "b", None, search, Speed(None, Settings(budget_s=40), 0.0), [], 1.0)
-    assert found.conclusion()[-1].endswith(said)
-    assert "inf" not in str(found.table().rows)
+    measurer = Measurer(bisect.Subsets(None, None, None, (), (), []), Settings(budget_s=40), 0.0)
+    search = Search(1, measurer, {frozenset({0}): whole}, UNRESOLVED, reason="whether they differ is not certain")
+    assert bisect.conclusion(search, 1.0)[-1].endswith(said)
+    assert "inf" not in str(bisect.tried(search).rows)
 
 
 def test_numbers_are_shown_as_ranges():
@@ -207,7 +206,7 @@ def test_two_changes_that_need_each_other_take_no_third_with_them():
 
 
 def test_the_keys_of_the_file():
-    found = made_pages.bisected().as_dict(Settings(), {})
+    found = bisect.as_dict(made_pages.bisected(), 9.0, {})
     tried = "changes effect pairs problem diverged"
     json_keys.check(found, top=json_keys.BISECT, causes="changes effect overrides", changes="key good bad", tried=tried)
 
@@ -296,12 +295,12 @@ def test_what_makes_training_diverge_is_bad():
 
 
 def test_a_subset_is_measured_until_its_question_is_decided_and_goes_on_with_its_pairs():
-    class Made(Speed):
+    class Made(Measurer):
         ends: str | None = None
 
-        def add(self, variant, mine, base, is_over):
+        def add(self, variant, figures, is_over):
             while self.ends is None and not is_over():
-                mine.append(1.2 + len(mine) % 2 / 100), base.append(1.0)
+                figures.append(1.2 + len(figures) % 2 / 100)
             return self.ends
 
     subsets = SimpleNamespace(variant=lambda chosen: VariantSpec("", [], "a job"))
@@ -315,8 +314,8 @@ def test_a_subset_is_measured_until_its_question_is_decided_and_goes_on_with_its
 
 
 def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
-    class Failing(Speed):
-        def add(self, variant, mine, base, is_over):
+    class Failing(Measurer):
+        def add(self, variant, figures, is_over):
             asked.append(variant.label)
             return "RuntimeError: boom" if 6 in variant.label else None
 

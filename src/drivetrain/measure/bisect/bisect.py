@@ -18,16 +18,15 @@ import shlex
 import statistics
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.config.hydra_words import recipe_word, translated
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.option import Count, Positive
-from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import selected
 from drivetrain.core.typed import JsonObject
@@ -46,36 +45,21 @@ from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, folded, words
 
-
-@dataclass
-class Side:
-    """GOOD or BAD: its name as it was given, and its overrides, which for a run come on top of its own config."""
-
-    name: str
-    overrides: list[str]
-    config_dirs: Sequence[str]
-    run_dir: Path | None = None
-    recorded: JsonObject = field(default_factory=dict)  # of a run of this user: its environment.json
-
-    def job(self, changes: Sequence[str] = ()) -> Job:
-        """The job with these overrides on top. Raises UserError."""
-        given = self.changed(changes)
-        if self.run_dir is None:
-            return prepare_job(given, self.config_dirs)
-        dirs = self.config_dirs or self.recorded.get("config_dirs", [])
-        return of_run(self.run_dir, given, dirs, recorded_settings(self.recorded, given))
-
-    def changed(self, changes: Sequence[str]) -> list[str]:
-        """The side's overrides with these on top; a list of options, as surgery=[…], has all keys of its items."""
-        keys = {key_of(change) for change in changes}
-        below = tuple(f"{key}." for key in keys if key in LISTS or "." in key)
-        kept = [override for override in self.overrides if not key_of(override).startswith(below)]
-        return apply(kept, changes, self.config_dirs)
+SAME_DATA = ("task", "data")  # groups whose options the two must share
+NOT_TOLD = ("output_dir", "recipe", "resume", "resume_changed")  # if they differ
+NEVER_TRIED = (*NOT_TOLD, "trust", "select", "logger")
+# The length of a run, and its random numbers: a step is as fast with others.
+NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop", "runtime.seed")
+NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
 
 
-def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
-    """The side that a word of the command line names, with the overrides that both sides have. Raises UserError."""
-    path = expanded(word)
+def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> VariantSpec:
+    """GOOD or BAD, as a word of the command line names it, with the overrides that both have. Raises UserError.
+
+    The overrides of a run come on top of its own config.
+    """
+    path, own = expanded(word), []
+    composes: Callable[[Sequence[str]], Job] = partial(prepare_job, config_dirs=config_dirs)
     if "=" in word and not os.path.exists(path) and not places.is_address(word):
         try:
             own = translated(shlex.split(word), config_dirs)  # quotes within the word are the shell's
@@ -83,13 +67,52 @@ def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
             raise UserError(f"'{word}' is no list of overrides: {error}") from None
         if wrong := [override for override in own if "=" not in override]:
             raise UserError(f"'{wrong[0]}' in '{word}' is not of the form key=value")
-        return Side(word, [*own, *overrides], config_dirs)
-    if path.is_dir():
+    elif path.is_dir():
         recorded = recorded_environment(path)
-        return Side(word, [*overrides], config_dirs, path, recorded if is_of_this_user(recorded) else {})
-    name = recipe_word(word, config_dirs)
-    places.load(name.strip("'"))
-    return Side(word, [f"recipe={name}", *overrides], config_dirs)
+        ours = recorded if is_of_this_user(recorded) else {}
+        dirs = config_dirs or ours.get("config_dirs", [])
+        composes = lambda given: of_run(path, given, dirs, recorded_settings(ours, given))  # noqa: E731
+    else:
+        own = [f"recipe={recipe_word(word, config_dirs)}"]
+    given = [*own, *overrides]
+    return VariantSpec(word, given, composes(given), composes=composes)
+
+
+@dataclass
+class Subsets:
+    """GOOD, BAD, the changes from one to the other, and what the user should know of them."""
+
+    good: VariantSpec
+    bad: VariantSpec
+    changes: Changes
+    common: Sequence[str]  # overrides of every variant
+    config_dirs: Sequence[str]
+    numbered: list[Change] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def keys(self, chosen: Iterable[int]) -> list[str]:
+        """The names of the changes with these numbers."""
+        return [self.numbered[number].key for number in chosen]
+
+    def variant(self, chosen: Iterable[int]) -> VariantSpec:
+        """GOOD with the changes of these numbers."""
+        return self.of([self.numbered[number] for number in sorted(chosen)])
+
+    def of(self, changes: Sequence[Change]) -> VariantSpec:
+        """GOOD with these changes; without a job where the options' rules refuse it.
+
+        A list of options that is changed, as surgery=[…], has all keys of its items.
+        """
+        changed = [*self.changes.overrides(changes), *self.common]
+        replaced = tuple(f"{key}." for key in map(key_of, changed) if key in LISTS or "." in key)
+        kept = [override for override in self.good.overrides if not key_of(override).startswith(replaced)]
+        given, label = apply(kept, changed, self.config_dirs), " ".join(change.key for change in changes)
+        found = VariantSpec(label or self.good.label, given, None, composes=self.good.composes)
+        try:
+            found.job = found.composes(given) if found.composes is not None else None
+        except UserError as error:
+            found.problems = error.problems
+        return found
 
 
 NAMED, NONE, UNRESOLVED = "named", "none", "not resolved"
@@ -133,91 +156,85 @@ class GoodFails(Exception):
     """GOOD itself does not run, so nothing can be compared to it; the message is its error."""
 
 
-@dataclass
-class Subsets:
-    """GOOD with any subset of the changes on top, as a variant of a comparison."""
-
-    good: Side
-    changes: Changes
-    common: list[str]  # overrides of every variant
-    numbered: list[Change] = field(default_factory=list)
-
-    def variant(self, chosen: Subset) -> VariantSpec:
-        """GOOD with the changes of these numbers; without a job where the options' rules refuse it."""
-        return self.of([self.numbered[number] for number in sorted(chosen)])
-
-    def of(self, changes: Sequence[Change]) -> VariantSpec:
-        """GOOD with these changes."""
-        label = " ".join(change.key for change in changes) or self.good.name
-        given = self.good.changed([*self.changes.overrides(changes), *self.common])
-        try:
-            return VariantSpec(label, given, self.good.job(given), composes=self.good.job)
-        except UserError as error:
-            return VariantSpec(label, given, None, error.problems)
+IsOver = Callable[..., bool]  # of the figures that are new
 
 
-IsOver = Callable[..., bool]  # of the figures that are new, of a subset and of GOOD
+def log_ratio(ratios: Sequence[float]) -> Interval:
+    """The logarithm of the ratio that paired rates have, with its 95 % interval."""
+    middle, low, high = ratio(ratios, [1.0] * len(ratios))
+    return Interval(math.log(middle), math.log(low) if low else -math.inf, math.log(high))
 
 
-class Measurer(ABC):
+class Measurer:
     """Measures GOOD with subsets of the changes, and says on standard error which comparison is under way.
 
-    A subclass adds pairs of figures, of a subset and of GOOD beside it, and has the effect that they show.
+    This one measures samples a second, in rounds of fresh processes: a round's figure is the ratio to GOOD's rate.
     """
 
-    unit: str
-    sign = ""  # beside an effect
-    least: int  # pairs that give an interval
-    interval: Callable[[Sequence[float], Sequence[float]], Interval]
-    value: Callable[[float], str]  # an effect as text
+    sign, least = " ×", LEAST_ROUNDS  # beside an effect; figures that give an interval
 
     def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
         """`until`: of time.monotonic."""
         self.subsets, self.settings, self.until = subsets, settings, until
-        self.most = settings.seeds if settings.quality else settings.rounds
+        self.unit, self.most = "samples/s", settings.rounds
+        self.margin = math.log1p(EQUIVALENCE)  # the largest effect that does not matter
         self.number = 0  # of the comparison
         self.fails = False  # the effect is whether a subset fails while it runs, for a BAD that does: 1 or 0
         self.errors: dict[Subset, str | None] = {}  # of those that were asked whether they fail
-        self.pairs: dict[Subset, tuple[list[float], list[float]]] = {}
+        self.figures: dict[Subset, list[float]] = {}  # one of each round
 
-    @property
-    @abstractmethod
-    def margin(self) -> float:
-        """The largest effect that does not matter."""
+    def effect(self, figures: Sequence[float]) -> Interval:
+        """The effect that the figures of a subset show."""
+        return log_ratio(figures)
 
-    @abstractmethod
-    def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
-        """Add pairs until it is over; return why the variant fails, where it does. Raises GoodFails."""
+    def value(self, effect: float) -> str:
+        """An effect as text."""
+        return f"{math.exp(effect):.3f}"
+
+    def add(self, variant: VariantSpec, figures: list[float], is_over: IsOver) -> str | None:
+        """Add figures until it is over; return why the variant fails, where it does. Raises GoodFails."""
+
+        def ratios(row: Row, base: Row) -> list[float]:
+            return [mine / theirs for mine, theirs in zip(row.rates, base.rates, strict=False)]
+
+        def stop(rows: Sequence[Row]) -> Sequence[Row]:
+            return [row for row in rows[1:] if is_over(*ratios(row, rows[0]))]  # none where the variant has failed
+
+        good = self.subsets.variant(())
+        limits = compare.Settings(rounds=self.most - len(figures), block_s=self.settings.block_s)
+        first, row = compare.measure([good, variant], limits, good.overrides, stop).rows
+        if first.error is not None:
+            raise GoodFails(first.error)
+        figures += ratios(row, first)
+        # The log in which an error's traceback is has gone with the run.
+        return row.error and f"failed: {row.error.splitlines()[0].partition(' (traceback in')[0]}"
 
     def measure(self, chosen: Subset, decided: Decided) -> Measured:
         """Measure a subset until its effect decides the question or the budget is used, and say what was found."""
         self.number += 1
         echo(f"comparison {self.number}: changes {numbers(chosen)} on top of GOOD", file=sys.stderr)
-        variant = self.subsets.variant(chosen)
-        if variant.job is None:
-            found = Measured(problem=f"refused: {'; '.join(variant.problems)}")
-        elif self.fails:
-            if chosen not in self.errors:
-                self.errors[chosen] = self.add(variant, [], [], lambda *_: True)
-            failed = float(self.errors[chosen] is not None)
-            found = Measured(Interval(failed, failed, failed), 1, self.errors[chosen] or "")
-        else:
-            found = self._effect(chosen, variant, decided)
+        found = self._measured(chosen, self.subsets.variant(chosen), decided)
         echo(f"comparison {self.number}: {' '.join(self.shown(found)) or found.problem}", file=sys.stderr)
         return found
 
-    def _effect(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
-        """The effect of a variant that can be composed."""
-        mine, base = self.pairs.setdefault(chosen, ([], []))
+    def _measured(self, chosen: Subset, variant: VariantSpec, decided: Decided) -> Measured:
+        figures = self.figures.setdefault(chosen, [])
 
-        def is_over(new: Sequence[float] = (), old: Sequence[float] = ()) -> bool:
-            count = len(mine) + len(new)
-            enough = count >= self.least and decided(self.interval([*mine, *new], [*base, *old]))
-            return enough or count >= self.most or time.monotonic() > self.until
+        def is_over(*new: float) -> bool:
+            both = [*figures, *new]
+            enough = len(both) >= self.least and decided(self.effect(both))
+            return enough or len(both) >= self.most or time.monotonic() > self.until
 
-        if not is_over() and (error := self.add(variant, mine, base, is_over)) is not None:
-            return Measured(pairs=max(1, len(mine)), problem=error, diverged=error.startswith("diverged"))
-        return Measured(self.interval(mine, base) if mine else UNKNOWN, len(mine))
+        if variant.job is None:
+            return Measured(problem=f"refused: {'; '.join(variant.problems)}")
+        if self.fails:
+            if chosen not in self.errors:
+                self.errors[chosen] = self.add(variant, [], lambda *_: True)
+            failed = float(self.errors[chosen] is not None)
+            return Measured(Interval(failed, failed, failed), 1, self.errors[chosen] or "")
+        if not is_over() and (error := self.add(variant, figures, is_over)) is not None:
+            return Measured(None, max(1, len(figures)), error, error.startswith("diverged"))
+        return Measured(self.effect(figures) if figures else UNKNOWN, len(figures))
 
     def shown(self, found: Measured) -> tuple[str, ...]:
         """The effect and its interval as text; nothing where there is no figure."""
@@ -230,6 +247,50 @@ class Measurer(ABC):
         middle, *bounds = map(self.value, found.effect)
         known = all(map(math.isfinite, found.effect))
         return middle + self.sign, " – ".join(bounds) if known else "too few pairs for an interval"
+
+
+class Quality(Measurer):
+    """Trains GOOD and subsets with the same seeds: a seed's figure is the difference of their final metrics."""
+
+    sign, least = "", LEAST_SEEDS
+
+    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
+        super().__init__(subsets, settings, until)
+        self._good, self._trained, self._of_good = subsets.variant(()), Trained(), dict[int, float]()  # by seed
+        self._run = baseline_job([self._good]).run
+        self.unit, self.most, self.margin = selected(self._run).name, settings.seeds, 0.0
+
+    def effect(self, figures: Sequence[float]) -> Interval:
+        return mean(figures)
+
+    def value(self, effect: float) -> str:
+        return f"{effect:+.4f}"
+
+    def add(self, variant: VariantSpec, figures: list[float], is_over: IsOver) -> str | None:
+        with Steps() as progress, trainings("bisect", baseline_job([self._good]), None, progress, self._trained) as train:
+            while not is_over():
+                seed = self._run.runtime.seed + len(figures)
+                good, run = train(self._good, seed), train(variant, seed)
+                for each in (good, run):
+                    if each.error is None and self.unit not in each.figures:
+                        each.error = f"failed: it evaluates no {self.unit}"
+                if good.error is not None:
+                    raise GoodFails(good.error)
+                if run.error is not None:
+                    return run.error
+                self._of_good[seed] = good.figures[self.unit]
+                figures.append(run.figures[self.unit] - good.figures[self.unit])
+                # The spread of GOOD over its seeds, or a small share of its mean where that is more.
+                if len(seen := [*self._of_good.values()]) > 1:
+                    self.margin = max(SPREADS * deviation(seen), LEAST_MARGIN * abs(statistics.fmean(seen)))
+        return None
+
+
+def numbers(chosen: Iterable[int]) -> str:
+    """The numbers of changes, counted from 1, as ranges: 1–3, 5."""
+    in_order = enumerate(sorted(number + 1 for number in chosen))
+    ranges = [[number for _, number in of] for _, of in itertools.groupby(in_order, lambda at: at[1] - at[0])]
+    return ", ".join(f"{found[0]}–{found[-1]}" if len(found) > 1 else str(found[0]) for found in ranges)
 
 
 class Unresolved(Exception):
@@ -345,170 +406,79 @@ class Search:
         return max(abs(found.low), abs(found.high)) <= self.measurer.margin
 
 
-def log_ratio(mine: Sequence[float], base: Sequence[float]) -> Interval:
-    """The logarithm of the ratio of paired rates, with its 95 % interval."""
-    middle, low, high = ratio(mine, base)
-    return Interval(math.log(middle), math.log(low) if low else -math.inf, math.log(high))
+def tried(search: Search) -> Table:
+    """The table of what was tried, in the order of the comparisons."""
+    header = ["changes on top of GOOD", search.measurer.unit, "95 % interval", "of the difference", "pairs", "because"]
+    whole = search.whole.effect.middle if search.whole.effect is not None and search.outcome != NONE else 0.0
+    rows = []
+    for chosen, found in search.tried.items():
+        middle, interval, *_ = (*search.measurer.shown(found), "", "")
+        share = f"{round(100 * found.effect.middle / whole)} %" if found.effect is not None and whole else ""
+        if found.pairs or found.problem:
+            pairs = str(found.pairs or "")
+            rows.append([numbers(chosen), middle or "–", interval, share, pairs, printable(found.problem)])
+    return Table(header, rows, "What was tried", ("because",), sortable=True).used(always=2)
 
 
-def mean_difference(mine: Sequence[float], base: Sequence[float]) -> Interval:
-    """The mean difference of paired figures, with its 95 % interval."""
-    return mean([a - b for a, b in zip(mine, base, strict=True)])
+def sheet(search: Search, seconds: float) -> Sheet:
+    """The answer, what was tried, and the changes by their numbers."""
+    subsets = search.measurer.subsets
+    answer, *more = conclusion(search, seconds)
+    changes = folded("The changes", [table_of(subsets.numbered)], is_open=True)
+    sections: list[Section] = [tried(search), words(*more, *subsets.notes), changes]
+    return Sheet(f"What makes {subsets.bad.label} differ from {subsets.good.label} – drivetrain bisect", answer, sections)
 
 
-class Speed(Measurer):
-    """Measures samples a second in rounds of fresh processes; an effect is the logarithm of the ratio to GOOD's."""
+def conclusion(search: Search, seconds: float) -> list[str]:
+    """The answer, one sentence a line."""
+    measurer, keys = search.measurer, search.measurer.subsets.keys
 
-    margin = math.log1p(EQUIVALENCE)
-    unit, sign, least = "samples/s", " ×", LEAST_ROUNDS
-    interval, value = staticmethod(log_ratio), staticmethod(lambda effect: f"{math.exp(effect):.3f}")
+    def figures(found: Measured) -> str:
+        middle, *interval = measurer.shown(found) or (found.problem,)
+        return f"{middle} {measurer.unit} ({interval[0]})" if interval else middle
 
-    def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
-        def stop(rows: Sequence[Row]) -> Sequence[Row]:
-            old, *others = (row.rates for row in rows)  # there are no others where the variant has failed
-            return rows[1:] if is_over(others[0] if others else (), old) else ()
-
-        good = self.subsets.variant(frozenset())
-        limits = compare.Settings(rounds=self.most - len(mine), block_s=self.settings.block_s)
-        first, row = compare.measure([good, variant], limits, good.overrides, stop).rows
-        if first.error is not None:
-            raise GoodFails(first.error)
-        mine += row.rates
-        base += first.rates[: len(row.rates)]
-        # The log in which an error's traceback is has gone with the run.
-        return row.error and f"failed: {row.error.splitlines()[0].partition(' (traceback in')[0]}"
-
-
-class Quality(Measurer):
-    """Trains GOOD and subsets with the same seeds; an effect is the mean difference of the final metric, seed by seed."""
-
-    least = LEAST_SEEDS
-    interval, value = staticmethod(mean_difference), staticmethod("{:+.4f}".format)
-
-    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
-        super().__init__(subsets, settings, until)
-        self._good, self._trained = subsets.variant(frozenset()), Trained()
-        self._run = baseline_job([self._good]).run
-        self.unit = selected(self._run).name
-
-    @property
-    def margin(self) -> float:
-        """The spread of GOOD over its seeds, or a small share of its mean where that is more."""
-        found = max((base for _, base in self.pairs.values()), key=len, default=[])
-        if len(found) < 2:
-            return 0.0
-        return max(SPREADS * deviation(found), LEAST_MARGIN * abs(statistics.fmean(found)))
-
-    def add(self, variant: VariantSpec, mine: list[float], base: list[float], is_over: IsOver) -> str | None:
-        while True:
-            seed = self._run.runtime.seed + len(mine)
-            with Steps() as progress, trainings("bisect", baseline_job([self._good]), None, progress, self._trained) as train:
-                good, run = train(self._good, seed), train(variant, seed)
-            for each in (good, run):
-                if each.error is None and self.unit not in each.figures:
-                    each.error = f"failed: it evaluates no {self.unit}"
-            if good.error is not None:
-                raise GoodFails(good.error)
-            if run.error is not None:
-                return run.error
-            mine.append(run.figures[self.unit])
-            base.append(good.figures[self.unit])
-            if is_over():
-                return None
+    cost = f"{search.comparisons} comparisons, {sum(f.pairs for f in search.tried.values())} pairs, {seconds:.0f} s"
+    if search.outcome == NONE:
+        return [f"none: they do not differ ({figures(search.whole)}; {cost})"]
+    lines = []
+    for cause in search.causes:
+        how = "alone" if len(cause) == 1 else "together, and none of them is enough without the others"
+        lines.append(f"{', '.join(keys(cause))}: on top of GOOD {how}: {figures(search.tried[frozenset(cause)])}")
+    if search.rest is not None and search.causes:
+        lines.append(f"BAD without {'it' if len(search.causes) == 1 else 'these'}: {figures(search.rest)}")
+    if search.reason:
+        what = "whether anything else matters is not resolved" if search.causes else "not resolved within the budget"
+        more = "" if measurer.fails else " (rounds=, seeds= and budget_s= allow more)"
+        lines.append(f"{what}: {search.reason}{more}; what is left to suspect: {', '.join(keys(search.suspects))}")
+    return [*lines, f"found by {cost}; BAD: {figures(search.whole)}"]
 
 
-def numbers(chosen: Iterable[int]) -> str:
-    """The numbers of changes, counted from 1, as ranges: 1–3, 5."""
-    in_order = enumerate(sorted(number + 1 for number in chosen))
-    ranges = [[number for _, number in of] for _, of in itertools.groupby(in_order, lambda at: at[1] - at[0])]
-    return ", ".join(f"{found[0]}–{found[-1]}" if len(found) > 1 else str(found[0]) for found in ranges)
+def as_dict(search: Search, seconds: float, facts: JsonObject) -> JsonObject:
+    """The content of bisect.json. An effect is [estimate, low, high], with null for a bound where there were too few pairs."""
+    subsets, keys = search.measurer.subsets, search.measurer.subsets.keys
 
+    def plain(found: Measured | None) -> list[float | None] | None:
+        effect = found.effect if found is not None else None
+        return [value if math.isfinite(value) else None for value in effect] if effect is not None else None
 
-@dataclass
-class Report:
-    """A finished bisection."""
-
-    good: str
-    bad: str
-    subsets: Subsets
-    search: Search
-    measurer: Measurer
-    notes: list[str]
-    seconds: float
-
-    def table(self) -> Table:
-        """The table of what was tried, in the order of the comparisons."""
-        header = ["changes on top of GOOD", self.measurer.unit, "95 % interval", "of the difference", "pairs", "because"]
-        rows = [self._row(numbers(chosen), found) for chosen, found in self.search.tried.items() if found.pairs or found.problem]
-        return Table(header, rows, "What was tried", ("because",), sortable=True).used(always=2)
-
-    def _row(self, name: str, found: Measured) -> list[str]:
-        middle, interval, *_ = (*self.measurer.shown(found), "", "")
-        whole = self.search.whole.effect.middle if self.search.whole.effect is not None else 0.0
-        of_whole = found.effect is not None and whole and self.search.outcome != NONE
-        share = f"{round(100 * found.effect.middle / whole)} %" if found.effect is not None and of_whole else ""
-        return [name, middle or "–", interval, share, str(found.pairs or ""), printable(found.problem)]
-
-    def sheet(self) -> Sheet:
-        """The answer, what was tried, and the changes by their numbers."""
-        answer, *more = self.conclusion()
-        changes = folded("The changes", [table_of(self.subsets.numbered)], is_open=True)
-        sections: list[Section] = [self.table(), words(*more, *self.notes), changes]
-        return Sheet(f"What makes {self.bad} differ from {self.good} – drivetrain bisect", answer, sections)
-
-    def conclusion(self) -> list[str]:
-        """The answer, one sentence a line."""
-        search = self.search
-        cost = f"{search.comparisons} comparisons, {sum(f.pairs for f in search.tried.values())} pairs, {self.seconds:.0f} s"
-        if search.outcome == NONE:
-            return [f"none: they do not differ ({self._figures(search.whole)}; {cost})"]
-        lines = []
-        for cause in search.causes:
-            how = "alone" if len(cause) == 1 else "together, and none of them is enough without the others"
-            figures = self._figures(search.tried[frozenset(cause)])
-            lines.append(f"{', '.join(self._keys(cause))}: on top of GOOD {how}: {figures}")
-        if search.rest is not None and search.causes:
-            lines.append(f"BAD without {'it' if len(search.causes) == 1 else 'these'}: {self._figures(search.rest)}")
-        if search.reason:
-            what = "whether anything else matters is not resolved" if search.causes else "not resolved within the budget"
-            suspects = ", ".join(self._keys(search.suspects))
-            more = "" if self.measurer.fails else " (rounds=, seeds= and budget_s= allow more)"
-            lines.append(f"{what}: {search.reason}{more}; what is left to suspect: {suspects}")
-        return [*lines, f"found by {cost}; BAD: {self._figures(search.whole)}"]
-
-    def as_dict(self, settings: Settings, facts: JsonObject) -> JsonObject:
-        """The content of bisect.json."""
-        search, changes = self.search, self.subsets.numbered
-        causes = [
-            {
-                "changes": self._keys(cause), "effect": _plain(search.tried[frozenset(cause)].effect),
-                "overrides": self.subsets.changes.overrides([changes[number] for number in cause]),
-            }
-            for cause in search.causes
-        ]  # fmt: skip
-        tried = [
-            {"changes": self._keys(sorted(chosen)), **asdict(found), "effect": _plain(found.effect)}
-            for chosen, found in search.tried.items()
-        ]
-        return {
-            "good": self.good, "bad": self.bad, "outcome": search.outcome, "unit": self.measurer.unit, "causes": causes,
-            "whole": _plain(search.whole.effect), "rest": _plain(search.rest.effect) if search.rest else None,
-            "suspects": self._keys(search.suspects), "reason": search.reason, "notes": self.notes,
-            "changes": [{"key": c.key, "good": c.good, "bad": c.bad} for c in changes], "tried": tried,
-            "comparisons": search.comparisons, "seconds": self.seconds, "settings": asdict(settings), "environment": facts,
-        }  # fmt: skip
-
-    def _figures(self, found: Measured) -> str:
-        middle, *interval = self.measurer.shown(found) or (found.problem,)
-        return f"{middle} {self.measurer.unit} ({interval[0]})" if interval else middle
-
-    def _keys(self, chosen: Iterable[int]) -> list[str]:
-        return [self.subsets.numbered[number].key for number in chosen]
-
-
-def _plain(effect: Interval | None) -> list[float | None] | None:
-    """An effect as JSON has it: estimate, low, high; null for a bound where there were too few pairs."""
-    return [value if math.isfinite(value) else None for value in effect] if effect is not None else None
+    causes = [
+        {
+            "changes": keys(cause), "effect": plain(search.tried[frozenset(cause)]),
+            "overrides": subsets.changes.overrides([subsets.numbered[number] for number in cause]),
+        }
+        for cause in search.causes
+    ]  # fmt: skip
+    return {
+        "good": subsets.good.label, "bad": subsets.bad.label, "outcome": search.outcome, "unit": search.measurer.unit,
+        "causes": causes, "whole": plain(search.whole), "rest": plain(search.rest), "suspects": keys(search.suspects),
+        "reason": search.reason, "notes": subsets.notes,
+        "changes": [{"key": c.key, "good": c.good, "bad": c.bad} for c in subsets.numbered],
+        "tried": [
+            {"changes": keys(sorted(chosen)), **asdict(found), "effect": plain(found)} for chosen, found in search.tried.items()
+        ],
+        "comparisons": search.comparisons, "seconds": seconds, "settings": asdict(search.measurer.settings),
+        "environment": facts,
+    }  # fmt: skip
 
 
 def table_of(changes: Sequence[Change]) -> Table:
@@ -517,23 +487,15 @@ def table_of(changes: Sequence[Change]) -> Table:
     return Table(("number", "change", "GOOD", "BAD"), rows, "The changes", ("change", "GOOD", "BAD"))
 
 
-SAME_DATA = ("task", "data")  # groups whose options the two must share
-NOT_TOLD = ("output_dir", "recipe", "resume", "resume_changed")  # if they differ
-NEVER_TRIED = (*NOT_TOLD, "trust", "select", "logger")
-# The length of a run, and its random numbers: a step is as fast with others.
-NOT_OF_SPEED = ("epochs", "updates", "evaluate_every", "stop", "runtime.seed")
-NOT_OF_QUALITY = ("runtime.seed", "saving")  # seeds are paired, and a saved run learns nothing from that
-
-
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain bisect`; return its exit code."""
     settings, words = verbs.split(argv, Settings)
     _check(settings, words)
-    subsets, bad, notes = prepare(words, config_dirs, settings.quality)
-    began = time.monotonic()
-    measurer: Measurer = (Quality if settings.quality else Speed)(subsets, settings, began + settings.budget_s)
+    subsets = prepare(words, config_dirs, settings.quality)
+    began, bad = time.monotonic(), baseline_job([subsets.bad])
+    measurer = (Quality if settings.quality else Measurer)(subsets, settings, began + settings.budget_s)
     table_of(subsets.numbered).show()
-    for note in notes:
+    for note in subsets.notes:
         echo(note)
     try:
         if (search := Search(len(subsets.numbered), measurer)).run() == FAILS:
@@ -543,34 +505,39 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     except GoodFails as error:
         echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
-    found = Report(words[0], words[1], subsets, search, measurer, notes, time.monotonic() - began)
-    sheet, content = found.sheet(), found.as_dict(settings, environment.describe(list(argv), bad.config_hash, {}))
+    seconds = time.monotonic() - began
+    found, content = sheet(search, seconds), as_dict(search, seconds, environment.describe(list(argv), bad.config_hash, {}))
     echo()
-    sheet.show()
-    verbs.write(verbs.folder(bad, "bisect"), "bisect", sheet, ["bisect", *argv], content)
+    found.show()
+    verbs.write(verbs.folder(bad, "bisect"), "bisect", found, ["bisect", *argv], content)
     return FAILED if search.outcome == UNRESOLVED else DONE
 
 
-def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> tuple[Subsets, Job, list[str]]:
-    """GOOD and the changes that lead to BAD, BAD's job, and what the user should know. Raises UserError."""
-    both, problems = [], []
+def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> Subsets:
+    """GOOD, and the changes that lead to BAD. Raises UserError."""
+    sides, problems = [], []
     for word in words[:2]:
         try:
-            side = read_side(word, words[2:], config_dirs)
-            both.append((side, side.job()))
+            sides.append(read_side(word, words[2:], config_dirs))
         except UserError as error:
             problems += [problem if word in problem else f"{word}: {problem}" for problem in error.problems]
     if problems:
         raise UserError(dict.fromkeys(problems))
-    (side, job), (_, other) = both
-    if different := list(_different_data(job, other)):
-        raise UserError(different)
-    changes = Changes(job, other, {*NEVER_TRIED, *(NOT_OF_QUALITY if quality else NOT_OF_SPEED)})
+    good, bad = (baseline_job([side]) for side in sides)
+    skipped = {*NEVER_TRIED, *(NOT_OF_QUALITY if quality else NOT_OF_SPEED)}
+    changes = Changes(good, bad, skipped)
     found = changes.found()
+    of_data = {*SAME_DATA, *(key for key in good.machine_local_keys | bad.machine_local_keys if key.startswith("data."))}
+    if different := [change for change in found if change.key in of_data]:
+        raise UserError(
+            f"the two are about different data: {c.key}={c.good} and {c.key}={c.bad}: give both the same, as {c.key}={c.bad} "
+            "after them"
+            for c in different
+        )
     not_tried = [key for key in changes.not_made if key not in NOT_TOLD]
     if not found:
         raise UserError(_same(words, not_tried, quality))
-    subsets = Subsets(side, changes, list(_common(words[2:], found, job, other)))
+    subsets = Subsets(sides[0], sides[1], changes, list(_common(words[2:], found, good, bad)), config_dirs)
     refusals: dict[str, str] = {}
 
     def can_run(chosen: Sequence[Change]) -> bool:
@@ -580,15 +547,16 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
         return variant.job is not None
 
     subsets.numbered = in_order(found, can_run)
-    notes = [f"kept together: {c.key} ({refusals.get(c.parts[0].key, '')})" for c in subsets.numbered if c.parts]
+    subsets.notes = [f"kept together: {c.key} ({refusals.get(c.parts[0].key, '')})" for c in subsets.numbered if c.parts]
     if not_tried:
-        notes.append(f"not tried, though they differ: {', '.join(not_tried)}")
-    whole = subsets.variant(frozenset(range(len(subsets.numbered))))
+        subsets.notes.append(f"not tried, though they differ: {', '.join(not_tried)}")
+    whole = subsets.variant(range(len(subsets.numbered)))
     if whole.job is None:
         raise UserError(whole.problems)
-    if left := [key for key in changes.left_over(whole.job) if not key.startswith("saving")]:
+    if left := [c.key for c in Changes(whole.job, bad, skipped).found() if not c.key.startswith("saving")]:
         raise UserError(f"{words[1]} cannot be reached from {words[0]} by overrides: they still differ in {', '.join(left)}")
-    return subsets, whole.job, notes
+    subsets.bad.job = whole.job
+    return subsets
 
 
 def _check(settings: Settings, words: Sequence[str]) -> None:
@@ -603,16 +571,6 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
     for name, count, least in (("rounds", settings.rounds, LEAST_ROUNDS), ("seeds", settings.seeds, LEAST_SEEDS)):
         if count < least:
             raise UserError(f"{name}={count}: fewer than {least} {name} give no interval: set {name}={least}")
-
-
-def _different_data(good: Job, bad: Job) -> Iterator[str]:
-    """The reasons why the two are about different data, whose figures nobody can compare."""
-    local = {key for key in good.machine_local_keys | bad.machine_local_keys if key.startswith("data.")}
-    old, new = (job.composed.settings() for job in (good, bad))
-    for key in (*SAME_DATA, *sorted(local)):
-        if old.get(key) != new.get(key):
-            hint = f"give both the same, as {key}={format_value(new.get(key))} after them"
-            yield f"the two are about different data: {key}={old.get(key)} and {key}={new.get(key)}: {hint}"
 
 
 def _same(words: Sequence[str], not_tried: Sequence[str], quality: bool) -> str:
