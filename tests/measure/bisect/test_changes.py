@@ -10,7 +10,7 @@ from bench import bisect as campaign
 
 from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.benchmark.variants import VariantSpec
+from drivetrain.measure.benchmark.variants import TrainedRun, VariantSpec
 from drivetrain.measure.bisect import bisect
 from drivetrain.measure.bisect.bisect import (
     FAILS,
@@ -18,8 +18,10 @@ from drivetrain.measure.bisect.bisect import (
     NONE,
     UNKNOWN,
     UNRESOLVED,
+    GoodFails,
     Measured,
     Measurer,
+    Quality,
     Search,
     Settings,
     Unresolved,
@@ -311,6 +313,28 @@ def test_a_subset_is_measured_until_its_question_is_decided_and_goes_on_with_its
     assert late.measure(frozenset({0}), lambda found: True) == Measured(UNKNOWN)
     measurer.ends = "diverged: the loss is nan"
     assert measurer.measure(frozenset({1}), lambda found: True) == Measured(None, 1, "diverged: the loss is nan", True)
+
+
+def test_a_seed_is_trained_also_where_it_is_over_at_once_and_a_run_that_ends_says_why(monkeypatch):
+    """So is one where it is asked whether a subset fails: a seed of GOOD, and one of the subset."""
+
+    @contextlib.contextmanager
+    def trainings(*_):
+        yield lambda spec, seed: trained.append((spec.label, seed)) or runs[spec.label]
+
+    trained, good = [], prepare_job(["model=mlp"])
+    runs = {"": TrainedRun(0, 1, {"accuracy": 0.5}), "ema": TrainedRun(0, 1, {"accuracy": 0.75}), "lr": TrainedRun(0, 1)}
+    runs["bad"] = TrainedRun(0, 1, error="diverged: the loss is nan")
+    monkeypatch.setattr(bisect, "trainings", trainings)
+    measurer = Quality(SimpleNamespace(variant=lambda chosen: VariantSpec("", [], good)), Settings(), 0.0)
+    assert measurer.add(VariantSpec("ema", [], good), figures := [], lambda *_: len(figures) > 1) is None
+    assert (figures, measurer.margin) == ([0.25, 0.25], 0.005 * 0.5)
+    assert trained == [("", 0), ("ema", 0), ("", 1), ("ema", 1)]
+    for label, why in (("bad", "diverged: the loss is nan"), ("lr", "failed: it evaluates no accuracy")):
+        assert measurer.add(VariantSpec(label, [], good), [], lambda *_: True) == why
+    runs[""].error = "failed: gone"
+    with pytest.raises(GoodFails, match="gone"):
+        measurer.add(VariantSpec("ema", [], good), [], lambda *_: True)
 
 
 def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():

@@ -16,7 +16,6 @@ from drivetrain.launch.job import checked, prepare
 from drivetrain.measure.benchmark.compare import Comparison, Row, Settings
 from drivetrain.measure.benchmark.quality import FAIL, PASS, Verdict
 from drivetrain.measure.benchmark.variants import Facts, TrainedRun, VariantSpec
-from drivetrain.measure.claims import export
 from drivetrain.measure.claims import export as claims
 from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, judge
 from drivetrain.measure.intervals import Interval
@@ -108,8 +107,11 @@ def test_a_recipe_and_its_claim_bring_both_configs_back(words, base):
     """Read as a stranger's, the recipe is the one that was measured, and its baseline is the other."""
     job, before = prepare(words), prepare(base)
     file = Path("made.yaml")
-    file.write_text(claims.recipe_text(job, claims.against(job, before), row(), row(), ["proven\nsomehow"]))
-    assert file.read_text().startswith("# proven somehow\n# 1,910 samples a second, the baseline 1,910\n")
+    claims.write(file, "tune", "it", "the\nother", job, before, row(), row(), ["a\nnote"])
+    evidence = (
+        "# drivetrain tune: it has 1.91 × (1.85 to 1.97) the samples a second of the other, measured in interleaved rounds\n"
+    )
+    assert file.read_text().startswith(f"{evidence}# a note\n# 1,910 samples a second, the baseline 1,910\n")
     found = recipe.read(file)
     assert found.claim is not None
     kept = [word for word in words if word == "saving=none"]  # what measuring set is no part of the recipe
@@ -120,7 +122,8 @@ def test_a_recipe_and_its_claim_bring_both_configs_back(words, base):
 
 def test_what_no_recipe_may_hold_is_not_claimed():
     job, before = prepare(["runtime.threads=2", "precision=bf16"]), prepare(["runtime.threads=1"])
-    text = claims.recipe_text(job, claims.against(job, before), row(), row())
+    claims.write(Path("made.yaml"), "tune", "it", "the other", job, before, row(), row())
+    text = Path("made.yaml").read_text()
     assert "# no claim: the baseline differs in runtime.threads" in text
     assert "claim:" not in text.replace("no claim:", "")
 
@@ -248,7 +251,7 @@ def compared(**ratios: tuple[float, float, float] | None) -> tuple[Comparison, l
 def hand_on(done: Comparison, specs: list[VariantSpec], last: bool = False) -> Path:
     file = Path("mine.yaml")
     file.unlink(missing_ok=True)
-    export.hand_on("compare", file, done, specs, [2] if last else [1, 2])
+    claims.hand_on("compare", file, done, specs, [2] if last else [1, 2])
     return file
 
 

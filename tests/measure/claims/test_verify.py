@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
+from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.compare import Comparison, Row
-from drivetrain.measure.benchmark.variants import Facts
+from drivetrain.measure.benchmark.variants import Facts, TrainedRun, VariantSpec
 from drivetrain.measure.claims import verify
 from drivetrain.measure.claims.verify import (
     ALL,
@@ -53,8 +56,8 @@ def facts(seed: int, accuracy: float = 0.95, updates: int | None = 300, **more: 
     figures = {"validation": {"accuracy": accuracy, "loss": 1 - accuracy}}
     given: dict[str, Any] = {
         "set": "validation", "figures": figures, "updates_to_target": updates,
-        "seconds_to_target": None if updates is None else updates / 100, "peak_mib": 490.0, "joules": 900.0, "data": DATA,
-        "kind": "cpu", "device": "a chip, 2 threads",
+        "seconds_to_target": None if updates is None else updates / 100, "reach": "accuracy>=0.9", "peak_mib": 490.0,
+        "joules": 900.0, "data": DATA, "kind": "cpu", "device": "a chip, 2 threads",
     }  # fmt: skip
     return Facts(seed, **{**given, **more})
 
@@ -63,10 +66,15 @@ def several(*accuracies: float, **more: Any) -> list[Facts]:
     return [facts(seed, accuracy, **more) for seed, accuracy in enumerate(accuracies, 5)]
 
 
+def seen(claim: Claim, runs: list[Facts], better: Any = max) -> Seen:
+    """The runs, as they were seen on their own device."""
+    differ = Differences.of(claim, runs[0].kind, runs[0].device, runs[0].data)
+    return Seen(runs, differ, {"accuracy": better, "loss": min})
+
+
 def answered(kind: str, runs: list[Facts], claim: Claim = CLAIM, better: Any = max) -> Answer:
     """The answer that the runs give on one kind of the claim."""
-    differ = Differences.of(claim, runs[0].kind, runs[0].device, runs[0].data)
-    return KIND[kind].answer(claim, Seen(runs, differ, {"accuracy": better, "loss": min}))
+    return KIND[kind].answer(claim, seen(claim, runs, better))
 
 
 def of_metric(mean: float, n: int, sd: float | None = None, metric: str = "accuracy", spread: float | None = None) -> Claim:
@@ -265,7 +273,7 @@ def made_up(monkeypatch):
 
     def train(spec, claim, seeds, kinds):
         asked["trained"] = ([*seeds], [kind.key for kind in kinds])
-        return asked["runs"]
+        return seen(claim, asked["runs"])
 
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(verify, "train", train)
@@ -320,15 +328,40 @@ def test_a_seed_of_the_users_own_is_the_first(made_up):
     assert made_up["trained"][0] == [77, 78]
 
 
-def test_a_run_that_cannot_be_built_is_the_users_to_mend():
-    """On a device like the claim's; elsewhere it may be the device's fault."""
-    from drivetrain.launch.job import prepare
+@pytest.fixture
+def trained(monkeypatch):
+    """Train a recipe on a CPU, of whose runs this is what each leaves; the seeds that were trained, and which alone."""
+    asked = []
 
-    run, job = Facts(0, error="failed: there is no data"), prepare(["model=mlp", "runtime.device=cpu"])
+    def of(claim: Claim, **left: Any) -> Seen:
+        @contextmanager
+        def trainings(*_: Any, **named: Any) -> Iterator[Any]:
+            yield lambda spec, seed, alone: asked.append((seed, alone)) or TrainedRun(seed, 0, facts=facts(seed, **left))
+
+        monkeypatch.setattr(verify, "trainings", trainings)
+        spec = VariantSpec("it", [], prepare(["model=mlp", "runtime.device=cpu"]))
+        return verify.train(spec, claim, range(5, 8), [KIND[key] for key in claim.kinds()])
+
+    of.asked = asked
+    return of
+
+
+def test_a_run_that_cannot_be_built_is_the_users_to_mend(trained):
+    """On a device like the claim's; elsewhere it may be the device's fault."""
+    missing = {"error": "failed: there is no data", "kind": None, "device": None, "data": None}
     with pytest.raises(UserError, match=r"^there is no data$"):
-        verify.differences(CLAIM, run, job)
+        trained(CLAIM, **missing)
     on_card = replace(CLAIM, device=Device("cuda", "a card"))
-    assert verify.differences(on_card, run, job).kind == "cpu, claimed on cuda"
+    assert trained(on_card, **missing).differ.kind == "cpu, claimed on cuda"
+
+
+def test_one_seed_is_trained_where_it_fails_or_nothing_can_be_told_and_the_first_alone_for_its_memory(trained):
+    assert [run.seed for run in trained(CLAIM).runs] == [5, 6, 7]
+    assert trained.asked == [(5, True), (6, False), (7, False)]
+    assert len(trained(CLAIM, error="diverged: nan").runs) == len(trained(CLAIM, **OTHER_DATA).runs) == 1
+    trained.asked.clear()
+    trained(replace(CLAIM, memory=None))
+    assert trained.asked[0] == (5, False)
 
 
 # --- true runs ---

@@ -268,7 +268,7 @@ class Quality(Measurer):
 
     def add(self, variant: VariantSpec, figures: list[float], is_over: IsOver) -> str | None:
         with Steps() as progress, trainings("bisect", baseline_job([self._good]), None, progress, self._trained) as train:
-            while not is_over():
+            while True:
                 seed = self._run.runtime.seed + len(figures)
                 good, run = train(self._good, seed), train(variant, seed)
                 for each in (good, run):
@@ -283,7 +283,8 @@ class Quality(Measurer):
                 # The spread of GOOD over its seeds, or a small share of its mean where that is more.
                 if len(seen := [*self._of_good.values()]) > 1:
                     self.margin = max(SPREADS * deviation(seen), LEAST_MARGIN * abs(statistics.fmean(seen)))
-        return None
+                if is_over():
+                    return None
 
 
 def numbers(chosen: Iterable[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -28,15 +27,6 @@ from drivetrain.ui.sheet import EMPTY, Table
 NOT_SHOWN = ("run", "folder", "updates made", "error")  # of the report's table
 
 
-@dataclass
-class Side:
-    """One of the two: a recipe, or a run's directory with the recipe that it wrote."""
-
-    name: str  # as given on the command line
-    claim: Claim | None
-    run: RunFiles  # of a recipe: its config alone
-
-
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe diff`; return its exit code."""
     variants.refuse_resume("recipe diff", argv)
@@ -48,66 +38,49 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         )
     if any(key_of(override) == "recipe" for override in overrides):
         raise UserError("drivetrain recipe diff takes recipes by their names alone: leave recipe= out")
-    sides = _read(names, overrides, config_dirs)
-    _show(sides)
-    for side in sides:
-        if side.claim is not None:
-            echo(f"{side.name} claims {side.claim}")
-    dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
-    both = ",".join(f"{name}/recipe.yaml" if Path(name).is_dir() else name for name in names)
-    echo(f"to measure the difference: drivetrain compare {shlex.join([*dirs, f'recipe={both}', *overrides])}")
-    return DONE
-
-
-def _read(names: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[str]) -> list[Side]:
-    """Read both sides. Raises UserError with every problem of either."""
     sides, problems = [], []
     for name in names:
         try:
-            sides.append(_read_run(name) if Path(name).is_dir() else _read_recipe(name, overrides, config_dirs))
+            sides.append(_read(name, overrides, config_dirs))
         except UserError as error:
             problems += error.problems
     if problems:
         raise UserError(dict.fromkeys(problems))
-    return sides
+    both = [run for run, _ in sides]
+    if not differing(both):
+        echo("the configs are the same")
+    if differing(both) or any(run.result for run in both):
+        Table(("", *names), _rows(both)).show()
+    for name, (_, claim) in zip(names, sides, strict=True):
+        if claim is not None:
+            echo(f"{name} claims {claim}")
+    dirs = [argument for folder in config_dirs for argument in ("-cd", str(folder))]
+    recipes_of = ",".join(f"{name}/recipe.yaml" if Path(name).is_dir() else name for name in names)
+    echo(f"to measure the difference: drivetrain compare {shlex.join([*dirs, f'recipe={recipes_of}', *overrides])}")
+    return DONE
 
 
-def _read_run(name: str) -> Side:
-    """A run from the files in its directory."""
-    path = Path(name)
-    if not (path / "config.yaml").is_file():
-        raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
-    claim = recipes.read_of_run(path).claim if (path / "recipe.yaml").is_file() else None
-    return Side(name, claim, reader.read(path))
-
-
-def _read_recipe(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> Side:
-    """A recipe's config with these overrides."""
+def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tuple[RunFiles, Claim | None]:
+    """The files of a run, or a recipe's config with these overrides as those of one, and what the recipe claims."""
+    if (path := Path(name)).is_dir():
+        if not (path / "config.yaml").is_file():
+            raise UserError(f"{name} is no run's directory (no config.yaml in it): name one such as outputs/<date>/<time>-<id>")
+        return reader.read(path), recipes.read_of_run(path).claim if (path / "recipe.yaml").is_file() else None
     recipe = places.read(name)
     composed = prepare_job(overrides, config_dirs, recipe).composed
     config: JsonObject = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
-    files = RunFiles(recipe.path, name, None, "", compared(config, chosen), {}, Points(), Points())
-    return Side(name, recipe.claim, files)
+    return RunFiles(recipe.path, name, None, "", compared(config, chosen), {}, Points(), Points()), recipe.claim
 
 
-def _show(sides: Sequence[Side]) -> None:
-    """Print where the configs differ, and the results of those sides that are runs: the report's table, a row a column."""
-    both = [side.run for side in sides]
+def _rows(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
+    """Where the configs differ, and the results of those that are runs: the report's table, a row a column."""
     found = report.table(both, None)
     columns = dict(zip(found.header, zip(*found.texts(), strict=True), strict=True))
-    results = [run.result for run in both]
-    columns["device"] = tuple(str(r.device_name or r.device) if r else "–" for r in results)
+    columns["device"] = tuple(str(run.result.device_name or run.result.device) if run.result else "–" for run in both)
     versions = [{**run.environment.get("versions", {}), "commit": run.environment.get("git_commit")} for run in both]
     for name in dict.fromkeys(name for each in versions for name in each):
         if len({each.get(name) for each in versions if len(each) > 1}) > 1:
             columns[name] = tuple(str(each.get(name) or "–") for each in versions)
-    rows = [
-        (name, *map(printable, texts))
-        for name, texts in columns.items()
-        if name not in NOT_SHOWN and not set(texts) <= set(EMPTY)
-    ]
-    if not differing(both):
-        echo("the configs are the same")
-    if any(results) or differing(both):
-        Table(("", *(side.name for side in sides)), rows).show()
+    shown = {name: texts for name, texts in columns.items() if name not in NOT_SHOWN and not set(texts) <= set(EMPTY)}
+    return [(name, *map(printable, texts)) for name, texts in shown.items()]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +27,6 @@ from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.variants import Facts, VariantSpec, baseline_job
 from drivetrain.measure.changes import apply
 from drivetrain.measure.claims import verify
-from drivetrain.measure.claims.verify import Wanted
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
 from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
@@ -63,63 +63,30 @@ def claim_of(row: Row, against: dict[str, object]) -> Claim | None:
     """
     if row.ratio is None or not row.ratio.low or not against or row.device_type is None:
         return None
-    middle, low, high = (round(value, 3) for value in row.ratio)
-    verdict = row.verdict
+    (middle, low, high), verdict = (round(value, 3) for value in row.ratio), row.verdict
     speed = Speed(middle, (low, high), Against(against), verdict.outcome if verdict else None)
     runs = [run.facts for run in verdict.runs if run.facts is not None] if verdict else []
-    wanted = Wanted(verdict.metric if verdict else None, reach=Reach.parse(runs[0].reach or "") if runs else None)
+    found = measured_by(runs, verdict.metric if verdict else None)
     versions = {name: str(environment.version(name)) for name in SOFTWARE}
-    return assembled(Device(row.device_type, str(row.device)), versions, time.strftime("%Y-%m-%d"), runs, wanted, speed)
+    device = Device(row.device_type, str(row.device))
+    return Claim(speed=speed, device=device, versions=versions, measured=time.strftime("%Y-%m-%d"), **found)
 
 
-def assembled(
-    device: Device,
-    versions: dict[str, str],
-    measured: str | None,
-    runs: Sequence[Facts],
-    wanted: Wanted,
-    speed: Speed | None = None,
-) -> Claim:
-    """A claim with all that these trainings measured, of several seeds or of one, beside what was found already."""
-    found: JsonObject = {"speed": speed, "device": device, "versions": versions, "measured": measured}
-    if runs and not any(run.error for run in runs):
-        found |= verify.made_of(runs, wanted)
-        found |= {"data": data_of(runs), "seeds": tuple(run.seed for run in runs)}
-    return Claim(**found)
-
-
-def data_of(runs: Sequence[Facts]) -> Data | None:
-    """The fingerprint of the data that all runs have read; None where it is not the same, or there is none."""
-    found = runs[0].data
-    if found is None or any(run.data != found for run in runs) or not {"hash", "of", "samples"} <= found.keys():
-        return None
-    data = Data(found["hash"], found["of"], found["samples"])
-    return None if any(data.problems("data")) else data
+def measured_by(runs: Sequence[Facts], metric: str | None, of_set: str | None = None) -> JsonObject:
+    """The part of a claim that trainings of several seeds, or of one, have measured; nothing where one of them failed."""
+    if not runs or any(run.error for run in runs):
+        return {}
+    found: JsonObject = {kind.key: kind.made(runs, metric, of_set) for kind in verify.ALL}
+    read = runs[0].data or {}
+    data = Data(read.get("hash", ""), read.get("of", ""), read.get("samples", 0))
+    if all(run.data == runs[0].data for run in runs) and not any(data.problems("data")):
+        found["data"] = data
+    return {**found, "seeds": tuple(run.seed for run in runs)}
 
 
 def _not_in_a_recipe(job: Job) -> set[str]:
     """The keys of a job that no recipe may hold, and the groups whose option is the user's own code."""
     return job.machine_local_keys | {group for group, option in job.composed.choices.items() if names_code(group, option)}
-
-
-def recipe_text(job: Job, against: dict[str, object], row: Row, base: Row, comments: Sequence[str] = ()) -> str:
-    """A recipe file of `job`, which `row` measured: comments, the recipe, and its claim.
-
-    The recipe leaves out the user's own code and paths, and saving=none, which measuring sets. Where the baseline differs in
-    those there can be no claim: a comment says so instead.
-    """
-    left_out = _not_in_a_recipe(job)
-    if not job.run.saving.active and "saving" not in against:
-        left_out = left_out | {"saving"}
-    unclaimable = [key for key in against if key in left_out or key.split(".")[0] in left_out]
-    claim = None if unclaimable else claim_of(row, against)
-    lines = [*comments]
-    if row.samples_per_second and base.samples_per_second:
-        lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base.samples_per_second:,.0f}")
-    if unclaimable:
-        lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
-    section = claim.text() if claim is not None else ""
-    return as_comments(lines) + recipe_file.to_recipe(job.composed, left_out, sections=section)
 
 
 def of_the_run(row: Row, base: Row) -> list[str]:
@@ -170,33 +137,48 @@ def ablate(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path |
 
 
 def hand_on(verb: str, file: Path, done: Comparison, specs: Sequence[VariantSpec], numbers: Sequence[int]) -> None:
-    """Write the recipe of the fastest of these variants that is faster than the first beyond doubt, and did not FAIL."""
-    good = [n for n in numbers if _is_proven(done.rows[n]) and specs[n].job is not None]
+    """Write the recipe of the fastest of these variants that is faster than the first beyond doubt, and did not FAIL.
+
+    The whole run decides, start-up included.
+    """
+    good = {
+        n: row.gain
+        for n in numbers
+        if (row := done.rows[n]).gain is not None and row.gain.low > 1 and specs[n].job is not None
+        and (row.verdict is None or row.verdict.outcome != quality.FAIL)
+    }  # fmt: skip
     if not good:
         echo(
             f"{file} is not written: no variant is faster than the first beyond doubt, with a result as good. A better "
             "result alone is not handed on: `drivetrain recipe export` claims it from runs"
         )
         return
-    number = max(good, key=lambda n: done.rows[n].gain or (0.0,))
+    number = max(good, key=lambda n: good[n])
     row, base = done.rows[number], done.rows[0]
-    _write(file, verb, row.label or "it", base.label, baseline_job(specs[number:]), baseline_job(specs), row, base)
+    write(file, verb, row.label or "it", base.label, baseline_job(specs[number:]), baseline_job(specs), row, base)
     echo(f"written to {file}; to check it on another machine: drivetrain recipe verify {file}")
 
 
-def _is_proven(row: Row) -> bool:
-    """True if a variant makes the run as it is faster beyond doubt, start-up included, and no worse as far as was seen."""
-    return row.gain is not None and row.gain.low > 1 and (row.verdict is None or row.verdict.outcome != quality.FAIL)
-
-
-def _write(
+def write(
     file: Path, verb: str, what: str, than: str, job: Job, before: Job, row: Row, base: Row, notes: Sequence[str] = ()
 ) -> None:
-    """Write the recipe of a job that was measured to be faster than the one before."""
-    assert row.ratio is not None
-    evidence = f"drivetrain {verb}: {what} has {row.ratio} the samples a second of {than}, measured in interleaved rounds"
-    comments = [evidence, *of_the_run(row, base), *notes]
-    file.write_text(recipe_text(job, against(job, before), row, base, comments), encoding="utf-8")
+    """Write the recipe of a job, with what was measured of it beside the one before: the evidence as comments, and its claim.
+
+    The recipe leaves out the user's own code and paths, and saving=none, which measuring sets. Where the baseline differs in
+    those there can be no claim: a comment says so instead.
+    """
+    instead, left_out = against(job, before), _not_in_a_recipe(job)
+    if not job.run.saving.active and "saving" not in instead:
+        left_out = left_out | {"saving"}
+    lines = [f"drivetrain {verb}: {what} has {row.ratio} the samples a second of {than}, measured in interleaved rounds"]
+    lines += [*of_the_run(row, base), *notes]
+    if row.samples_per_second and base.samples_per_second:
+        lines.append(f"{row.samples_per_second:,.0f} samples a second, the baseline {base.samples_per_second:,.0f}")
+    if unclaimable := [key for key in instead if key in left_out or key.split(".")[0] in left_out]:
+        lines.append(f"no claim: the baseline differs in {', '.join(unclaimable)}, which no recipe may set")
+    claim = None if unclaimable else claim_of(row, instead)
+    text = recipe_file.to_recipe(job.composed, left_out, sections=claim.text() if claim is not None else "")
+    file.write_text(as_comments(lines) + text, encoding="utf-8")
 
 
 def recommend(
@@ -229,7 +211,7 @@ def recommend(
         )
     job, before = prepare_job(changed, config_dirs), prepare_job(overrides, config_dirs)
     recipe = file or folder / "recipe.yaml"
-    _write(recipe, verb, " ".join(changes), "the run without", job, before, row, base, notes)
+    write(recipe, verb, " ".join(changes), "the run without", job, before, row, base, notes)
     local = _not_in_a_recipe(job) - {"recipe"}
     kept = [o for o in overrides if key_of(o).split(".")[0] in local or key_of(o) in local]
     by_recipe = f"drivetrain train {shlex.join([*dirs, f'recipe={recipe}', *kept])}"
@@ -265,7 +247,11 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         echo(text, end="")
         return DONE
     file.write_text(text, encoding="utf-8")
-    echo(f"written to {file}: {_next(file, read_runs([Path(words[0])])[0])}")
+    run = reader.read(Path(words[0]))
+    trust = flatten(run.environment).get("machine_local.trust")  # as far as it is one
+    choices = recipes.read_of_run(run.path).choices
+    own = recipe_file.code_words(choices, run.config, [*map(str, trust)] if isinstance(trust, list) else [])
+    echo(f"written to {file}: run it by `drivetrain train {printable(shlex.join([f'recipe={file}', *own]))}`")
     return DONE
 
 
@@ -286,37 +272,20 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
 
 def _origin(runs: Sequence[RunFiles]) -> str:
     """Comment lines with the first run's name, device, versions, commit and result, and with the names of the others."""
-    (run, *others), facts = runs, runs[0].environment
+    run, facts = runs[0], runs[0].environment
+    first, *others = ("/".join(each.path.resolve().parts[-2:]) for each in runs)
     device = (run.result and run.result.device_name) or facts.get("processor")
     versions = [f"{name} {version}" for name, version in facts.get("versions", {}).items() if version]
     rate = run.result.samples_per_second if run.result is not None else None
     lines = [
-        f"of the run {_name(run)}, drivetrain {facts.get('drivetrain', '–')}",
+        f"of the run {first}, drivetrain {facts.get('drivetrain', '–')}",
         f"on {device}, python {facts.get('python', '–')}" if device else "",
         ", ".join(versions),
         f"commit {commit}" if (commit := facts.get("git_commit")) else "",
         f"result: {run_page.verdict(run)}{f'; {rate:,.0f} samples/s' if rate else ''}",
-        f"and of the same with other seeds: {', '.join(map(_name, others))}" if others else "",
+        f"and of the same with other seeds: {', '.join(others)}" if others else "",
     ]
     return as_comments([line for line in lines if line])
-
-
-def _name(run: RunFiles) -> str:
-    return "/".join(run.path.resolve().parts[-2:])
-
-
-def _next(file: Path, run: RunFiles) -> str:
-    """The command that runs the recipe of a run."""
-    choices, trust = recipes.read_of_run(run.path).choices, _trusted(run)
-    words = [f"recipe={file}", *recipe_file.code_words(choices, run.config, trust)]
-    return f"run it by `drivetrain train {printable(shlex.join(words))}`"
-
-
-def _trusted(run: RunFiles) -> list[str]:
-    """The words of `trust` that a run recorded."""
-    local = run.environment.get("machine_local")
-    trust = local.get("trust") if isinstance(local, dict) else None
-    return [str(word) for word in trust] if isinstance(trust, list) else []
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
@@ -335,23 +304,24 @@ def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
 
 def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
     """The claim of runs of one config with different seeds; None where they measured nothing. Raises UserError."""
-    _check_same(runs)
-    wanted = _wanted(runs[0], settings)
-    found = [Facts.of(run, _seed(run), wanted.reach) for run in runs]
-    if failed := [f"{run.path}: {fact.error}" for run, fact in zip(runs, found, strict=True) if fact.error is not None]:
-        raise UserError([f"{text}: a claim is over runs that have completed, and none may be left out" for text in failed])
-    _check_figures(found, wanted, settings)
-    _check_alike(runs, found)
-    first = found[0]
-    device = Device(first.kind or "", first.device or "")
+    (name, more), target = runs[0].metric or (None, True), settings.target
+    by_number = f"{name or ''}{'>=' if more else '<='}{target}"  # of the metric that ranks the runs' models
+    reach = Reach.parse(by_number) or Reach.parse(str(target)) if target is not None else None
+    if target is not None and reach is None:
+        raise UserError(f"target={sections.shown(target)}: give a metric and a value, as 'target=accuracy>=0.98'")
+    found = [Facts.of(run, _seed(run), reach) for run in runs]
+    if wrong := [*_refusals(runs, found)] or [*_without_figures(found, settings, reach)]:
+        raise UserError(wrong)
+    device, date = Device(found[0].kind or "", found[0].device or ""), None
     if any(device.problems("device")):
         return None
-    claim = assembled(device, _versions(runs[0]), _date(runs), found, wanted)
-    if not claim.kinds():
-        return None
-    if wrong := list(claim.problems("claim")):
+    with suppress(KeyError, ValueError, OverflowError, OSError):  # not recorded, or no time
+        date = time.strftime("%Y-%m-%d", time.localtime(max(run.environment["time"] for run in runs)))
+    measured = measured_by(found, settings.metric or name, settings.set)
+    claim = Claim(device=device, versions=_versions(runs[0]), measured=date, **measured)
+    if claim.kinds() and (wrong := list(claim.problems("claim"))):
         raise UserError([f"{runs[0].path}: {problem}" for problem in wrong])
-    return claim
+    return claim if claim.kinds() else None
 
 
 def _seed(run: RunFiles) -> int:
@@ -362,71 +332,44 @@ def _seed(run: RunFiles) -> int:
     return seed
 
 
-def _check_same(runs: Sequence[RunFiles]) -> None:
-    """Raise UserError where the runs' configs differ in more than the seed, or in less."""
-    if other := [key for key in differing(runs) if key != SEED]:
-        values = "; ".join(f"{key}: {_each(run.config.get(key) for run in runs)}" for key in other)
-        raise UserError(f"a claim over seeds is of one config, and these runs differ in {printable(values)}")
-    seeds = [_seed(run) for run in runs]
-    if again := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
-        raise UserError(f"several runs have {SEED}={again[0]}: give one run for each seed")
-
-
-def _each(values: Iterable[object]) -> str:
-    return ", ".join(dict.fromkeys(map(sections.shown, values)))
-
-
-def _wanted(run: RunFiles, settings: Settings) -> Wanted:
-    """The figures to claim of runs like this one. Raises UserError for a target that is none."""
-    (name, more), given = run.metric or (None, True), settings.target
-    if given is None:
-        return Wanted(settings.metric or name, settings.set)
-    try:
-        value = variants.number(float(given))
-    except ValueError:
-        value = None
-    reach = Reach(name, more, value) if name is not None and value is not None else Reach.parse(str(given))
-    if reach is None:
-        raise UserError(f"target={sections.shown(given)}: give a metric and a value, as 'target=accuracy>=0.98'")
-    return Wanted(settings.metric or name, settings.set, reach)
-
-
-def _check_figures(found: Sequence[Facts], wanted: Wanted, settings: Settings) -> None:
-    """Raise UserError where a figure was asked for that the runs do not have."""
-    figures = found[0].figures.get(wanted.set or found[0].set, {})
-    if settings.set is not None and settings.set not in found[0].figures:
-        raise UserError(f"set={settings.set}: these runs have not evaluated it: {did_you_mean(settings.set, found[0].figures)}")
-    every = {name for each in found for names in each.figures.values() for name in names}
-    reached = wanted.reach and wanted.reach.metric
-    for word, name, known in (("metric", settings.metric, figures), ("target", reached, every)):
-        if name is not None and name not in known:
-            given = wanted.reach if word == "target" else name
-            raise UserError(f"{word}={given}: these runs do not evaluate it: {did_you_mean(name, known)}")
-
-
-def _check_alike(runs: Sequence[RunFiles], found: Sequence[Facts]) -> None:
-    """Raise UserError where the runs had different devices, software or data: a claim names one of each."""
-    sides: dict[str, list[object]] = {
-        "devices": [fact.device for fact in found],
-        "versions": [str(_versions(run)) for run in runs],
-        "training data": [(fact.data or {}).get("hash") for fact in found],
-    }
-    if other := {name: values for name, values in sides.items() if len(set(map(str, values))) > 1}:
-        raise UserError(
-            f"a claim is of one machine and one data set, and these runs had different {name}: {_each(values)}"
-            for name, values in other.items()
-        )
-
-
 def _versions(run: RunFiles) -> dict[str, str]:
     """The software that a run's files name."""
     known = {**run.environment.get("versions", {}), "drivetrain": run.environment.get("drivetrain")}
     return {name: version for name in SOFTWARE if (version := variants.text(known.get(name)))}
 
 
-def _date(runs: Sequence[RunFiles]) -> str | None:
-    """The date of the newest run."""
-    try:
-        return time.strftime("%Y-%m-%d", time.localtime(max(run.environment["time"] for run in runs)))
-    except (KeyError, ValueError, OverflowError, OSError):  # not recorded, or no time
-        return None
+def _refusals(runs: Sequence[RunFiles], found: Sequence[Facts]) -> Iterator[str]:
+    """Why there is no claim of all these runs: one has not completed, or they have more than the seed, or less, of their own."""
+
+    def each(values: Iterable[object]) -> str:
+        return printable(", ".join(dict.fromkeys(map(sections.shown, values))))
+
+    if other := [key for key in differing(runs) if key != SEED]:
+        values = "; ".join(f"{key}: {each(run.config.get(key) for run in runs)}" for key in other)
+        yield f"a claim over seeds is of one config, and these runs differ in {printable(values)}"
+    seeds = [fact.seed for fact in found]
+    if again := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        yield f"several runs have {SEED}={again[0]}: give one run for each seed"
+    failed = {run.path: fact.error for run, fact in zip(runs, found, strict=True) if fact.error is not None}
+    for path, error in failed.items():
+        yield f"{path}: {error}: a claim is over runs that have completed, and none may be left out"
+    sides: dict[str, list[object]] = {
+        "devices": [fact.device for fact in found],
+        "versions": [str(_versions(run)) for run in runs],
+        "training data": [(fact.data or {}).get("hash") for fact in found],
+    }
+    for name, own in sides.items():
+        if len(set(map(str, own))) > 1 and not failed:
+            yield f"a claim is of one machine and one data set, and these runs had different {name}: {each(own)}"
+
+
+def _without_figures(found: Sequence[Facts], settings: Settings, reach: Reach | None) -> Iterator[str]:
+    """Why a figure that was asked for cannot be claimed: the runs do not have it."""
+    figures = found[0].figures.get(settings.set or found[0].set, {})
+    if settings.set is not None and settings.set not in found[0].figures:
+        yield f"set={settings.set}: these runs have not evaluated it: {did_you_mean(settings.set, found[0].figures)}"
+    elif settings.metric is not None and settings.metric not in figures:
+        yield f"metric={settings.metric}: these runs do not evaluate it: {did_you_mean(settings.metric, figures)}"
+    every = {name for each in found for names in each.figures.values() for name in names}
+    if reach is not None and reach.metric not in every:
+        yield f"target={reach}: these runs do not evaluate it: {did_you_mean(reach.metric, every)}"
