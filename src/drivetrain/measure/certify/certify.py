@@ -31,7 +31,6 @@ from drivetrain.measure.certify.judge import (
     Trace,
     Verdict,
     common_factor,
-    different_settings,
     judge,
     may_have_flipped,
     same_in_float64,
@@ -131,16 +130,6 @@ def lines(done: Certified) -> list[str]:
         for whose, trace in (("this run", done.tested), ("the other run", done.reference))
         if trace.notice
     ]
-    first = done.verdict.first
-    in_forward = first is not None and first.key[1] in ("forward", "buffers")
-    if first is not None and in_forward and any(key.partition(".")[0] in MICRO_BATCHES for key, *_ in done.different):
-        norm = named(first.key[2], done.reference)
-        if "(BatchNorm" in norm or "(SyncBatchNorm" in norm:
-            notices.insert(
-                0,
-                f"  {norm} takes its statistics from one micro-batch, and these are of other sizes: accumulation and ranks do "
-                "not enlarge a BatchNorm's batch. Compare at the same micro-batch, or with a norm that looks at one sample",
-            )
     return [*_verdict(done), *notices]
 
 
@@ -188,7 +177,8 @@ def hints(done: Certified, first: Finding) -> list[str]:
     found, tested, reference = [], done.tested, done.reference
     alike = [f for f in done.verdict.findings if f.key[:2] == (update, phase)]
     different = [f for f in alike if f.is_different]
-    if phase not in ("samples", "evaluation") and (factor := common_factor(alike)) is not None:
+    both = ((reference.entries[f.key], tested.entries[f.key]) for f in alike)
+    if phase not in ("samples", "evaluation") and (factor := common_factor(both)) is not None:
         all_of = "" if len(alike) == 1 else f", all {len(alike)} of them"
         found.append(f"  it is {factor:.4g} times the other run's{all_of}")
     if phase == "samples":
@@ -204,10 +194,18 @@ def hints(done: Certified, first: Finding) -> list[str]:
         found.append(f"  in {len(different)} of {len(alike)}: {', '.join(names[:4])}{' …' if len(names) > 4 else ''}")
     if phase in ("optimizer state", "weights"):
         of = name.rpartition(" of ")[2]
-        settings = different_settings(tested.settings.get(of, {}), reference.settings.get(of, {}))
-        found += [f"  {key} of {of} is {value:g}, and {other:g} in the other run" for key, value, other in settings]
+        own, other = (trace.settings.get(of, {}) for trace in (tested, reference))
+        unlike = [key for key, value in own.items() if other.get(key, value) != value]
+        found += [f"  {key} of {of} is {own[key]}, and {other[key]} in the other run" for key in unlike]
     if phase == "gradient" and any(not tested.entries[f.key].size and f.size for f in different):
         found.append("  these get no gradient: frozen, or cut off from the loss")
+    if phase in ("forward", "buffers") and any(key.partition(".")[0] in MICRO_BATCHES for key, *_ in done.different):
+        norm = named(name, reference)
+        if "(BatchNorm" in norm or "(SyncBatchNorm" in norm:
+            found.append(
+                f"  {norm} takes its statistics from one micro-batch, and these are of other sizes: accumulation and ranks do "
+                "not enlarge a BatchNorm's batch. Compare at the same micro-batch, or with a norm that looks at one sample"
+            )
     return found
 
 

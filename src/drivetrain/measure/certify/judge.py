@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -57,7 +57,7 @@ class Trace:
 
     entries: dict[Key, Entry] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # module's name → its class
-    settings: dict[str, dict[str, float]] = field(default_factory=dict)  # parameter's name → its optimizer settings
+    settings: dict[str, dict[str, object]] = field(default_factory=dict)  # parameter's name → its optimizer settings
     random: list[str] = field(default_factory=list)  # what drew random numbers in the forward; empty where nothing did
     skipped: int = 0  # updates that an overflow skipped
     notice: str = ""  # what the run's precision does not do on this device
@@ -137,6 +137,7 @@ def of_numbers(*numbers: float, rounding: float = 0.0) -> Entry:
 
 MARGIN = 8.0  # times the floor: a difference above it is not rounding
 TRUSTED = 30.0  # times the random rounding: up to there what a run measures of itself counts as rounding
+UNEXPLAINED = 0.02  # share of a tensor that a common factor may leave unexplained
 NEVER_ROUNDED = {"samples", "start", "inputs", "targets", "learning rate"}  # but when they are stored
 ALWAYS_COMPARED = ("samples", "start")  # also where the two runs have other shapes: then they differ
 INSIDE = ("forward", "buffers", "average")  # a model may be rearranged: its output and its parameters decide
@@ -193,8 +194,6 @@ class Finding:
     floor: float
     size: float  # the norm of the reference's
     decides: bool  # a layer inside the model may give something else, as long as the model's output is the same
-    factor: float  # by which the reference's is best multiplied to give the other
-    rest: float  # the share of the other that this does not explain
 
     @property
     def ratio(self) -> float:
@@ -259,32 +258,24 @@ def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Findi
             continue
         decides = key[1] not in INSIDE or not key[2] or (key[1] == "average" and (0, "start", key[2]) in reference.entries)
         if not ours.comparable(other):
-            yield Finding(key, float("inf"), 0.0, ours.size, decides, float("nan"), 1.0)
+            yield Finding(key, math.inf, 0.0, ours.size, decides)
             continue
         measured = relative.get(key, 0.0) * ours.size if ours.size else floors.of(key, ours)
         floor = max(measured, ours.rounding, other.rounding)
-        yield Finding(key, ours.distance(other), floor, ours.size, decides, *_factor(ours, other))
+        yield Finding(key, ours.distance(other), floor, ours.size, decides)
 
 
-def _factor(ours: Entry, other: Entry) -> tuple[float, float]:
-    """The number that `ours` is best multiplied by to give `other`, and the share of `other` that is left."""
-    square = float(np.vdot(ours.values, ours.values))
-    if not square or not np.isfinite(other.values).all():
-        return float("nan"), 1.0
-    factor = float(np.vdot(ours.values, other.values)) / square
-    rest = float(np.linalg.norm(other.values - factor * ours.values))
-    return factor, rest / other.size if other.size else 0.0
+def common_factor(pairs: Iterable[tuple[Entry, Entry]]) -> float | None:
+    """Return the factor between all of these entries of the reference and of another run, where there is one that is not 1.
 
-
-def common_factor(findings: Sequence[Finding]) -> float | None:
-    """Return the factor between all of these entries of the two runs, where there is one that is not 1."""
-    factors = np.array([f.factor for f in findings if f.size and f.distance > 0])
-    if not len(factors) or not np.isfinite(factors).all() or any(f.rest > 0.02 for f in findings if f.size and f.distance > 0):
-        return None
-    middle = float(np.median(factors))
+    Entries that are the same in both, or nothing in the reference, say nothing of it.
+    """
+    factors = []
+    for ours, other in pairs:
+        distance = ours.distance(other) if ours.comparable(other) else math.inf
+        if ours.size and distance:
+            factors.append(float(np.vdot(ours.values, other.values)) / ours.size**2 if math.isfinite(distance) else math.nan)
+            if math.isnan(factors[-1]) or Entry(other.values - factors[-1] * ours.values).size > UNEXPLAINED * other.size:
+                return None
+    middle = float(np.median(factors)) if factors else 1.0
     return middle if np.allclose(factors, middle, rtol=0.02) and abs(middle - 1) > 1e-4 else None
-
-
-def different_settings(tested: Mapping[str, float], reference: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """Return the optimizer settings of a parameter that differ: name, the tested run's, the reference's."""
-    return [(key, value, reference[key]) for key, value in tested.items() if key in reference and reference[key] != value]

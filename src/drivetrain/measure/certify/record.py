@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ from drivetrain.measure.certify.judge import (
 from drivetrain.parallel import Parallel
 from drivetrain.precision import Precision
 
-P = ParamSpec("P")
-T = TypeVar("T")
 # Products round their inputs too, where these are kept in a wider format.
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear")
 
@@ -71,7 +69,7 @@ def widen_loss(loss: object) -> None:
 
 
 @dataclass
-class RandomRounding(TorchDispatchMode):
+class RandomRounding(TorchDispatchMode, ContextDecorator):
     """Changes the result of each operation by a random relative error of at most `roundoff` (Monte Carlo arithmetic).
 
     Parker 1997; a run with it differs from the exact one as a run in that number format does, and shows how errors grow.
@@ -112,33 +110,6 @@ class RandomRounding(TorchDispatchMode):
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self.seed)
         return self._generators[device]
-
-
-@dataclass(eq=False)
-class WatchedStep(WrappingStep):
-    """The run's own step, with a look at what stands before and after its update."""
-
-    recorder: Recorder
-    made: bool = False
-    before: float | None = None  # the running sum of losses before this update, once that has begun
-
-    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
-        if self.before is None:
-            self.before = float(loss_sum)
-        self.loss_sum, state = loss_sum, streams.state()
-        self.recorder.rounding(self.inner.micro_batch)(batch, loss_sum)
-        if any(not torch.equal(now, state[kind]) for kind, now in streams.state().items()):
-            self.recorder.trace.random = ["the forward"]
-
-    def update(self) -> bool:
-        self.loss, self.before = float(self.loss_sum) - (self.before or 0.0), None
-        self.recorder.before_update()
-        self.made = self.inner.update()
-        return self.made
-
-    def zero_grad(self) -> None:
-        self.recorder.after_update(self.loss, self.made)
-        self.inner.zero_grad()
 
 
 @contextmanager
@@ -235,37 +206,45 @@ def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, Recordin
     return run, RecordingOptions(updates, gradients=not run.compile.captures_step, **look)
 
 
-@dataclass(eq=False)
-class Recorder:
-    """Looks at the stream, at the step and at the state after each update."""
+class Recorder(WrappingStep):
+    """The run's own step, with a look at the stream, at what stands before and after an update, and at the modules."""
 
-    trainer: Trainer
-    look: RecordingOptions
-    trace: Trace = field(default_factory=Trace)
-    update: int = 1
-    attempt: int = 1  # as `update`, but it counts updates that were skipped too
-    rows: dict[tuple[int, str, str], list[Rows]] = field(default_factory=lambda: defaultdict(list))
-    batches: list[tuple[int, torch.Tensor]] = field(
-        default_factory=list
-    )  # indices and weight sign of the update's micro-batches so far
+    def __init__(self, trainer: Trainer, look: RecordingOptions) -> None:
+        super().__init__(trainer.step)
+        self.look, self.trace = look, Trace()
+        self.noise = RandomRounding(look.roundoff, look.seed) if look.roundoff else None
+        self.number = self.attempt = 1  # of the update; of attempts those that were skipped count too
+        self.rows: dict[Key, list[Rows]] = {}
+        self.batches: list[tuple[int, torch.Tensor]] = []  # of the update so far: samples, and the indices of those that count
+        self.before: float | None = None  # the running sum of losses before this update, once that has begun
+        evaluator, batches = trainer.evaluator, EVALUATED_BATCHES * trainer.batch.accumulation_steps
+        self.trainer = replace(
+            trainer,
+            step=self,
+            evaluator=replace(
+                evaluator,
+                forward=self.noise(evaluator.forward) if self.noise is not None else evaluator.forward,
+                max_batches=evaluator.max_batches or batches * trainer.parallel.data_world.size,
+            ),
+            max_updates=min(look.updates, trainer.max_updates),
+            stream_watchers=[*trainer.stream_watchers, self._watch],
+        )
 
     def run(self) -> Trace | None:
         """Train the first updates and return what was computed, on rank 0; None on other ranks."""
-        look, parallel = self.look, self.trainer.parallel
-        self.noise = RandomRounding(look.roundoff, look.seed) if look.roundoff else None
-        self.trainer = trainer = self._watched(self.trainer)
+        look, trainer, parallel = self.look, self.trainer, self.trainer.parallel
         for name, values in plan_of(trainer.requests(), parallel.data_world.size).items():
             self._add("samples", name, Entry(values, 0.0, values.shape), 0)
         if look.float64:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
             widen_loss(trainer.evaluator.loss)
         if trainer.compile_seconds() is None:  # else a compiler may trace the update
-            before_steps(trainer.optimizer, self.before_optimizer)
+            before_steps(trainer.optimizer, self._before_optimizer)
         # The start of the run: changes are measured from there.
-        self.first = {name: of_tensor(whole(p)) for name, p in self._parameters()}
-        self.first_average = {name: of_tensor(t) for name, t in self._averaged()}
-        for name, entry in self.first.items():
-            self._add("start", name, entry, 0)
+        self.first = {(phase, name): entry for phase, name, entry in self._changing()}
+        for (phase, name), entry in self.first.items():
+            if phase == "weights":
+                self._add("start", name, entry, 0)
         gradients = "" if look.gradients else "gradients: the whole step is one graph"
         layers = "layers: the model is compiled" if trainer.compile_seconds() is not None else ""
         layers = layers if parallel.own_forward else "layers: each rank runs a part of the model"
@@ -278,39 +257,47 @@ class Recorder:
             drops = [name for name, m in modules if "drop" in type(m).__name__.lower() and getattr(m, "p", True)]
             self.trace.random = drops or ["the forward"]
         self.trace.notice = trainer.precision.notice()
-        return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, dict(self.rows))))
+        return self._merged(parallel.gather_object((parallel.data_world.rank, self.trace, self.rows)))
 
-    def _watched(self, trainer: Trainer) -> Trainer:
-        """Return the trainer of the same parts that makes the first updates, with this recorder around its step and its data."""
-        batches = EVALUATED_BATCHES * trainer.batch.accumulation_steps * trainer.parallel.data_world.size
-        evaluator = replace(
-            trainer.evaluator,
-            forward=self.rounding(trainer.evaluator.forward),
-            max_batches=trainer.evaluator.max_batches or batches,
-        )
-        return replace(
-            trainer,
-            step=WatchedStep(trainer.step, self),
-            evaluator=evaluator,
-            max_updates=min(self.look.updates, trainer.max_updates),
-            stream_watchers=[*trainer.stream_watchers, self._watch],
-        )
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        if self.before is None:
+            self.before = float(loss_sum)
+        self.loss_sum, state = loss_sum, streams.state()
+        with self.noise or nullcontext():
+            self.inner.micro_batch(batch, loss_sum)
+        if any(not torch.equal(now, state[kind]) for kind, now in streams.state().items()):
+            self.trace.random = ["the forward"]
 
-    def rounding(self, function: Callable[P, T]) -> Callable[P, T]:
-        """The function, with its operations rounded at random where that is asked."""
-        noise = self.noise
-        if noise is None:
-            return function
+    def update(self) -> bool:
+        """Keep the gradients, unscaled, and the learning rates; then update."""
+        self.loss, self.before = float(self.loss_sum) - (self.before or 0.0), None
+        for name, group in self._groups():
+            self._add("learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
+        if self.look.gradients:
+            precision, one, scale = self.trainer.precision, torch.ones((), device=self.trainer.device), 1.0
+            if precision.scales_loss:
+                scale = float(precision.scaled(one, one.clone()))
+            for name, p in reversed(self._parameters()):
+                self._add_gradient("gradient", name, p, scale)
+        self.made = self.inner.update()
+        return self.made
 
-        def rounding(*args: P.args, **kwargs: P.kwargs) -> T:
-            with noise:
-                return function(*args, **kwargs)
-
-        return rounding
+    def zero_grad(self) -> None:
+        """Keep what the update left: this is called once scheduler and average have followed it."""
+        if self.made:
+            self._after_update()
+            self.number += 1
+        else:
+            self.trace.skipped += 1
+            self.trace.entries = {key: entry for key, entry in self.trace.entries.items() if key[0] != self.number}
+            self.rows = {key: rows for key, rows in self.rows.items() if key[0] != self.number}
+        self.attempt += 1
+        self.batches.clear()
+        self.inner.zero_grad()
 
     def _add(self, phase: str, name: str, entry: Entry, update: int | None = None) -> None:
         """Keep a tensor of this update, or of another one."""
-        self.trace.entries[self.update if update is None else update, phase, name] = entry
+        self.trace.entries[self.number if update is None else update, phase, name] = entry
 
     def _evaluation(self) -> None:
         """Keep each figure of the last evaluation.
@@ -351,97 +338,71 @@ class Recorder:
             if self.look.float64:
                 x, y = (trees.cast(tree, torch.float64) for tree in (batch.x, batch.y))
                 batch = replace(batch, x=x, y=y, weight=batch.weight.double())
-            kept = indices if request.weight else indices[:0]
-            self.batches.append((len(indices), kept))
+            self.batches.append((len(indices), indices if request.weight else indices[:0]))
             for phase, tree in (("inputs", batch.x), ("targets", batch.y)):
                 for name, leaf in trees.named_leaves(tree):
-                    if leaf.ndim and len(leaf) == len(indices):
-                        self.add_rows(phase, name, len(self.batches) - 1, leaf)
+                    self.add_rows(phase, name, len(self.batches) - 1, leaf)
             yield batch
 
     def add_rows(self, phase: str, name: str, micro: int, tensor: torch.Tensor) -> None:
-        """Keep a tensor with one row for each sample of a micro-batch, in the order of the samples' numbers."""
+        """Keep a tensor that has one row for each sample of a micro-batch, in the order of the samples' numbers."""
         count, kept = self.batches[micro]
-        if len(tensor) != count or not len(kept):
-            return
-        values, rounding, shape = of_rows(tensor, phase == "targets")
-        self.rows[self.update, phase, name].append(Rows(kept.numpy(), values, rounding, shape))
+        if tensor.ndim and len(tensor) == count and len(kept):
+            values, rounding, shape = of_rows(tensor, phase == "targets")
+            self.rows.setdefault((self.number, phase, name), []).append(Rows(kept.numpy(), values, rounding, shape))
 
-    def before_update(self) -> None:
-        """Keep the gradients, unscaled, and the learning rates."""
-        for name, group in self._groups():
-            self._add("learning rate", name, of_numbers(float(group["lr"]), rounding=FLOAT32))
-        if not self.look.gradients:
-            return
-        precision, device = self.trainer.precision, self.trainer.device
-        scale = 1.0
-        if precision.scales_loss:
-            scale = float(precision.scaled(torch.ones((), device=device), torch.ones((), device=device)))
-        for name, p in reversed(list(self._parameters())):
-            self._add_gradient("gradient", name, p.grad, p, scale)
-
-    def before_optimizer(self) -> None:
+    def _before_optimizer(self) -> None:
         """Keep the gradients as the optimizer gets them: unscaled and clipped.
 
         Not where ranks divide the weights, and the optimizer has others in their place: it has copies of this rank's parts, or
         those that this rank updates for all.
         """
-        if self._sharded() and (self.trainer.precision.owns_weights or self.trainer.parallel.whole_updates):
+        has_own, own = self.trainer.precision.owns_weights, dict(self._parameters())
+        if self._sharded() and (has_own or self.trainer.parallel.whole_updates):
             return
-        if self.trainer.precision.owns_weights:
+        if has_own:
             own = {n: p for g in self.trainer.optimizer.param_groups for n, p in zip(g["param_names"], g["params"], strict=True)}
-        else:
-            own = dict(self._parameters())
         with self.looking():
-            for name, p in reversed(list(own.items())):
-                self._add_gradient("clipped gradient", name, p.grad, p)
+            for name, p in reversed(own.items()):
+                self._add_gradient("clipped gradient", name, p)
 
-    def _add_gradient(self, phase: str, name: str, grad: torch.Tensor | None, p: torch.Tensor, scale: float = 1.0) -> None:
-        entry = of_tensor(whole(p if grad is None else grad), scale)
-        self._add(phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if grad is None else entry)
+    def _add_gradient(self, phase: str, name: str, p: torch.Tensor, scale: float = 1.0) -> None:
+        entry = of_tensor(whole(p if p.grad is None else p.grad), scale)
+        self._add(phase, name, replace(entry, values=entry.values * 0.0, rounding=0.0) if p.grad is None else entry)
 
-    def after_update(self, loss: float, made: bool) -> None:
-        """Keep what the update left: it is called once scheduler and average have followed it."""
-        self.attempt += 1
-        if not made:
-            self.trace.skipped += 1
-            self.trace.entries = {k: v for k, v in self.trace.entries.items() if k[0] != self.update}
-            for key in [key for key in self.rows if key[0] == self.update]:
-                del self.rows[key]
-            self.batches.clear()
-            return
-        parallel = self.trainer.parallel
-        total = parallel.all_reduce_sum(torch.full_like(self.trainer.log.loss_sum, loss))
-        self._add("loss", "", of_numbers(float(total) / parallel.data_world.size, rounding=FLOAT32))
-        for name, buffer in self.trainer.model.named_buffers():
+    def _after_update(self) -> None:
+        trainer = self.trainer
+        total = trainer.parallel.all_reduce_sum(torch.full_like(trainer.log.loss_sum, self.loss))
+        self._add("loss", "", of_numbers(float(total) / trainer.parallel.data_world.size, rounding=FLOAT32))
+        for name, buffer in trainer.model.named_buffers():
             if not buffer.is_meta:  # that of another stage of a pipeline
                 self._add("buffers", name, of_tensor(whole(buffer)))
-        if not self._sharded():
-            self._add_state()
-        for name, p in self._parameters():
-            self._add("weights", name, _change(of_tensor(whole(p)), self.first[name]))
-        for name, tensor in self._averaged():
-            self._add("average", name, _change(of_tensor(tensor), self.first_average[name]))
-        if self.update == 1:
-            self.trace.settings = {name: _numbers(group) for name, group in self._groups()}
-        self.update += 1
-        self.batches.clear()
-
-    def _add_state(self) -> None:
-        for member in getattr(self.trainer.optimizer, "members", [self.trainer.optimizer]):
+        for member in [] if self._sharded() else getattr(trainer.optimizer, "members", [trainer.optimizer]):
             for group in member.param_groups:
                 for name, p in zip(group.get("param_names", []), group["params"], strict=False):
-                    for key, value in member.state.get(p, {}).items():
-                        if isinstance(value, torch.Tensor):
-                            self._add("optimizer state", f"{key} of {name}", of_tensor(value))
+                    kept = {key: value for key, value in member.state.get(p, {}).items() if isinstance(value, torch.Tensor)}
+                    for key, value in kept.items():
+                        self._add("optimizer state", f"{key} of {name}", of_tensor(value))
+        for phase, name, entry in self._changing():  # its rounding is that of the tensor itself
+            self._add(phase, name, replace(entry, values=entry.values - self.first[phase, name].values))
+        if self.number == 1:
+            unlike = ("params", "param_names", "lr", "initial_lr")
+            self.trace.settings = {
+                name: {k: v for k, v in group.items() if k not in unlike and isinstance(v, int | float | tuple)}
+                for name, group in self._groups()
+            }
 
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.trainer.model.named_parameters() if not p.is_meta]
 
-    def _averaged(self) -> list[tuple[str, torch.Tensor]]:
-        """The averaged weights and buffers, where this process has all of them."""
-        tensors = {} if self._sharded() else self.trainer.ema.state_dict().get("tensors", {})
-        return [(name, tensor) for name, tensor in tensors.items() if not tensor.is_meta]
+    def _changing(self) -> Iterator[tuple[str, str, Entry]]:
+        """The weights, and the averaged weights and buffers where this process has all of them: phase, name, value."""
+        for name, p in self._parameters():
+            yield "weights", name, of_tensor(whole(p))
+        averaged = {} if self._sharded() else self.trainer.ema.state_dict().get("tensors", {})
+        for name, tensor in averaged.items():
+            if not tensor.is_meta:
+                yield "average", name, of_tensor(tensor)
 
     def _sharded(self) -> bool:
         return any(hasattr(p, "full_tensor") for p in self.trainer.model.parameters())
@@ -457,38 +418,17 @@ class Recorder:
         if self.trainer.parallel.world.rank:
             return None
         trace: Trace = ranks[0][1]
-        together: dict[Key, list[Rows]] = defaultdict(list)
+        together: dict[Key, list[Rows]] = {}
         of_data = {rank: (other, rows) for rank, other, rows in reversed(ranks)}  # ranks that share samples have the same
         for _, rows in of_data.values():
             for key, parts in rows.items():
-                together[key] += parts
+                together[key] = [*together.get(key, []), *parts]
         for _, other, _ in ranks:
-            for key, entry in other.entries.items():
-                trace.entries.setdefault(key, entry)
+            trace.entries |= {key: entry for key, entry in other.entries.items() if key not in trace.entries}
             trace.random = trace.random or other.random
-        traces = [other for other, _ in of_data.values()]
         for key, entry in trace.entries.items():
             if key[1] == "samples":
-                trace.entries[key] = replace(entry, values=np.sum([other.entries[key].values for other in traces], 0))
-        for key, found in together.items():
-            if (joined := Rows.entry(found)) is not None:
-                trace.entries[key] = joined
+                values = np.sum([other.entries[key].values for other, _ in of_data.values()], 0)
+                trace.entries[key] = replace(entry, values=values)
+        trace.entries |= {key: joined for key, found in together.items() if (joined := Rows.entry(found)) is not None}
         return trace
-
-
-def _change(entry: Entry, first: Entry) -> Entry:
-    """An entry as the change since the start. Its rounding is that of the tensor itself."""
-    return replace(entry, values=entry.values - first.values)
-
-
-def _numbers(group: dict[str, object]) -> dict[str, float]:
-    """The numbers among the settings of an optimizer's group."""
-    found: dict[str, float] = {}
-    for key, value in group.items():
-        if key in ("params", "param_names", "lr", "initial_lr"):
-            continue
-        if isinstance(value, tuple):
-            found |= {f"{key}[{i}]": float(v) for i, v in enumerate(value) if isinstance(v, int | float)}
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[key] = float(value)
-    return found
