@@ -1,7 +1,7 @@
 """The claim of a recipe: figures that were measured, a section for each kind, and where and on what they were measured.
 
-Each kind is a dataclass that declares its fields. A new kind costs one class here with its field in Claim, and one in
-measure/claims/verify.py, which says how it is made of runs and when it holds. Anyone may have written the file, so
+Each kind is a dataclass that declares its fields. A new kind costs one class here with its field in Claim, and one row of ALL
+in measure/claims/verify.py, which says how it is made of runs and when it holds. Anyone may have written the file, so
 everything in a claim is checked, plain, bounded and printable.
 """
 

@@ -180,7 +180,6 @@ class Measurer:
         self.margin = math.log1p(EQUIVALENCE)  # the largest effect that does not matter
         self.number = 0  # of the comparison
         self.fails = False  # the effect is whether a subset fails while it runs, for a BAD that does: 1 or 0
-        self.errors: dict[Subset, str | None] = {}  # of those that were asked whether they fail
         self.figures: dict[Subset, list[float]] = {}  # one of each round
 
     def effect(self, figures: Sequence[float]) -> Interval:
@@ -228,10 +227,9 @@ class Measurer:
         if variant.job is None:
             return Measured(problem=f"refused: {'; '.join(variant.problems)}")
         if self.fails:
-            if chosen not in self.errors:
-                self.errors[chosen] = self.add(variant, [], lambda *_: True)
-            failed = float(self.errors[chosen] is not None)
-            return Measured(Interval(failed, failed, failed), 1, self.errors[chosen] or "")
+            error = self.add(variant, [], lambda *_: True)
+            failed = float(error is not None)
+            return Measured(Interval(failed, failed, failed), 1, error or "")
         if not is_over() and (error := self.add(variant, figures, is_over)) is not None:
             return Measured(None, max(1, len(figures)), error, error.startswith("diverged"))
         return Measured(self.effect(figures) if figures else UNKNOWN, len(figures))
@@ -392,7 +390,9 @@ class Search:
             width = found.high - found.low
             return (width <= step and on_one_side(found)) or width <= step / 2
 
-        found = self.tried[subset] = self.measurer.measure(subset, decided)
+        found = self.tried.get(subset)
+        if found is None or (found.effect is not None and not decided(found.effect)):
+            found = self.tried[subset] = self.measurer.measure(subset, decided)
         if found.effect is None:
             return found.diverged, high if found.diverged else low
         if not decided(found.effect) and not on_one_side(found.effect):
