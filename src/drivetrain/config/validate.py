@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -280,7 +281,7 @@ def _instead(group: str, target: str) -> str:
         return f"{group}={name} is the option that ships for it"
     if "own" in known:
         return f"to use a class of yours as it is, set {group}=own {group}.target={target}"
-    base = _base(group).__name__
+    base = importlib.import_module(f"drivetrain.{group}").__all__[0]  # what the package shows, and not what that derives from
     return f"write a class that derives from drivetrain.{group}.{base} and makes it: docs/extending.md shows one"
 
 
