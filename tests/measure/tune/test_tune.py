@@ -44,7 +44,7 @@ def test_words_over_words():
 
 def tried(stage, *words):
     """The candidates of a stage of `tune what=all` for a run."""
-    _, specs = tune.Tuning(tune.Settings(), list(words), ()).candidates(tune.STAGES["all"][stage])
+    _, specs = tune.Tuning(tune.Settings(), list(words), ()).candidates([*tune.STAGES["all"].values()][stage])
     return [spec.label for spec in specs]
 
 
@@ -257,7 +257,7 @@ def test_the_end_of_the_time_is_said(monkeypatch, capsys):
     monkeypatch.setattr(tuning, "candidates", lambda stage: (Row("as it is", []), [Row("loader=threads", [])]))
     left = iter([10.0, 1.0])  # the search may start, and its time is over after some rounds
     monkeypatch.setattr(tuning, "seconds_left", lambda: next(left))
-    tuning.run(tune.Stage("how data is read", lambda job: ["loader=threads"]))
+    tuning.run("how data is read", lambda job: ["loader=threads"])
     said = capsys.readouterr().out
     assert "out of time after 3 rounds" in said
     assert "the time was over after 3 of 8 rounds, and 1 of the candidates were undecided" in said

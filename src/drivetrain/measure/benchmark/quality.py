@@ -161,8 +161,10 @@ class Trial:
         for n in [n for n, v in self.verdicts.items() if v.outcome == INCONCLUSIVE]:
             verdict = self.verdicts[n]
             verdict.runs = runs[n]
-            if settled := _without_test(runs[n], base):
-                verdict.outcome, verdict.reason = settled
+            if failed := next((run for run in base if run.error), None):
+                verdict.reason = f"the first variant's own run with seed {failed.seed} ended: {failed.error}"
+            elif failed := next((run for run in runs[n] if run.error), None):
+                verdict.outcome, verdict.reason = FAIL, f"the run with seed {failed.seed} ended: {failed.error}"
             elif len(base) < 2:
                 verdict.reason = "one seed shows no spread: set seeds=5"
             else:
@@ -220,15 +222,6 @@ def _spread(name: str, runs: Sequence[TrainedRun]) -> str:
     return f"{name} {sum(values) / len(values):.4g}" + (f" ± {deviation(values):.2g}" if len(values) > 1 else "")
 
 
-def _without_test(runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> tuple[str, str] | None:
-    """The outcome and the reason where no test is needed, or none is possible."""
-    if failed := next((run for run in base if run.error), None):
-        return INCONCLUSIVE, f"the first variant's own run with seed {failed.seed} ended: {failed.error}"
-    if failed := next((run for run in runs if run.error), None):
-        return FAIL, f"the run with seed {failed.seed} ended: {failed.error}"
-    return None
-
-
 def _stuck(found: Sequence[_Evidence], level: float) -> bool:
     """True if more seeds would not help: what may FAIL the variant is as good as before, what a PASS needs too is worse."""
     worse = any(e.p_fail <= level for e in found if e.figure.needed and not e.figure.alone)
@@ -236,7 +229,7 @@ def _stuck(found: Sequence[_Evidence], level: float) -> bool:
 
 
 def _describe(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[TrainedRun], confidence: float) -> None:
-    """Set a verdict's evidence and its reason: of a FAIL what is worse, else every figure."""
+    """Set a verdict's evidence and its reason: of a FAIL what is worse, else every figure; and what it rests on."""
     verdict.confidence = confidence
     verdict.decides = [e.figure.name for e in found if e.figure.needed]
     for e in found:
@@ -244,20 +237,14 @@ def _describe(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[Train
         verdict.degradation.pop(e.figure.name, None)  # of a look before, when all seeds had the figure
         if not e.censored:
             verdict.degradation[e.figure.name] = mean(e.worse_by, confidence)
-    if verdict.outcome == FAIL:
-        worst = min((e for e in found if e.figure.alone), key=lambda e: e.p_fail)
-        texts = [worst.text(confidence)]
-    else:
-        texts = [e.text(confidence) for e in found]
-    verdict.reason = "; ".join([*texts, *_remarks(verdict, found, base)])
-
-
-def _remarks(verdict: Verdict, found: Sequence[_Evidence], base: Sequence[TrainedRun]) -> Iterator[str]:
+    shown = [min((e for e in found if e.figure.alone), key=lambda e: e.p_fail)] if verdict.outcome == FAIL else found
+    told = [e.text(confidence) for e in shown]
     if verdict.outcome == INCONCLUSIVE and _stuck(found, ALPHA):
         metric = verdict.metric
-        yield f"a technique that changes training may move the loss alone: judge=[{metric}] lets {metric} decide"
+        told.append(f"a technique that changes training may move the loss alone: judge=[{metric}] lets {metric} decide")
     if {run.samples for run in verdict.runs} != {run.samples for run in base}:
-        yield f"trained on {verdict.runs[0].samples:,} samples, the first variant on {base[0].samples:,}"
+        told.append(f"trained on {verdict.runs[0].samples:,} samples, the first variant on {base[0].samples:,}")
+    verdict.reason = "; ".join(told)
 
 
 # Trains a variant with the seed of this number, counted from 0.

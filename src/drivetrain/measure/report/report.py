@@ -57,7 +57,6 @@ from drivetrain.ui.terminal import number
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     from drivetrain.inference import inputs
     from drivetrain.inference.loaded import LoadedRun
@@ -188,18 +187,11 @@ def _judged(reads: Sequence[inputs.Sample], predicted: Predictions, loaded: Load
             share = float((output.argmax(0) == target)[counted].float().mean()) if counted.any() else 1.0
             yield Sample(one.name, (one.x, output.argmax(0)), "", f"{share:.1%} of the pixels right", None, 1 - share)
         elif loaded.kind == "tokens":
-            yield _of_text(one, output, target, loaded)
-
-
-def _of_text(read: inputs.Sample, output: torch.Tensor, target: torch.Tensor, loaded: LoadedRun) -> Sample:
-    """A piece of text, of which each token is predicted from those before it."""
-    import torch
-
-    counted = target != IGNORED
-    losses = torch.nn.functional.cross_entropy(output, target.long(), ignore_index=IGNORED, reduction="none")[counted]
-    right = (output.argmax(-1) == target)[counted].float()
-    said = f"{float(right.mean()):.0%} of the tokens right" if len(losses) else "–"
-    return Sample(read.name, read.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
+            counted = target != IGNORED  # each token is predicted from those before it
+            losses = torch.nn.functional.cross_entropy(output, target.long(), ignore_index=IGNORED, reduction="none")[counted]
+            right_ones = (output.argmax(-1) == target)[counted].float()
+            said = f"{float(right_ones.mean()):.0%} of the tokens right" if len(losses) else "–"
+            yield Sample(one.name, one.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
 
 
 def _shown_as(loaded: LoadedRun) -> Callable[[Sequence[Sample]], Section]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain.compile.base import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
@@ -263,25 +263,21 @@ CONFIDENCE = 0.8  # of the search: a candidate that it accepts is proven afterwa
 SUSPECTS = ("precision", "batch", "compile", "surgery", "checkpointing")  # groups that may change a result, the likeliest first
 
 
-class Stage(NamedTuple):
-    """Candidates that exclude each other, compared with the run as it is by then; those that change nothing are left out."""
-
-    title: str
-    candidates: Callable[[Job], list[str]]
-
-
-LOADERS, MICRO_BATCHES = Stage("how data is read", loaders), Stage("how a batch is split", micro_batches)
-STAGES = {
-    "all": (
-        LOADERS,
-        Stage("precision and memory layout", arithmetic),
-        Stage("the optimizer's step", updates),
-        MICRO_BATCHES,
-        Stage("compiling", compilers),
-    ),
-    "workers": (LOADERS,),
-    "batch": (MICRO_BATCHES,),
-    "lr": (),
+# By what is searched: the titles of the stages, and for each the candidates, which exclude each other.
+Propose = Callable[[Job], list[str]]
+LOADERS: dict[str, Propose] = {"how data is read": loaders}
+MICRO_BATCHES: dict[str, Propose] = {"how a batch is split": micro_batches}
+STAGES: dict[str, dict[str, Propose]] = {
+    "all": {
+        **LOADERS,
+        "precision and memory layout": arithmetic,
+        "the optimizer's step": updates,
+        **MICRO_BATCHES,
+        "compiling": compilers,
+    },
+    "workers": LOADERS,
+    "batch": MICRO_BATCHES,
+    "lr": {},
 }
 
 
@@ -312,10 +308,10 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     tuning = Tuning(settings, overrides, config_dirs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of settings that are only tried, would stand between the lines
-        for stage in STAGES[settings.what]:
-            tuning.run(stage)
+        for stage in STAGES[settings.what].items():
+            tuning.run(*stage)
         if settings.what == "all" and tuning.data_wait > MAX_DATA_WAIT:
-            tuning.run(LOADERS)
+            tuning.run(*next(iter(LOADERS.items())))
         proof = tuning.prove() if tuning.accepted else None
         tested = _range_test(overrides, config_dirs, settings) if settings.what in ("all", "lr") else None
     _report(tuning, proof, tested, job, argv, recipe)
@@ -353,37 +349,37 @@ class Tuning:
         """True if the time for searching is over: the rest is for the proof."""
         return self.seconds_left() < (1 - SEARCH_BUDGET) * self.settings.budget_s
 
-    def candidates(self, stage: Stage) -> tuple[VariantSpec, list[VariantSpec]]:
-        """The run as it is by now, and those candidates of a stage that can run and change something."""
+    def candidates(self, propose: Propose) -> tuple[VariantSpec, list[VariantSpec]]:
+        """The run as it is by now, and those of a stage's candidates that can run and change something."""
         overrides = self.current()
         base = self._variant("as it is", overrides)
         job = variants.baseline_job([base])
-        composed = [self._variant(c, apply(overrides, c.split(), self.config_dirs)) for c in stage.candidates(job)]
+        composed = [self._variant(c, apply(overrides, c.split(), self.config_dirs)) for c in propose(job)]
         now = job.composed.choices, job.composed.plain
         return base, [s for s in composed if s.job is not None and (s.job.composed.choices, s.job.composed.plain) != now]
 
-    def run(self, stage: Stage) -> None:
+    def run(self, title: str, propose: Propose) -> None:
         """Compare a stage's candidates with the current run, and accept the fastest of those that are likely faster."""
-        base, specs = self.candidates(stage)
+        base, specs = self.candidates(propose)
         if not specs:
             return
         if self.is_over():
-            self.notes.append(f"not searched, because the time is over: {stage.title}")
-            self.unfinished.append(stage.title)
+            self.notes.append(f"not searched, because the time is over: {title}")
+            self.unfinished.append(title)
             return
-        echo(f"\n{stage.title}: {len(specs)} candidates")
+        echo(f"\n{title}: {len(specs)} candidates")
         self.cut_short = []
         done = self._measure([base, *specs], self._stop)
         if self.cut_short:
-            self.unfinished.append(stage.title)
-        self.comparisons[f"{stage.title.capitalize()}{', again' if stage.title in self.accepted else ''}"] = done
+            self.unfinished.append(title)
+        self.comparisons[f"{title.capitalize()}{', again' if title in self.accepted else ''}"] = done
         self.notes += [f"not taken: {row.pays_too_late}" for row in done.rows[1:] if row.pays_too_late]
         best = _best(done.rows)
         self.data_wait = (best or done.rows[0]).data_wait or 0.0
         if best is None:
             echo("no candidate is likely to be faster: nothing changes")
         else:
-            self._accept(stage.title, best.label)
+            self._accept(title, best.label)
             echo(f"accepted: {best.label}")
 
     def _accept(self, title: str, candidate: str) -> None:
