@@ -15,7 +15,7 @@ if (
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from drivetrain.core.callback import Callback as Callback
 from drivetrain.core.callback import Event as Event
@@ -90,7 +90,7 @@ def load(
     run_dir: Path | str,
     overrides: Sequence[str] = (),
     *,
-    update: int | str | None = None,
+    update: int | Literal["best", "last"] | None = None,
     average: bool | float = False,
     config_dirs: Sequence[str] = (),
 ) -> "LoadedRun":
@@ -103,7 +103,7 @@ def load(
     from drivetrain.inference import loaded
     from drivetrain.inference.finished import Choice
 
-    return loaded.load(run_dir, overrides, config_dirs, Choice(None if update is None else str(update), average))
+    return loaded.load(run_dir, overrides, config_dirs, Choice(update, average))
 
 
 def runs(folder: Path | str = "outputs") -> "pandas.DataFrame":

@@ -175,7 +175,7 @@ def test_two_ranks(tmp_path):
     [
         (["nowhere"], "nowhere is no run's directory"),
         (["RUN", "update=7"], "no checkpoint of update 7"),
-        (["RUN", "update=newest"], "update=newest: say update=N"),
+        (["RUN", "update=newest"], "update=newest: must be a whole number, one of 'best' or 'last'"),
         (["RUN", "data=digit"], "did you mean 'digits'"),
         (["RUN", "average=true", "update=best", "extra"], "takes one run"),
         ([], "needs a run's directory"),

@@ -156,7 +156,7 @@ def test_what_an_exporter_cannot_express(finished, tmp_path, monkeypatch, capsys
         (["--with-normalize"], "safetensors holds weights"),
         (["a", "b"], "needs a run's directory, and perhaps a file"),
         (["update=3"], "no checkpoint of update 3"),
-        (["average=maybe"], "average=maybe: say"),
+        (["average=maybe"], "average=maybe: must be"),
     ],
 )
 def test_bad_words(words, says, digits, capsys):

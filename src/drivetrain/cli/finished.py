@@ -13,9 +13,7 @@ from typing import Any
 from drivetrain.cli.arguments import FILE, FLAG, NUMBER, Command, overrides, runs
 from drivetrain.core.errors import DONE, FAILED, UserError
 from drivetrain.core.files import write_json
-from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
-from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.inference.finished import Choice
 from drivetrain.run.result import uncertainty
 from drivetrain.ui.output import echo
@@ -42,11 +40,13 @@ def _of_run(
     """
 
     def of_run(given: argparse.Namespace) -> int:
+        from drivetrain.measure.verbs import split
+
         settings = [word for word in given.overrides if _is_setting(word)]
         run, *given.paths = [word for word in given.overrides if word not in settings] or [""]
         if not run:
             raise UserError(f"drivetrain {name} needs a run's directory, such as outputs/<date>/<time>-<id>")
-        given.run_dir, (given.choice, given.overrides) = expanded(run), _choice(settings)
+        given.run_dir, (given.choice, given.overrides) = expanded(run), split(settings, Choice)
         return work(given)
 
     def offers(words: Sequence[str], last: str) -> list[str]:
@@ -64,41 +64,6 @@ def _of_run(
 
 def _is_setting(word: str) -> bool:
     return "=" in word and "/" not in word.partition("=")[0] and not Path(word).exists()
-
-
-def _choice(settings: Sequence[str]) -> tuple[Choice, list[str]]:
-    """The weights and the set that the settings choose, and those that are overrides of the config. Raises UserError."""
-    choice, rest, wrong = Choice(), [], []
-    for word in settings:
-        key, value = key_of(word), word.partition("=")[2]
-        if key not in CHOSEN:
-            rest.append(word)
-        elif (chosen := CHOSEN[key][0](value)) is None:
-            wrong.append(f"{word}: say {CHOSEN[key][1]}")
-        else:
-            setattr(choice, key, chosen)
-    if wrong:
-        raise UserError(wrong)
-    return choice, rest
-
-
-def _average(value: str) -> bool | float | None:
-    """True for the averaged weights, False for the plain ones, or the relative width of an average; None for any other text."""
-    if value in ("true", "false"):
-        return value == "true"
-    try:
-        width = float(value)
-    except ValueError:
-        return None
-    return width if NARROWEST <= width < BELOW else None
-
-
-_WEIGHTS = "update=N, update=best, update=last, average=true, or average=0.08 for a width of 0.001 to 0.28"
-CHOSEN: dict[str, tuple[Callable[[str], object], str]] = {  # setting → its value, None for a wrong one, and what to say
-    "update": (lambda value: value if value in ("best", "last") or value.isdecimal() else None, _WEIGHTS),
-    "average": (_average, _WEIGHTS),
-    "split": (lambda value: value if value in ("test", "validation") else None, "split=test or split=validation"),
-}
 
 
 def _evaluate(given: argparse.Namespace) -> int:

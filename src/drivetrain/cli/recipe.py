@@ -166,10 +166,8 @@ def _schema(given: argparse.Namespace) -> int:
     file = Path(given.overrides[0])
     if file.suffix != ".json":
         raise UserError(f"drivetrain recipe schema {file} writes JSON: give a file such as {file.with_suffix('.schema.json')}")
-    try:
+    with output.writing(file):
         file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}") from None
     echo(f"written to {file}: a recipe that begins with `# yaml-language-server: $schema={file}` is completed and checked by it")
     return DONE
 
@@ -199,10 +197,8 @@ def _from(argv: Sequence[str]) -> int:
     if file is None:
         echo(said, end="")
         return DONE
-    try:
+    with output.writing(file):
         file.write_text(said, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}") from None
     echo("\n".join([f"written to {file}", *(f"  not translated: {line}" for line in found.left)]))
     echo("\n  ".join([f"{file}: valid", *check(places.read(str(file)))]))
     echo(f"drivetrain train {shlex.join([f'recipe={file}', *found.words])}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Lt
 
 from drivetrain.core import groups, streams
 from drivetrain.core import horizon as horizons
@@ -16,6 +18,7 @@ from drivetrain.core.typed import StateDict
 
 # Relative widths of power-function averages: of one update in a thousand, and nearly the plain mean of a run's (1 / √12 = 0.289).
 NARROWEST, BELOW = 0.001, 0.28
+Width = Annotated[float, Ge(NARROWEST), Lt(BELOW)]
 STATISTICS = ("running_mean", "running_var")  # the buffers that are means over batches, as torch's norms name them
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
-
-from annotated_types import Ge, Lt
 
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import BuildContext, Count, RunSpec
 from drivetrain.core.typed import StateDict
-from drivetrain.ema.base import BELOW, NARROWEST, Kept
-
-Width = Annotated[float, Ge(NARROWEST), Lt(BELOW)]
+from drivetrain.ema.base import Kept, Width
 
 
 class PostHoc(Kept):

@@ -18,7 +18,7 @@ from drivetrain.core.typed import JsonMapping, fits, is_number
 from drivetrain.run.reader import RunFiles
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
-from drivetrain.ui.output import plain
+from drivetrain.ui.output import plain, writing
 from drivetrain.ui.pages import run as run_page
 from drivetrain.ui.sheet import sentence, setting
 from drivetrain.ui.terminal import duration, number
@@ -99,10 +99,8 @@ def write(run: RunFiles, path: Path) -> Path:
         raise UserError(f"{run.path} is no run's directory: name one such as outputs/<date>/<time>-<id>")
     if run.result is None:
         raise UserError(f"{run.path} has no result.json: a card is of a run that has ended")
-    try:
+    with writing(path):
         files.write_text(path, text(run))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
     return path
 
 

@@ -29,6 +29,7 @@ from drivetrain.inference.loaded import LoadedRun, open_run
 from drivetrain.model.transformers import Transformers
 from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, manifest
+from drivetrain.ui.output import writing
 
 Format = Literal["safetensors", "torch.export", "onnx", "torchscript", "transformers"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -175,18 +176,17 @@ class _Normalized(torch.nn.Module):
 def _atomic(path: Path) -> Iterator[Path]:
     """A file or folder to write, which takes the place of `path` once all went well, with what was written beside it."""
     folder = path.with_name(f".writing-{path.name}")
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        with warnings.catch_warnings(), _without_messages():
-            warnings.simplefilter("ignore")
-            yield folder / path.name
-        for file in filter(Path.is_file, folder.rglob("*")):
-            file.chmod(folder.stat().st_mode & 0o666)  # as the umask says: safetensors lets only its owner read it
-        for made in list(folder.iterdir()):
-            made.replace(path.with_name(made.name))
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from None
+        with writing(path):
+            folder.mkdir(parents=True)
+            with warnings.catch_warnings(), _without_messages():
+                warnings.simplefilter("ignore")
+                yield folder / path.name
+            for file in filter(Path.is_file, folder.rglob("*")):
+                file.chmod(folder.stat().st_mode & 0o666)  # as the umask says: safetensors lets only its owner read it
+            for made in list(folder.iterdir()):
+                made.replace(path.with_name(made.name))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,13 +6,15 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import Literal, TypeGuard
 
 from drivetrain.core import low_rank, stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.option import CountOrZero
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.typed import JsonObject, StateDict, fits
+from drivetrain.ema.base import Width
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.model import Model
 from drivetrain.recipe import reader as recipes
@@ -31,13 +33,16 @@ ONE_PROCESS = "parallel=single"
 MODEL_ALONE = ("runtime", "parallel", "precision", "model", "surgery", "batch")
 
 
+Update = CountOrZero | Literal["best", "last"] | None
+
+
 @dataclass
 class Choice:
     """The choice of which weights of a run to use."""
 
-    update: str | None = None  # a number, "best" or "last"; None: the best where the run kept it, else the last
-    average: bool | float = False  # the averaged weights, instead of the trained ones; a number: the average of this width
-    split: str = "test"  # the set to evaluate on: test or validation
+    update: Update = None  # None: the best where the run kept it, else the last
+    average: bool | Width = False  # the averaged weights, instead of the trained ones; a number: the average of this width
+    split: Literal["test", "validation"] = "test"  # the set to evaluate on
 
 
 @dataclass
@@ -128,7 +133,7 @@ def _refusal(
     )
 
 
-def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = False) -> Path:
+def checkpoint_of(run_dir: Path, update: Update = None, keeps_best: bool = False) -> Path:
     """The checkpoint of an update, of the best evaluation, or the newest valid one. Raises UserError."""
     saved = sorted(int(p.name) for p in manifest.checkpoints(run_dir))
     if not saved:
@@ -141,7 +146,7 @@ def checkpoint_of(run_dir: Path, update: str | None = None, keeps_best: bool = F
         if found is None:
             raise UserError(complaints)
         return found
-    number = best if update in (None, "best") else int(str(update))
+    number = best if update is None or update == "best" else int(update)
     chosen = run_dir / "checkpoints" / str(number)
     if number not in saved:
         raise UserError(f"{run_dir} has no checkpoint of update {number}: it has those of {', '.join(map(str, saved))}")

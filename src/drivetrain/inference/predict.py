@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from drivetrain.core.errors import UserError
 from drivetrain.inference.inputs import Block, Sample, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
-from drivetrain.ui.output import PlainStream
+from drivetrain.ui.output import PlainStream, writing
 from drivetrain.ui.sheet import spreadsheet
 
 if TYPE_CHECKING:
@@ -53,11 +53,9 @@ def output(path: Path | None) -> Iterator[Write]:
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"--out {path}: the name must end in .csv, .jsonl or .parquet")
     temporary = path.with_name(f".{path.name}.writing")
-    try:
+    with writing(f"--out {path}"):
         temporary.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
-    except OSError as error:
-        raise UserError(f"--out {path} cannot be written: {error.strerror}") from None
     try:
         with FORMATS[path.suffix.lower()](temporary) as write:
             yield write

@@ -14,9 +14,11 @@ import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from drivetrain.core.errors import UserError
 from drivetrain.recipe.safe_yaml import printable
 
 if TYPE_CHECKING:
@@ -76,6 +78,15 @@ def echo(text: object = "", end: str = "\n", file: TextIO | None = None) -> None
 def echo_traceback(error: BaseException, file: TextIO | None = None) -> None:
     """Print an exception with its traceback on standard error, or on `file`."""
     echo("".join(traceback.format_exception(error)), end="", file=file or sys.stderr)
+
+
+@contextmanager
+def writing(place: object) -> Iterator[None]:
+    """Within the context what cannot be written is a UserError that names the place."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{place} cannot be written: {error.strerror or error}") from None
 
 
 class PlainStream:

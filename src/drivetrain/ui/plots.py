@@ -11,6 +11,7 @@ from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.typed import JsonMapping
+from drivetrain.ui.output import writing
 from drivetrain.ui.sheet import Table
 
 if TYPE_CHECKING:
@@ -99,10 +100,8 @@ def png(curves: list[Curve], over: Horizon, title: str, file: Path) -> None:
     epochs.set_xlabel("epoch")
     epochs.set_xticks(*zip(*epoch_marks(over), strict=True))
     figure.suptitle(title, fontsize=10)
-    try:
+    with writing(f"--png {file}"):
         figure.savefig(file, format="png", dpi=150)
-    except OSError as error:
-        raise UserError(f"--png {file} cannot be written: {error.strerror}") from None
 
 
 SIDE = 900  # pixels that the cells of a large matrix share
