@@ -499,13 +499,17 @@ def test_its_yaml_says_what_it_buys_and_what_each_setting_does(group, option):
         assert "#" in rest or elsewhere, f"{group}={option}: {setting} has no comment"
 
 
-def test_a_key_that_all_options_with_it_have_alike_is_said_once():
-    """It stands in `_shared.yaml`, of which a file of an option differs where it wants to."""
+def test_a_key_that_options_share_is_said_once():
+    """It stands in a file such as `_shared.yaml`, of which a file of an option differs where it wants to."""
     for group in options():
         lines = [line for (g, _), path in FILES.items() if g == group for line in path.read_text().splitlines()]
-        shared = conf_dir() / group / "_shared.yaml"
-        said = shared.read_text().splitlines()[1:] if shared.is_file() else []
-        assert not set(lines) & set(said), group
+        for shared in (conf_dir() / group).glob("_*.yaml"):
+            keys = [line for line in shared.read_text().splitlines() if not line.startswith(("#", "defaults"))]
+            assert keys
+            assert not {" ".join(line.split()) for line in lines} & {" ".join(line.split()) for line in keys}, shared
+            assert sum(shared.stem in line for line in lines if line.startswith("defaults")) > 1 or any(
+                shared.stem in other.read_text() for other in shared.parent.glob("_*.yaml") if other != shared
+            ), f"{shared} has one user"
 
 
 @pytest.mark.parametrize(("group", "option"), SHIPPED, ids=ids(SHIPPED))

@@ -15,7 +15,7 @@ from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.files import read_json
 from drivetrain.core.paths import conf_dir
-from drivetrain.core.typed import JsonMapping
+from drivetrain.core.typed import JsonMapping, JsonObject
 
 # groups of which several options may be added up, as loss=[a,b], and the class that does
 SUMS = {"loss": "drivetrain.loss.sum.Sum"}
@@ -114,12 +114,12 @@ def _is_shared(file: Path) -> bool:
 
 @lru_cache(maxsize=512)
 def _texts(file: Path) -> list[str]:
-    """The texts of an option's file, and of those with its shared keys, which its `defaults` name in a list."""
+    """The texts of an option's file, and of those with keys that it shares, which the `defaults` of either name."""
     text = file.read_text(encoding="utf-8")
-    named = re.search(r"^defaults: \[(.*)\]", text, re.M)
-    shared = [f"{name.strip()}.yaml" for name in named[1].split(",") if name.strip() != "_self_"] if named else []
-    places = [(file.parent / name, conf_dir() / file.parent.name / name) for name in shared]
-    return [text, *((own if own.is_file() else shipped).read_text(encoding="utf-8") for own, shipped in places)]
+    named = [f"{name}.yaml" for name in _parsed(text).get("defaults", []) if name != "_self_"]
+    places = [(file.parent / name, conf_dir() / file.parent.name / name) for name in named]
+    shared = [own if own.is_file() else shipped for own, shipped in places if own.is_file() or shipped.is_file()]
+    return [text, *(each for place in shared for each in _texts(place))]
 
 
 @lru_cache(maxsize=512)
@@ -130,18 +130,23 @@ def _parsed(text: str) -> JsonMapping:
 
 def content(file: Path) -> JsonMapping:
     """The keys and values of an option's file, and then the keys that it shares with others."""
-    own, *shared = map(_parsed, _texts(file))
-    every = {**own, **{key: value for each in shared for key, value in each.items() if key not in own}}
-    return {key: value for key, value in every.items() if key != "defaults"}
+    every: JsonObject = {}
+    for text in _texts(file):
+        every |= {key: value for key, value in _parsed(text).items() if key not in every and key != "defaults"}
+    return every
 
 
 def key_lines(file: Path) -> list[str]:
-    """The lines that have the keys of an option, with the comments beside them."""
-    own, *shared = (
-        [line for line in text.splitlines() if not line.startswith(("#", "_target_", "defaults"))] for text in _texts(file)
-    )
-    named = {line.partition(":")[0] for line in own}
-    return [*own, *(line for lines in shared for line in lines if line.partition(":")[0] not in named)]
+    """The lines that have the keys of an option, with the comments beside them; of a key without one, that of a shared line."""
+    found: dict[str, str] = {}
+    for text in _texts(file):
+        for line in text.splitlines():
+            key, own = line.partition(":")[0], found.get(line.partition(":")[0])
+            if own is None and not line.startswith(("#", "_target_", "defaults")):
+                found[key] = line
+            elif own is not None and "#" not in own and (comment := line.partition("#")[2]):
+                found[key] = f"{own}  #{comment}"
+    return [*found.values()]
 
 
 def one_or_several(group: str, option: object) -> Any:
