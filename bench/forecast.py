@@ -16,13 +16,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench.harness import at, parse, table, write
-from drivetrain.core.forking import answer_of
+from bench.harness import at, in_process, parse, table, write
 
 FIGURES = "peak_bytes", "ms"
 UPDATES, ENOUGH_S, MOST_S = 5, 1.0, 6.0  # timed updates, at least; seconds of them
@@ -159,11 +158,6 @@ def _there(trainer: Any, before: dict[int, int]) -> int:
         elif isinstance(each, tuple | list | dict) or type(each).__module__.startswith("drivetrain."):
             data += gc.get_referents(each)
     return sum(nbytes for key, nbytes in alive.items() if key not in held)
-
-
-def in_process(work: Callable[..., Any], *args: Any) -> Any:
-    """The result of `work` in a forked process, which writes nothing."""
-    return answer_of(lambda answer: answer(work(*args)), work.__name__)
 
 
 LOOK_S = 12.0  # seconds for timing operations: the share of `drivetrain forecast`'s own on a machine that is not shared

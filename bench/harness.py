@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+from drivetrain.core.forking import answer_of
 from drivetrain.run import environment
 from drivetrain.ui.sheet import Table
 
@@ -389,6 +390,11 @@ def train(*words: str, inside: Sequence[str] = ()) -> tuple[str, list[dict[str, 
     if done.returncode or not results or any(result["status"] != "completed" for result in results):
         raise RuntimeError(f"{' '.join(words)} did not train: {done.returncode} {done.stderr[-800:]}")
     return done.stdout, results
+
+
+def in_process(work: Callable[..., T], *args: Any) -> T:
+    """The result of `work` in a forked process, which shows nothing. Raises NoAnswer, which says why there is none."""
+    return answer_of(lambda answer: answer(work(*args)), work.__name__)
 
 
 def descendants(pid: int) -> list[int]:

@@ -98,7 +98,7 @@ def test_the_whole_form_of_a_cpu(tmp_path: Path) -> None:
 
 
 def test_smoke_has_every_option_and_every_risky_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(campaign, "call", lambda *_: {})  # which would write the images
+    monkeypatch.setattr(harness, "in_process", lambda *_: {})  # which would write the images
     names = {row.name for row in smoke.rows("cuda", tmp_path)}
     for group, found in options().items():
         assert {f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for name in found} <= names
@@ -346,7 +346,7 @@ def test_marks_take_the_best_of_our_variants() -> None:
 def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(campaign, "call", lambda *_: {})  # which would write the images
+    monkeypatch.setattr(harness, "in_process", lambda *_: {})  # which would write the images
     found = {stage: import_module(f"bench.gpu.{stage}").rows("cuda", tmp_path) for stage in campaign.STAGES}
     for stage, patterns in campaign.ORDER:
         assert all(campaign.chosen(found[stage], [pattern]) for pattern in patterns)

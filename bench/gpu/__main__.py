@@ -58,8 +58,7 @@ def run(given: argparse.Namespace) -> int:
     modules = {
         name: import_module(f"bench.gpu.{name}") for name in (campaign.STAGES if given.stage == "lease" else (given.stage,))
     }
-    device = campaign.call(campaign.device_facts)
-    facts = {key: value for key, value in device.items() if key not in ("status", "seconds", "output")}
+    facts = harness.in_process(campaign.device_facts)
     about = {**facts, "machine": harness.machine(), "commit": campaign.commit(), "missing": campaign.missing(campaign.OF_USE)}
     name = facts["device_name"].lower().replace(" ", "-")
     summaries = {name: module.summary for name, module in modules.items()}

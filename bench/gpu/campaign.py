@@ -107,20 +107,6 @@ class Child:
         return {**figures, "output": output} if status != "refused" else figures
 
 
-def call(run: Callable[..., dict[str, Any] | None], *args: Any, limit_s: float = 60.0) -> dict[str, Any]:
-    """The figures of a function that runs in a child. Raises RuntimeError with all that it wrote, should it not succeed."""
-    child = Child(run, args, limit_s)
-    try:
-        while (outcome := child.outcome()) is None:
-            time.sleep(POLL_S)
-    except BaseException:
-        child.kill()
-        raise
-    if outcome["status"] != "ok":
-        raise RuntimeError("\n".join(str(outcome.get(key, "")) for key in ("status", "reason", "error", "output")))
-    return outcome
-
-
 def report(figures: dict[str, Any]) -> None:
     """In a child: hand over figures now, so that they are kept even if it is killed later."""
     if _to_parent is not None:

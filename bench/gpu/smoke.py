@@ -54,7 +54,7 @@ CPU_ROWS = (
 
 def rows(device: str, folder: Path) -> list[Row]:
     """All rows of the stage."""
-    campaign.call(pairwise.prepare_folder, folder)
+    harness.in_process(pairwise.prepare_folder, folder)
     words = {
         group: [f"{group}=[{name}]" if group in LISTS else f"{group}={name}" for name in names]
         for group, names in options().items()

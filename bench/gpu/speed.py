@@ -203,7 +203,7 @@ def ladder(work: Work) -> dict[str, Loop]:
 
 def fed(work: Work, folder: Path) -> None:
     """Our fastest loop on images from a disk, against the same on data that is made on the device."""
-    campaign.call(pack, work, folder, limit_s=240.0)
+    harness.in_process(pack, work, folder)
     fast = ["compile=inductor"] if work.compile else []
     loaders = {
         f"packed, {name}": ours(work, *fast, "data=packed", f"data.root={folder}", f"loader={name}")
@@ -214,7 +214,7 @@ def fed(work: Work, folder: Path) -> None:
 
 def small_images(work: Work, folder: Path) -> None:
     """Crops and flips of small images, which launches bound: each way to run them, against the one that should be fastest."""
-    campaign.call(pack, work, folder, limit_s=240.0)
+    harness.in_process(pack, work, folder)
     words = ("data=packed", f"data.root={folder}", "augment=[flip_crop]")
     kinds = ("step", "inductor", "none") if work.compile else ("none",)
     ways = [(loader, kind) for loader in ("resident", "device", "threads") for kind in kinds]
@@ -238,8 +238,8 @@ def pack(work: Work, folder: Path) -> None:
 
 def measure(work: Work, variants: dict[str, Loop]) -> None:
     """In a child: report the row's figures after each round of the variants. One that fails says why, the others go on."""
-    flops = campaign.call(loops.count_flops, work)["flops"]
-    name = campaign.call(campaign.device_facts)["device_name"]
+    flops = harness.in_process(loops.count_flops, work)["flops"]
+    name = harness.in_process(campaign.device_facts)["device_name"]
     peak = loops.data_sheet_tflops(name)
     campaign.report({"work": asdict(work), "gflop_per_sample": flops / 1e9, "data_sheet_bf16_tflops": peak})
 
