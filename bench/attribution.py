@@ -14,13 +14,12 @@ backward. The campaign writes its results after each seed, and resumes.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -319,12 +318,10 @@ def summary(seeds: dict[str, Any]) -> dict[str, Any]:
 def examine(drawn: Drawn, profile_s: float) -> dict[str, Any]:
     """The cost of the planted line, and the doctor's words on it and on the program without it."""
     from drivetrain.engine import child
-    from drivetrain.launch.job import prepare
     from drivetrain.measure.profile.doctor import diagnose
 
-    with tempfile.TemporaryDirectory() as folder, _within(folder):
-        # One thread: what else runs on the machine disturbs it less. Whether more would help is no question here.
-        job = prepare([*drawn.write(Path(folder)), "runtime.threads=1"], [])
+    # One thread: what else runs on the machine disturbs it less. Whether more would help is no question here.
+    with _job_of(drawn, threads=1) as job:
         measure = partial(_measure, drawn=drawn, profile_s=profile_s)
         repeats, costs, inside, planted, clean = child.ask(job.run, measure, drawn.kind)
         problems = sorted(diagnose(planted, job), key=lambda p: -p.share)
@@ -354,13 +351,11 @@ def sevenths(profile_s: float) -> dict[str, str]:
 def _threads(profile_s: float) -> str:
     """The doctor's words on a step that sets its threads to 1; "" where it does not name that line."""
     from drivetrain.engine import child
-    from drivetrain.launch.job import prepare
     from drivetrain.measure.profile.doctor import diagnose
     from drivetrain.measure.profile.step import profile_step
 
     drawn = tenth(THREADS)
-    with tempfile.TemporaryDirectory() as folder, _within(folder):
-        job = prepare([*drawn.write(Path(folder)), "runtime.threads=2"], [])
+    with _job_of(drawn, threads=2) as job:
         profile = child.ask(job.run, partial(profile_step, profile_s=profile_s), THREADS)
         problems = list(diagnose(profile, job))
     return next((p.evidence for p in problems if p.name == "threads" and drawn.marks[0] in p.evidence), "")
@@ -435,15 +430,16 @@ def _measure(trainer: Any, drawn: Drawn, profile_s: float) -> tuple[int, float, 
 
 
 @contextmanager
-def _within(folder: str) -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-        os.chdir(before)
+def _job_of(drawn: Drawn, threads: int) -> Iterator[Any]:
+    """The job of a program, which is in a folder that is the working directory, and on the import path."""
+    from drivetrain.launch.job import prepare
+
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        sys.path.insert(0, folder)
+        try:
+            yield prepare([*drawn.write(Path(folder)), f"runtime.threads={threads}"], [])
+        finally:
+            sys.path.remove(folder)
 
 
 if __name__ == "__main__":

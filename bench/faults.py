@@ -237,9 +237,7 @@ class Row(NamedTuple):
 
 def plant(fault: Fault, folder: Path, whole: Callable[[tuple[str, ...]], Path]) -> Row:
     """Run with a fault. `whole(words)` is the run of these words that has none."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    for name in FILES:
-        shutil.copy(command.HERE / name, place)
+    place = harness.place_in(folder, *FILES)
     command.empty(place / "struck")
     with _disk(place, fault.disk):
         if fault.before is not None:
@@ -346,9 +344,7 @@ def campaign(faults: Sequence[Fault], jobs: int = 2) -> tuple[list[Row], dict[st
 
         @cache
         def trained(words: tuple[str, ...]) -> Path:
-            place = Path(tempfile.mkdtemp(dir=folder))
-            for file in FILES:
-                shutil.copy(command.HERE / file, place)
+            place = harness.place_in(folder, *FILES)
             done = command.train(*WORDS, *words, cwd=place)
             assert done.code == 0, done
             return command.only_run(place / "outputs")

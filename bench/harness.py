@@ -423,6 +423,16 @@ def at_once(rows: Iterable[tuple[Any, ...]], attempt: Callable[..., T], jobs: in
             yield from (each.result() for each in done)
 
 
+def place_in(folder: Path, *files: str) -> Path:
+    """A new working directory for commands, with these files of tests/support."""
+    from tests.support import command
+
+    place = Path(tempfile.mkdtemp(dir=folder))
+    for name in files:
+        shutil.copy(command.HERE / name, place)
+    return place
+
+
 def fork_commands() -> None:
     """Let every command of drivetrain's that this process starts be forked, with a key to sign runs of its own."""
     state = tempfile.mkdtemp()

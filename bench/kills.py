@@ -29,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -175,19 +175,14 @@ def combinations(draw: random.Random, folder: Path) -> Iterator[Names]:
     left = list(itertools.product(*TABLE.values()))
     draw.shuffle(left)
     seen: set[tuple[int, int, str, str]] = set()
-    before = Path.cwd()
     while left:
         names = max(left, key=lambda each: len(_pairs(each) - seen))
         left.remove(names)
-        os.chdir(folder)
-        try:
-            launcher.prepare(words_of(names))
-        except UserError:  # such as saving.sharded=true of a strategy that cannot
-            continue
-        finally:
-            os.chdir(before)
-        seen |= _pairs(names)
-        yield names
+        with suppress(UserError):  # such as saving.sharded=true of a strategy that cannot
+            with chdir(folder):
+                launcher.prepare(words_of(names))
+            seen |= _pairs(names)
+            yield names
 
 
 def _pairs(names: Names) -> set[tuple[int, int, str, str]]:
@@ -196,9 +191,7 @@ def _pairs(names: Names) -> set[tuple[int, int, str, str]]:
 
 def judge(names: Names, reference: Reference, draw: random.Random, folder: Path) -> Case:
     """Kill a run, go on with it, and compare its end."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    shutil.copy(command.HERE / "traced.py", place)
-    kills: list[str] = []
+    place, kills = harness.place_in(folder, "traced.py"), list[str]()
     try:
         for number in range(2 + MORE_KILLS):
             more = number == 0 or (number <= MORE_KILLS and draw.random() < 0.5)
@@ -244,8 +237,7 @@ def _wrong(ended: Ended) -> tuple[str, str] | None:
 
 def unbroken(names: Names, folder: Path) -> Reference | Case:
     """Train a combination without a break. Return the run, or what came of it where it failed."""
-    place = Path(tempfile.mkdtemp(dir=folder))
-    shutil.copy(command.HERE / "traced.py", place)
+    place = harness.place_in(folder, "traced.py")
     began = time.perf_counter()
     ended, calls = run(words_of(names), place, None, None)
     if ended.code != 0:

@@ -108,11 +108,15 @@ def _weights(name: str, plan: Plan, folder: Path) -> list[str]:
     """The override that names the weights to start from, which are trained first if they are not there."""
     if not plan.pretrain:
         return []
-    place = folder / f"{name}-weights"
+    return [f"model.weights={_once(folder / f'{name}-weights', *plan.pretrain, *COMMON).path}"]
+
+
+def _once(place: Path, *words: str) -> RunFiles:
+    """The one run in a folder, which is trained if it is not there."""
     if not _completed(place):
-        _train(*plan.pretrain, *COMMON, f"output_dir={place}")
+        _train(*words, f"output_dir={place}")
     (run,) = _completed(place).values()
-    return [f"model.weights={run.path}"]
+    return run
 
 
 def _train(*words: str) -> None:
@@ -158,11 +162,8 @@ def row(runs: Sequence[RunFiles], plan: Plan, shared: bool) -> dict[str, Any]:
 
 def run_of_its_own(name: str, plan: Plan, folder: Path) -> Facts:
     """The facts of a run in a process of its own, whose peak of memory is that of the run alone."""
-    place = folder / f"{name}-memory"
-    if not _completed(place):
-        _train(f"recipe={name}", "runtime.seed=0", *COMMON, *_weights(name, plan, folder), f"output_dir={place}")
-    (run,) = _completed(place).values()
-    return Facts.of(run, 0)
+    words = [f"recipe={name}", "runtime.seed=0", *COMMON, *_weights(name, plan, folder)]
+    return Facts.of(_once(folder / f"{name}-memory", *words), 0)
 
 
 def _interval(values: Sequence[float]) -> dict[str, float | None]:
