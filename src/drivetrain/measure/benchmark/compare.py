@@ -317,7 +317,10 @@ def measure(
     began = time.perf_counter()
     folder = directory.create(Path(first.run.values["output_dir"]), "compare", "variants")
     verdicts: list[Verdict | None] = [None] * len(specs)
-    variants = [variant_of(spec, folder / str(n)) for n, spec in enumerate(specs)]
+    variants = [
+        None if spec.job is None else (StagedVariant if spec.job.run.stages else Variant)(spec.label, spec.job, folder / str(n))
+        for n, spec in enumerate(specs)
+    ]
     runnable = [variant for variant in variants if variant is not None]
 
     def rows_of(target: str | None = None) -> list[Row]:
@@ -361,13 +364,6 @@ def _after_trials(spec: VariantSpec) -> VariantSpec:
     except UserError as error:
         return replace(spec, job=None, problems=error.problems)
     return spec
-
-
-def variant_of(spec: VariantSpec, folder: Path) -> Variant | None:
-    """The variant of a spec; None where it has no job to run."""
-    if spec.job is None:
-        return None
-    return (StagedVariant if spec.job.run.stages else Variant)(spec.label, spec.job, folder)
 
 
 def _updates(variant: Variant | None, verdict: Verdict | None, target: str | None) -> int | None:
