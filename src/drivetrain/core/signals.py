@@ -9,11 +9,10 @@ from __future__ import annotations
 import _thread
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType, TracebackType
 from typing import ClassVar
 
@@ -40,18 +39,34 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
             signal.signal(number, former)
 
 
-@contextmanager
-def signals_sent_to(child: subprocess.Popen[str]) -> Iterator[list[int]]:
-    """Within the context a signal that stops a run goes on to this child. Yields the list of those that came."""
-    came: list[int] = []
+class SignalForwarder(ExitStack):
+    """Within the context a signal that stops a run sets `raised` to its number, and is forwarded to what runs."""
 
-    def send(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        child.send_signal(number)
+    def __init__(self) -> None:
+        super().__init__()
+        self.raised = 0
+        self._send: Callable[[int], object] | None = None
 
-    is_main = threading.current_thread() is threading.main_thread()  # the only thread that may set handlers
-    with handled_by(send) if is_main else nullcontext():
-        yield came
+    def __enter__(self) -> SignalForwarder:
+        if threading.current_thread() is threading.main_thread():  # the only thread that may set handlers
+            self.enter_context(handled_by(self._handle))
+        return self
+
+    @contextmanager
+    def to(self, send: Callable[[int], object]) -> Iterator[None]:
+        """Within the context signals go to `send`, also one that has come already."""
+        self._send = send
+        if self.raised:
+            send(self.raised)
+        try:
+            yield
+        finally:
+            self._send = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.raised = number
+        if self._send is not None:
+            self._send(number)
 
 
 class Overdue(KeyboardInterrupt):

@@ -25,7 +25,7 @@ from drivetrain.core.errors import BAD_CONFIG, UserError, did_you_mean
 from drivetrain.core.forking import end_with_users_parent
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
-from drivetrain.core.signals import StopFlag, signals_sent_to
+from drivetrain.core.signals import SignalForwarder, StopFlag
 from drivetrain.core.world import World
 from drivetrain.launch import elastic, trials
 from drivetrain.launch.job import Job, device_problems, prepare_run
@@ -77,24 +77,38 @@ def train(
             signal.raise_signal(ended.signal)
         return ended.result
     # Ranks and trials are forked, and only from a process that has run nothing of torch; this one may have.
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, SignalForwarder() as signals:
         run_dir_file = Path(folder) / "run_dir"
-        folders = [word for folder in config_dirs for word in ("--config-dir", folder)]
-        command = [*process.command("drivetrain"), "train", *folders, *overrides]
-        env = {**os.environ, RUN_DIR_FILE: str(run_dir_file), "PYTHONPATH": process.import_path()}
-        told: list[str] = []
-        with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as child, signals_sent_to(child) as came:
-            for line in child.stderr or ():
-                sys.stderr.write(line)
-                told.append(line)
-            child.wait()
+        errors = in_new_interpreter("drivetrain", overrides, config_dirs, signals, {RUN_DIR_FILE: str(run_dir_file)})
         result = Result.read(Path(run_dir_file.read_text(encoding="utf-8"))) if run_dir_file.exists() else None
-    if came:
-        signal.raise_signal(came[0])
+    if signals.raised:
+        signal.raise_signal(signals.raised)
     if result is None:
-        errors = [line.removeprefix("error: ").rstrip("\n") for line in told if line.startswith("error: ")]
-        raise UserError(errors or [f"the run ended with code {child.returncode}"])
+        raise UserError(errors)
     return result
+
+
+def in_new_interpreter(
+    module: str, words: Sequence[str], config_dirs: Sequence[str], signals: SignalForwarder,
+    variables: Mapping[str, str] | None = None, quiet: bool = False,
+) -> list[str]:  # fmt: skip
+    """Run `train` of a module in a new interpreter, with these variables in its environment; its errors, or its exit code.
+
+    A `quiet` one shows nothing, and its standard input stays open for as long as this process lives.
+    """
+    folders = [word for folder in config_dirs for word in ("--config-dir", str(folder))]
+    env = {**os.environ, "PYTHONPATH": process.import_path(), **(variables or {})}
+    command, errors = [*process.command(module), "train", *folders, *words], []
+    stdin, stdout = (subprocess.PIPE, subprocess.DEVNULL) if quiet else (None, None)
+    started = subprocess.Popen(command, env=env, stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    with started as child, signals.to(child.send_signal):
+        for line in child.stderr or ():
+            if not quiet:
+                sys.stderr.write(line)
+            if line.startswith("error: "):
+                errors.append(line.removeprefix("error: ").rstrip("\n"))
+        child.wait()  # `communicate` would close the input, which ends the child
+    return errors or [f"the run ended with code {child.returncode}"]
 
 
 def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:

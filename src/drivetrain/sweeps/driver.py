@@ -25,11 +25,12 @@ from drivetrain.core.limits import usable_cores
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
 from drivetrain.core.selection import Selection
+from drivetrain.core.signals import SignalForwarder
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import device_problems
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
-from drivetrain.sweeps.launchers import Forked, Launcher, OnRay, SignalForwarder, Submitit
+from drivetrain.sweeps.launchers import Forked, Launcher, OnRay, Submitit
 from drivetrain.sweeps.options import Joblib, Optuna, Ray, Settings, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.store import LENGTH, Entry, Grid, Sweep, prepare
 from drivetrain.ui import output, sheet, terminal

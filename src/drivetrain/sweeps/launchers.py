@@ -6,24 +6,22 @@ state, and one that is killed does not affect the others. A process that forks m
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core import accelerators, files, limits, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
 from drivetrain.core.forking import ForkedProcess
-from drivetrain.core.signals import STOP_SIGNALS, handled_by
+from drivetrain.core.signals import STOP_SIGNALS, SignalForwarder
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch import launcher
 from drivetrain.run import directory
@@ -177,35 +175,6 @@ def _write_length(trainer: Trainer) -> None:
     """Write the number of the run's updates to its folder, for the progress table."""
     if trainer.parallel.world.rank == 0:
         files.write_text(trainer.run_dir / LENGTH, str(trainer.max_updates))
-
-
-class SignalForwarder(contextlib.ExitStack):
-    """Within the context, a signal sets `raised`, so that no further job starts, and is forwarded to what runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raised = 0
-        self._send: Callable[[int], object] | None = None
-
-    def __enter__(self) -> SignalForwarder:
-        self.enter_context(handled_by(self._handle))
-        return self
-
-    @contextlib.contextmanager
-    def to(self, send: Callable[[int], object]) -> Iterator[None]:
-        """Within the context signals go to `send`, also one that has come already."""
-        self._send = send
-        if self.raised:
-            send(self.raised)
-        try:
-            yield
-        finally:
-            self._send = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.raised = number
-        if self._send is not None:
-            self._send(number)
 
 
 def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> Result:

@@ -7,9 +7,7 @@ left out.
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,13 +16,15 @@ from typing import Any, Protocol
 
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
-from drivetrain.core import accelerators, process
+from drivetrain.core import accelerators
 from drivetrain.core.errors import Interrupted, UserError
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Figure, Reach
+from drivetrain.core.signals import SignalForwarder
 from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job
+from drivetrain.launch.launcher import in_new_interpreter
 from drivetrain.measure.changes import groups_of
 from drivetrain.measure.intervals import Interval, ratio
 from drivetrain.recipe.claim import SETS
@@ -35,7 +35,7 @@ from drivetrain.run import directory
 from drivetrain.run.reader import RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.sweeps import store
-from drivetrain.sweeps.launchers import SignalForwarder, run_one
+from drivetrain.sweeps.launchers import run_one
 from drivetrain.sweeps.store import SweepJob
 
 # Of every variant whose overrides do not name saving: it leaves no checkpoints behind. One that cannot run without them
@@ -408,15 +408,7 @@ def in_turns(variants: Sequence[int], number: int) -> Sequence[int]:
 
 
 def _run_alone(job: Job, folder: Path, signals: SignalForwarder) -> Result:
-    """Train in a new interpreter. Its standard input stays open for as long as this process lives, and it ends with it."""
-    folders = [word for each in job.composed.config_dirs for word in ("--config-dir", str(each))]
-    words = ["train", "--quiet", *folders, *job.composed.overrides, f"hydra.run.dir={format_value(str(folder))}"]
-    env, pipe = {**os.environ, "PYTHONPATH": process.import_path()}, subprocess.PIPE
-    command = [*process.command("drivetrain.cli.child"), *words]
-    started = subprocess.Popen(command, env=env, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe, text=True, encoding="utf-8")
-    with started as child, signals.to(child.send_signal):
-        assert child.stderr is not None
-        said = child.stderr.read()  # `communicate` would close the input, which ends the child
-        child.wait()
-    errors = [line.removeprefix("error: ") for line in said.splitlines() if line.startswith("error: ")]
-    return Result.read(folder) or Result(error="; ".join(errors) or f"its process ended with code {child.returncode}")
+    """Train in a new interpreter, which ends with this process."""
+    words = ["--quiet", *job.composed.overrides, f"hydra.run.dir={format_value(str(folder))}"]
+    errors = in_new_interpreter("drivetrain.cli.child", words, job.composed.config_dirs, signals, quiet=True)
+    return Result.read(folder) or Result(error="; ".join(errors))
