@@ -125,8 +125,7 @@ def children(pid):
 variants = [Variant(str(n), prepare([*sys.argv[1:], "saving=none"]), Path(f"variant{n}")) for n in range(2)]
 try:
     for variant in variants:
-        variant.start()
-        variant.warm_up(0.05)
+        variant.start(0, 0.05)
     print(len(children(variants[0]._process.pid)), states(variants[0], 'T'), states(variants[1], 'T'))
     blocks = [variant.timed_block() for variant in variants]
     print(states(variants[0], 'T'), states(variants[1], 'T'),
@@ -221,8 +220,7 @@ class Waiting:
 def test_ctrl_c_while_a_variant_is_waited_for_leaves_no_other_alive(monkeypatch):
     """Variants are stopped processes, and the end of the program would wait for one that is left for ever."""
     variants, killed = [Variant(label, None, Path()) for label in "abc"], []
-    monkeypatch.setattr(Variant, "start", lambda variant, round_=0: setattr(variant, "_process", Waiting()))
-    monkeypatch.setattr(Variant, "warm_up", lambda variant, block_s: None)
+    monkeypatch.setattr(Variant, "start", lambda variant, *_: setattr(variant, "_process", Waiting()))
     monkeypatch.setattr(
         Variant, "_signal", lambda variant, number: killed.append(variant.label) if number == signal.SIGKILL else None
     )

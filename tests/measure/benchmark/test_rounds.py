@@ -50,18 +50,12 @@ def benchmark(monkeypatch):
     """`benchmark(device, {label: GiB}, rounds)`: the variants after the rounds, run on a simulated device."""
 
     def run(device: Device, sizes: dict[str, int], rounds: int = 1, told: bool = True) -> dict[str, Variant]:
-        def start(variant, round_=0):
+        def start(variant, round_, block_s):
             device.started.append(variant.label)
             if sizes[variant.label] > device.free:
-                variant._failed = True
-                return
-            variant._failed = False
+                raise VariantEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
             device.held[variant.label] = sizes[variant.label]
             device.most = max(device.most, len(device.held))
-
-        def warm_up(variant, block_s):
-            if variant._failed:
-                raise VariantEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
             variant.memory = interleave.Reading(sizes[variant.label] * GIB, device.free * GIB if told else None)
 
         def timed_block(variant):
@@ -70,7 +64,6 @@ def benchmark(monkeypatch):
             return TimedBlock(1.0, 1, 100, 0.0, [1.0], 0)
 
         monkeypatch.setattr(Variant, "start", start)
-        monkeypatch.setattr(Variant, "warm_up", warm_up)
         monkeypatch.setattr(Variant, "timed_block", timed_block)
         monkeypatch.setattr(Variant, "stop", lambda variant: device.held.pop(variant.label, None))
         variants = {label: Variant(label, None, Path()) for label in sizes}

@@ -249,8 +249,11 @@ class Variant:
     stopped_after: int | None = None  # rounds, where the stopping rule ended the variant
     _process: Any = None
 
-    def start(self, round_: int = 0) -> None:
-        """Fork the process, which builds and warms up at once. The calling process must not have used CUDA."""
+    def start(self, round_: int, block_s: float) -> None:
+        """Fork the process, and wait until it has been built and is warm. The calling process must not have used CUDA.
+
+        Sets how many updates fill a block. Raises VariantEnded.
+        """
         self._round_dir = self.run_dir / str(round_)
         self._connection, child_end = multiprocessing.Pipe()
         sys.stdout.flush()
@@ -266,14 +269,6 @@ class Variant:
         with contextlib.suppress(OSError):
             os.setpgid(process.pid, process.pid)  # the child does the same: whichever comes first
         child_end.close()
-
-    def start_warm(self, round_: int, block_s: float) -> None:
-        """Start the process and wait until it is warm. Raises VariantEnded."""
-        self.start(round_)
-        self.warm_up(block_s)
-
-    def warm_up(self, block_s: float) -> None:
-        """Wait until the process is warm, and set how many updates fill a block. Raises VariantEnded."""
         facts = self._receive()
         self.memory = facts.pop("memory")
         self.starts.append(facts.pop("start_s"))
@@ -330,10 +325,10 @@ class StagedVariant(Variant):
             job = replace(self.job, run=run)
             self._variants.append((Variant(self.label, job, self.run_dir / f"stage-{number}"), share))
 
-    def start_warm(self, round_: int, block_s: float) -> None:
+    def start(self, round_: int, block_s: float) -> None:
         """Start the stages one after another, so that none slows down the start of another."""
         for variant, share in self._variants:
-            variant.start_warm(round_, block_s * share)
+            variant.start(round_, block_s * share)
         (first, _), *others = self._variants
         # The run builds its later stages in memory: of their starts it has the compiling alone.
         self.starts.append(first.starts[-1] + sum(variant.facts["compile_s"] or 0.0 for variant, _ in others))
@@ -405,7 +400,7 @@ def _run_round(variants: Sequence[Variant], number: int, block_s: float) -> None
         blocks[variant] = blocks[variant] + block if variant in blocks else block
 
     try:
-        _try(baseline, lambda variant: variant.start_warm(number, block_s))
+        _try(baseline, lambda variant: variant.start(number, block_s))
         while baseline.error is None:
             group = _start_group(baseline, waiting, number, block_s)
             order = [*group, baseline] if number % 2 else [baseline, *group]
@@ -433,7 +428,7 @@ def _start_group(baseline: Variant, waiting: deque[Variant], number: int, block_
         live = [a.memory for a in (baseline, *group) if a.memory is not None and a.error is None]
         if group and not fits(variant.memory and variant.memory.used, live):
             break
-        _try(variant, lambda variant: variant.start_warm(number, block_s))
+        _try(variant, lambda variant: variant.start(number, block_s))
         if group and variant.error is not None and ran_out(variant.error):  # it may fit beside the baseline alone
             variant.stop()
             variant.error = None
