@@ -162,25 +162,50 @@ class Result:
 
         return records.plot(self.run_dir, (self.selection or {}).get("metric", "accuracy"))
 
+    def rows(self, number: Callable[[float], str] = "{:.4g}".format, noted: bool = False) -> list[tuple[str, str]]:
+        """The facts of the result as (name, words), without its remarks where they are `noted` elsewhere."""
+        rate, step, tail, waits = self.samples_per_second, self.step_ms_p50, self.step_ms_p95, self.data_wait_fraction
+        page = self.run_dir / "report.html" if self.run_dir is not None else None
+        unknown = "" if self.trained_nothing else "–"
+        of_metrics, averages = list[tuple[str, str]](), list[tuple[str, str]]()
+        for of, by_weights in self.metrics.items():
+            for name, value in by_weights.get("final", {}).items():
+                notes = " ".join(filter(None, (self.uncertainty(of, name, value), self.note_on_best(of, name, number))))
+                of_metrics.append((f"{of} {name}", f"{number(value):<9}{notes}".rstrip()))
+            averaged = "  ".join(f"{name} {number(value)}" for name, value in by_weights.get("averaged", {}).items())
+            averages.append((f"{of}, averaged", averaged))
+        found = [
+            ("status", self.status + (f": {self.error}" if self.error else "")),
+            ("stopped", self.stopped),
+            *(("note", remark) for remark in self.remarks if not noted),
+            *of_metrics,
+            ("target", self.time_to_target),
+            ("updates", self._length()),
+            ("samples/s", number(rate) if rate else unknown),
+            ("MFU", f"{100 * self.mfu:.1f} % {self.mfu_note}" if self.mfu is not None else self.mfu_note or unknown),
+            ("step", f"{step:.2f} ms (p95 {tail:.2f})" if step and tail else unknown),
+            ("data wait", f"{100 * waits:.1f} %" if waits is not None else unknown),
+            ("peak memory", f"{self.peak_memory_bytes / 2**30:.2f} GiB" if self.peak_memory_bytes else unknown),
+            *averages,
+            ("skipped", f"{self.skipped_samples:,} samples that could not be read" if self.skipped_samples else ""),
+            ("run", str(self.run_dir)),
+            ("page", str(page) if page and page.exists() else f"drivetrain report {self.run_dir} writes it" if page else ""),
+        ]
+        return [(name, words) for name, words in found if words]
+
+    def _length(self) -> str:
+        """The updates and epochs of a run, and the seconds that they took, or those of a resumed run's last part."""
+        said = f"{self.updates:,} in {self.passes}"
+        if self.trained_nothing:
+            return f"{said}: nothing was left to train; resume it with a larger epochs=… (or updates=…) to go on"
+        since = f"those since {self.resumed_at:,} in " if self.resumed_at else ""
+        return f"{said}, {since}{self.wall_s:.1f} s"
+
     def _repr_html_(self) -> str:
         """The result as a table, for notebooks."""
-        rows: list[tuple[str, object]] = [
-            ("status", self.status),
-            ("error", self.error),
-            *(("note", remark) for remark in self.remarks),
-            ("updates", f"{self.updates:,} in {self.passes}"),
-        ]
-        for figures in self.metrics:
-            final = self.metrics[figures].get("final", {})
-            for name, value in final.items():
-                words = f"{value:.4g}", self.uncertainty(figures, name, value), self.note_on_best(figures, name)
-                rows.append((f"{figures} {name}", " ".join(filter(None, words))))
-        rows.append(("target", self.time_to_target))
-        rows += [("samples/s", self.samples_per_second and f"{self.samples_per_second:,.0f}"), ("time", f"{self.wall_s:.1f} s")]
-        rows += [("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
-        rows += [("run", self.run_dir)]
+        rows = [*self.rows(), ("device", self.device_name), ("ranks", self.world_size), ("overrides", " ".join(self.overrides))]
         cells = (
-            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in rows if value not in (None, "")
+            f"<tr><th>{escape(name)}</th><td>{escape(' '.join(str(words).split()))}</td></tr>" for name, words in rows if words
         )
         return f"<table>{''.join(cells)}</table>"
 

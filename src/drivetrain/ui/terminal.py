@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,59 +181,14 @@ def number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def _length(result: Result) -> str:
-    """The updates and epochs of a run, and the seconds that they took, or those of a resumed run's last part."""
-    said = f"{result.updates:,} in {result.passes}"
-    if result.trained_nothing:
-        return f"{said}: nothing was left to train; resume it with a larger epochs=… (or updates=…) to go on"
-    since = f"those since {result.resumed_at:,} in " if result.resumed_at else ""
-    return f"{said}, {since}{result.wall_s:.1f} s"
-
-
 def show_result(result: Result, noted: bool = False) -> None:
     """Show a run's result as a table; `noted` where lines above it have its remarks already."""
-    rows = [("status", result.status + (f": {result.error}" if result.error else ""))]
-    rows += [] if noted else [("note", remark) for remark in result.remarks]
-    for figures, by_weights in result.metrics.items():
-        for name, value in by_weights.get("final", {}).items():
-            notes = result.uncertainty(figures, name, value), result.note_on_best(figures, name, number)
-            rows.append((f"{figures} {name}", f"{number(value):<9}{' '.join(filter(None, notes))}".rstrip()))
-    if result.time_to_target:
-        rows.append(("target", result.time_to_target))
-    rows += [
-        ("updates", _length(result)),
-        ("samples/s", number(result.samples_per_second) if result.samples_per_second else "–"),
-        ("MFU", f"{100 * result.mfu:.1f} % {result.mfu_note}" if result.mfu is not None else result.mfu_note or "–"),
-        (
-            "step",
-            f"{result.step_ms_p50:.2f} ms (p95 {result.step_ms_p95:.2f})" if result.step_ms_p50 and result.step_ms_p95 else "–",
-        ),
-        ("data wait", f"{100 * result.data_wait_fraction:.1f} %" if result.data_wait_fraction is not None else "–"),
-        ("peak memory", f"{result.peak_memory_bytes / 2**30:.2f} GiB" if result.peak_memory_bytes else "–"),
-        ("run", str(result.run_dir)),
-    ]
-    if result.trained_nothing:
-        rows = [(name, value) for name, value in rows if value != "–"]
-    if result.stopped:
-        rows.insert(1, ("stopped", result.stopped))
-    for figures, by_weights in result.metrics.items():
-        if "averaged" in by_weights:
-            rows.insert(-1, (f"{figures}, averaged", _figures(by_weights["averaged"])))
-    if result.skipped_samples:
-        rows.insert(-1, ("skipped", f"{result.skipped_samples:,} samples that could not be read"))
-    if result.run_dir is not None:
-        page = result.run_dir / "report.html"
-        rows.append(("page", str(page) if page.exists() else f"drivetrain report {result.run_dir} writes it"))
-    Table(("", "result"), rows).show()
+    Table(("", "result"), result.rows(number, noted)).show()
     of_what, found = plots.of_result(result.tables)
     for name, values in found.items():
         shown = plots.shown(name, values)
         echo(f"\n{shown.name}, {of_what}")
         shown.show()
-
-
-def _figures(metrics: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {number(value)}" for name, value in metrics.items())
 
 
 def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None = None, winner: int | None = None) -> None:
@@ -258,7 +213,4 @@ def show_jobs(results: Sequence[tuple[int, str, Result]], ranked_by: str | None 
     figures_of = [" ".join(name) for name in names]
     header = ["job", "overrides", "status", *figures_of, *bests, "samples/s", "time", "note"]
     spare = ["samples/s", "time", *(name for name in figures_of if f"best {name}" in bests), *reversed(figures_of)]
-    if not any(row[-1] for row in rows):
-        del header[-1]
-        rows = [row[:-1] for row in rows]
-    Table(header, rows, spare=spare).show()
+    Table(header, rows, spare=spare).used(len(header) - 1).show()
