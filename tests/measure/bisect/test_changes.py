@@ -330,6 +330,8 @@ def test_a_seed_is_trained_also_where_it_is_over_at_once_and_a_run_that_ends_say
     assert measurer.add(VariantSpec("ema", [], good), figures := [], lambda *_: len(figures) > 1) is None
     assert (figures, measurer.margin) == ([0.25, 0.25], 0.005 * 0.5)
     assert trained == [("", 0), ("ema", 0), ("", 1), ("ema", 1)]
+    measurer.unit = "runs"  # as where it is asked what fails
+    assert measurer.add(VariantSpec("ema", [], good), [], lambda *_: True) is None
     for label, why in (("bad", "diverged: the loss is nan"), ("lr", "failed: it evaluates no accuracy")):
         assert measurer.add(VariantSpec(label, [], good), [], lambda *_: True) == why
     runs[""].error = "failed: gone"

@@ -255,8 +255,8 @@ class Quality(Measurer):
     def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
         super().__init__(subsets, settings, until)
         self._good, self._trained, self._of_good = subsets.variant(()), Trained(), dict[int, float]()  # by seed
-        self._run = baseline_job([self._good]).run
-        self.unit, self.most, self.margin = selected(self._run).name, settings.seeds, 0.0
+        self._job, self.most, self.margin = baseline_job([self._good]), settings.seeds, 0.0
+        self.unit = self._metric = selected(self._job.run).name
 
     def effect(self, figures: Sequence[float]) -> Interval:
         return mean(figures)
@@ -265,19 +265,19 @@ class Quality(Measurer):
         return f"{effect:+.4f}"
 
     def add(self, variant: VariantSpec, figures: list[float], is_over: IsOver) -> str | None:
-        with Steps() as progress, trainings("bisect", baseline_job([self._good]), None, progress, self._trained) as train:
+        with Steps() as progress, trainings("bisect", self._job, None, progress, self._trained) as train:
             while True:
-                seed = self._run.runtime.seed + len(figures)
+                seed = self._job.run.runtime.seed + len(figures)
                 good, run = train(self._good, seed), train(variant, seed)
                 for each in (good, run):
-                    if each.error is None and self.unit not in each.figures:
-                        each.error = f"failed: it evaluates no {self.unit}"
+                    if each.error is None and self._metric not in each.figures:
+                        each.error = f"failed: it evaluates no {self._metric}"
                 if good.error is not None:
                     raise GoodFails(good.error)
                 if run.error is not None:
                     return run.error
-                self._of_good[seed] = good.figures[self.unit]
-                figures.append(run.figures[self.unit] - good.figures[self.unit])
+                self._of_good[seed] = good.figures[self._metric]
+                figures.append(run.figures[self._metric] - good.figures[self._metric])
                 # The spread of GOOD over its seeds, or a small share of its mean where that is more.
                 if len(seen := [*self._of_good.values()]) > 1:
                     self.margin = max(SPREADS * deviation(seen), LEAST_MARGIN * abs(statistics.fmean(seen)))
