@@ -309,15 +309,24 @@ def verify(
 
     It forks, so the calling process must not have used CUDA.
     """
-    settings, claim = settings or Settings(), recipe.claim
+    settings, claim, problems = settings or Settings(), recipe.claim, []
     variants.refuse_resume("recipe verify", overrides)
     if claim is None:
         raise UserError(
             f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain recipe export` and `drivetrain compare` write one"
         )
+    against = claim.speed.against if claim.speed is not None else {}
     if settings.quick and claim.speed is None:
-        raise UserError(f"{recipe.path} claims no speed, and quick=true measures nothing else: leave it out")
-    _check(claim, overrides, settings)
+        problems.append(f"{recipe.path} claims no speed, and quick=true measures nothing else: leave it out")
+    if claim.speed is not None and settings.rounds < MIN_PAIRS:
+        problems.append(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval")
+    for word in overrides:
+        if key_of(word) in against:
+            problems.append(f"'{word}' is what the claim is about ({as_overrides(against)}): leave it out")
+        if "=" not in word or key_of(word) == "recipe":
+            problems.append(f"'{word}': one recipe is verified at a time, and what follows it has the form key=value")
+    if problems:
+        raise UserError(problems)
     *base, spec = both_sides(recipe, claim.speed, overrides, config_dirs)
     job = variants.baseline_job([spec])
     asked = [kind for kind in ALL if kind.key in claim.kinds()]
@@ -334,17 +343,6 @@ def verify(
         seen = train(spec, claim, range(first, first + settings.seeds), asked)
         answers, runs = [*answers, *(kind.answer(claim, seen) for kind in asked)], seen.runs
     return Verified(recipe, answers, job, compared, runs)
-
-
-def _check(claim: Claim, overrides: Sequence[str], settings: Settings) -> None:
-    """Raise UserError for what cannot be given beside a recipe with this claim."""
-    if claim.speed is not None and settings.rounds < MIN_PAIRS:
-        raise UserError(f"rounds={settings.rounds}: with fewer than {MIN_PAIRS} rounds there is no interval")
-    against = claim.speed.against if claim.speed is not None else {}
-    if fixed := [override for override in overrides if key_of(override) in against]:
-        raise UserError(f"'{o}' is what the claim is about ({as_overrides(against)}): leave it out" for o in fixed)
-    if wrong := [override for override in overrides if "=" not in override or key_of(override) == "recipe"]:
-        raise UserError(f"'{o}': one recipe is verified at a time, and what follows it has the form key=value" for o in wrong)
 
 
 def both_sides(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], config_dirs: Sequence[str]) -> list[VariantSpec]:
@@ -377,8 +375,8 @@ def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence
             assert facts is not None
             if not seen.runs:
                 seen.differ = Differences.of(claim, facts.kind or kind, facts.device, facts.data)
-            if facts.kind is None and facts.error is not None and not seen.differ.kind:
-                raise UserError(facts.error.removeprefix("failed: "))
+                if facts.kind is None and facts.error is not None and not seen.differ.kind:
+                    raise UserError(facts.error.removeprefix("failed: "))
             seen.runs.append(facts)
             if facts.error is not None or all(each.cannot_tell(seen.differ) for each in asked):
                 break
