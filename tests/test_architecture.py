@@ -368,7 +368,7 @@ OPEN_THEMSELVES = {
     "logger.trackers": "a picture that this process has drawn just before",
     "debug.profile": "files that this process has written just before, at places that core.files gave",
     "launch.launcher": "a file in a temporary folder of this process",
-    "launch.elastic": "/dev/null, and the kernel's /proc",
+    "launch.elastic": "the kernel's /proc",
     "inference.export": "files in a temporary folder of its own",
     "inference.predict": "the operator's own output",
     "inference.inputs": "`read_text` is the data option's",

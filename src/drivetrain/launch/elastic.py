@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from drivetrain.core import files, process
 from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
 from drivetrain.core.files import read_json, write_json
-from drivetrain.core.forking import ForkedProcess, disown_garbage, end_openmp_threads, end_with_parent
+from drivetrain.core.forking import NoAnswer, answer_of, disown_garbage, end_openmp_threads, end_with_parent
 from drivetrain.core.signals import StopFlag, comes_again, handled_by
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
@@ -294,28 +294,21 @@ def can_listen(host: str, port: int = 0) -> bool:
 
 
 def is_torch_store(host: str, port: int, seconds: float) -> bool:
-    """True if what listens on host:port is the store of a torch launcher, as where one machine plays two."""
-    # In a process of its own: a client of something that never answers waits for ever, whatever its timeout.
-    client = ForkedProcess(target=_connect_to_store, args=(host, port, seconds), daemon=True)
-    client.start()
-    client.join(seconds)
-    if client.is_alive():
-        client.kill()
-        client.join()
-    return client.exitcode == 0
+    """True if what listens on host:port is the store of a torch launcher, as where one machine plays two.
 
+    It is asked in a process of its own: a client of something that never answers waits for ever, whatever its timeout.
+    """
 
-def _connect_to_store(host: str, port: int, seconds: float) -> None:
-    """The child of `is_torch_store`: exits with 0 where a store answers."""
-    from torch.distributed import TCPStore
+    def connect(answer: Callable[[bool], None]) -> None:
+        from torch.distributed import TCPStore
 
-    code = 1
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where something else answers, torch prints its own frames
-    try:
         TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
-        code = 0
-    finally:
-        os._exit(code)
+        answer(True)
+
+    try:
+        return answer_of(connect, "no store", seconds)
+    except NoAnswer:
+        return False
 
 
 def use_interface_of(address: str) -> None:
