@@ -188,7 +188,7 @@ class Result:
             ("peak memory", f"{self.peak_memory_bytes / 2**30:.2f} GiB" if self.peak_memory_bytes else unknown),
             *averages,
             ("skipped", f"{self.skipped_samples:,} samples that could not be read" if self.skipped_samples else ""),
-            ("run", str(self.run_dir)),
+            ("run", str(self.run_dir or "")),
             ("page", str(page) if page and page.exists() else f"drivetrain report {self.run_dir} writes it" if page else ""),
         ]
         return [(name, words) for name, words in found if words]
