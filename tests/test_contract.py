@@ -368,6 +368,9 @@ def test_options_compose_build_train_save_and_go_on(tiny, outside, row):
     words = [w for option in row for w in words_of(option)]
     try:
         train_save_and_go_on(tiny(*words), ("saving", "none") not in row, resumes)
+        for option in row if len(words) > len(row) else ():
+            if words_of(option) == [word(*option)]:  # it needs nothing, and not what another of the row has beside it
+                launcher.prepare(tiny(word(*option)))
     except UserError:
         skip_or_fail([assert_it_works(tiny, option, option[0] in WITH_STATE) for option in row])
 
