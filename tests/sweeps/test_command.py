@@ -204,7 +204,7 @@ def test_a_range_and_a_job_that_is_gone_on_with(tmp_path: Path) -> None:
 def test_a_signal_ends_the_sweep_and_keeps_what_there_is(number: int, tmp_path: Path) -> None:
     """The running job saves, no further one starts; exit 75."""
     cwd = with_own_nets(tmp_path / "here")
-    words = (*OWN, "model.target=my_nets.Gated", "epochs=1", "optimizer.lr=0.01,0.02,0.03")
+    words = (*OWN, "model.target=my_nets.Gated", "epochs=20000", "optimizer.lr=0.01,0.02,0.03")
     with at_the_gate(cwd, "5", "-m", *words) as (process, go):
         process.send_signal(number)
         go.touch()
@@ -212,8 +212,9 @@ def test_a_signal_ends_the_sweep_and_keeps_what_there_is(number: int, tmp_path: 
     assert done.code == 75, done
     (sweep,) = (cwd / "outputs" / "multirun").glob("*/*")
     assert [p.name for p in sweep.iterdir() if p.is_dir()] == ["0"]
-    assert result(sweep / "0")["status"] == "interrupted"
-    assert checkpoints(sweep / "0")[-1].name == "5"
+    stopped = result(sweep / "0")  # where the signal reached it, which the sweep passes on in its own time
+    assert stopped["status"] == "interrupted"
+    assert int(checkpoints(sweep / "0")[-1].name) == stopped["updates"] >= 5
     assert len(table(done)) == 1
 
 
