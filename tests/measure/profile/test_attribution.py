@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from drivetrain.core.device import Clock
-from drivetrain.core.horizon import Progress
+from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile import doctor, step
 from drivetrain.measure.profile.sampler import (
     SAMPLE_S,
@@ -31,7 +31,7 @@ from drivetrain.measure.profile.sampler import (
     attribute,
     find,
 )
-from drivetrain.measure.profile.step import END, READING, Threads
+from drivetrain.measure.profile.step import DATA, END, Looked, Turn
 
 NOTHING, BACKWARD = Found(), Found(in_backward=True)
 
@@ -236,30 +236,24 @@ def test_frames_of_the_harness_are_not_the_users():
     assert root() == Found()
 
 
-class Cores:
-    """Updates that are slow with fewer than four threads, by a clock that only they advance."""
-
-    def __init__(self, sets: int | None = None):
-        self.sets, self.now = sets, 0.0
-
-    def __call__(self):
-        if self.sets is not None:
-            torch.set_num_threads(self.sets)
-        self.now += 0.002 if torch.get_num_threads() >= 4 else 0.02
-
-
 @pytest.mark.parametrize(("sets", "began"), [(None, 1), (1, 1), (None, 4)])
-def test_cores_that_a_step_leaves_unused_are_measured(monkeypatch, sets, began):
-    update = Cores(sets)
-    monkeypatch.setattr(step, "usable_cores", lambda: 4)
-    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: update.now))
+def test_cores_that_a_step_leaves_unused_are_measured(sets, began):
+    """Whatever number of threads the step itself sets."""
+    computed = []
+
+    def update():
+        if sets is not None:
+            torch.set_num_threads(sets)
+        computed.append(torch.get_num_threads())
+
     before, setter = torch.get_num_threads(), torch.set_num_threads
     try:
         torch.set_num_threads(began)
-        found = step.measure_threads(update, 0.01)
-        assert (found.number, found.cores, torch.get_num_threads()) == (began, 4, began)
-        assert found.share == pytest.approx(0.9 if began == 1 else 0.0)
-        assert (found.place is not None) == (sets is not None)
+        number, place = step.threads_of(update)
+        with step.computing_with(4):
+            update()
+        assert (number, torch.get_num_threads(), computed[-1]) == (began, began, 4)
+        assert (place == "") == (sets is None)
     finally:
         torch.set_num_threads(before)
     assert torch.set_num_threads is setter
@@ -315,14 +309,12 @@ def test_what_overlaps_is_counted_once():
     assert step._union_us([]) == 0
 
 
-def test_on_a_cpu_other_threads_are_not_the_steps():
-    events = [
-        Event(READING, 0, 20), Event("aten::mm", 20, 50), Event("aten::add", 60, 70), Event("aten::stack", 0, 100, thread=2),
-        Event(END, 90, 100),
-    ]  # fmt: skip
-    found = step._cpu_shares(events, 100.0)
+def test_a_cpus_time_is_in_operations_between_them_or_waits_for_data():
+    reading = operation(NOTHING, 9.0)
+    reading.phase = "data"
+    found = step._cpu_shares([operation(NOTHING, 20.0, 5.0), operation(NOTHING, 15.0), reading], 100.0, 0.2)
     assert found == {"in operations": pytest.approx(0.4), "between operations (Python, dispatch)": pytest.approx(0.4)}
-    assert step._cpu_shares([Event(READING, 0, 20)], 100.0) == {}
+    assert step._cpu_shares([operation(NOTHING, 120.0)], 100.0, 0.2)["between operations (Python, dispatch)"] == 0
 
 
 @pytest.mark.parametrize("device", [DeviceType.CUDA, DeviceType.XPU])
@@ -342,46 +334,61 @@ def test_on_a_device_our_own_waiting_is_not_the_hosts(device):
     assert step._device_shares(events[5:], 100.0) == {}, "a profiler that sees nothing of the device"
 
 
-class Trainer:
-    """Enough of one for an update."""
-
-    device, log_every = torch.device("cpu"), 100
-
-    def __init__(self) -> None:
-        self.w = torch.rand(40, 40)
-        self.step = self
-        self.ema, self.timer, self.scheduler, self.log = (mock.Mock() for _ in range(4))
-        self.progress = Progress()
-
-    def micro_batch(self, batch: Any, loss_sum: torch.Tensor) -> None:
-        self.w @ self.w
-
-    def update(self) -> bool:
-        return True
-
-    def zero_grad(self) -> None:
-        pass
+def looked(waits: Sequence[float], **given: Any) -> Looked:
+    """Looks at updates of 100 ms each, in which the step waits for data for these shares of the time."""
+    turns = [Turn(0.1, given.get("all_cores_s", 0.1), 1e12, {DATA: share, "forward": 1 - share}) for share in waits]
+    phases = {DATA: 100 * sum(waits) / len(waits), "forward": 100 - 100 * sum(waits) / len(waits)}
+    return Looked(
+        [], {}, turns=turns, step_ms=100.0, phases=phases, utilization={}, read_ms=None, queued=0.0, threads=1,
+        threads_set_at="", cores=2,
+    )  # fmt: skip
 
 
-class MicroBatch:
-    last = True
+def test_the_wait_for_data_has_the_interval_of_its_looks():
+    found = looked([0.2, 0.3] * 4).waits_for_data
+    assert found.middle == pytest.approx(0.25)
+    assert found.high - 0.25 == pytest.approx(0.25 - found.low) == pytest.approx(0.0447, abs=1e-3)
+    assert looked([0.3] * 8).waits_for_data == pytest.approx((0.3, 0.3, 0.3))
 
 
-def test_a_profile_of_updates_has_the_time_in_operations_and_between_them():
-    found = step.time_shares(Trainer(), step.TrackedStream(iter([MicroBatch()] * 99)))
-    assert list(found) == ["in operations", "between operations (Python, dispatch)"]
-    assert all(share > 0 for share in found.values())
+def test_the_gain_of_more_threads_is_that_of_the_turns():
+    assert looked([0.0] * 8, all_cores_s=0.05).all_cores == pytest.approx((0.5, 0.5, 0.5))
+
+
+def wait(*looks: float) -> SimpleNamespace:
+    """A profile whose waiting for data was seen so in several looks."""
+    return profile(waits_for_data=looked(looks).waits_for_data)
+
+
+@pytest.mark.parametrize(
+    ("looks", "certain", "verdict"),
+    [
+        ((0.24, 0.26) * 4, True, ""),
+        ((0.12, 0.40) * 4, False, "no bottleneck is certain: the step may wait for data 39% of its time"),
+        ((0.15, 0.17) * 4, False, "no bottleneck: the step computes"),
+    ],
+)
+def test_a_wait_for_data_is_the_verdict_where_its_interval_lies_above_the_threshold(looks, certain, verdict):
+    found = list(doctor._data(wait(*looks), job()))
+    assert bool(found) == certain
+    assert all("loader=x: the wait is 24 to 26%" in problem.evidence for problem in found)
+    assert bottom(waits_for_data=looked(looks).waits_for_data).startswith(verdict or "no bottleneck: the step computes")
 
 
 # --- what the doctor tells of, and of what it is silent: on made-up profiles, just below and above each threshold ---
+
+
+NONE = Interval(0.0, 0.0, 0.0)
 
 
 def profile(**given: Any) -> Any:
     """An update of 100 ms, 100 of them in an epoch of 10 s."""
     usual: dict[str, Any] = {
         "step_ms": 100.0, "phases": {"data wait": 0.0, "forward": 100.0}, "lines": [], "evaluation_s": 0.0, "saving_s": None,
-        "updates": 100, "run_updates": 10_000, "queued": 0.0, "rest": {}, "start_s": 1.0, "utilization": {},
-        "larger_batch": None, "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": None, "roofline": (1e12, 1e10, 0.0),
+        "updates": 100, "run_updates": 10_000, "queued": 0.0, "rest": {}, "start_s": 1.0, "utilization": {}, "larger_batch": None,
+        "micro_batch": 8, "read_ms": None, "device": "cpu", "threads": 2, "cores": 2, "threads_set_at": "",
+        "turns": [Turn(0.1, 0.1, 1e12, {})] * 2, "bandwidth": 1e10, "step_flops": 0.0,
+        "waits_for_data": NONE, "all_cores": Interval(1, 1, 1),
     }  # fmt: skip
     return SimpleNamespace(**{**usual, **given})
 
@@ -397,8 +404,8 @@ NOW_AND_THEN = doctor._now_and_then  # (profile, updates between two checkpoints
 @pytest.mark.parametrize(
     ("problems", "told"),
     [
-        (lambda: doctor._data(profile(phases={"data wait": 19.0, "forward": 81.0}), job()), []),
-        (lambda: doctor._data(profile(phases={"data wait": 21.0, "forward": 79.0}), job()), [0.21]),
+        (lambda: doctor._data(wait(0.19, 0.19), job()), []),
+        (lambda: doctor._data(wait(0.21, 0.21), job()), [0.21]),
         (lambda: doctor._ranks(profile(phases={"communication": 19.0, "forward": 81.0}), job(), 2), []),
         (lambda: doctor._ranks(profile(phases={"communication": 21.0, "forward": 79.0}), job(), 2), [0.21]),
         # One save at the end of an epoch, and one every so many updates.
@@ -416,8 +423,8 @@ NOW_AND_THEN = doctor._now_and_then  # (profile, updates between two checkpoints
         (lambda: NOW_AND_THEN(profile(evaluation_s=4.0, run_updates=200), None, 1), []),
         (lambda: NOW_AND_THEN(profile(evaluation_s=4.0, run_updates=300), None, 1), [0.286]),
         (lambda: doctor._threads(profile()), []),
-        (lambda: doctor._threads(profile(threads=Threads(1, 2, 0.11, 0.04))), []),
-        (lambda: doctor._threads(profile(threads=Threads(1, 2, 0.11, 0.06))), [0.11]),
+        (lambda: doctor._threads(profile(threads=1, all_cores=Interval(0.89, 0.8, 0.96))), []),
+        (lambda: doctor._threads(profile(threads=1, all_cores=Interval(0.89, 0.8, 0.94))), [0.11]),
         (lambda: doctor._batch(profile(larger_batch=1.4), job()), []),
         (lambda: doctor._batch(profile(larger_batch=2.0), job()), [0.25]),
         (lambda: doctor._batch(profile(larger_batch=4.0), job()), [0.375]),
@@ -484,9 +491,9 @@ def test_a_cost_of_a_tenth_is_named_each_time_by_lines_that_scatter(kind, looks)
 
 
 def test_threads_that_a_line_sets_are_named_also_where_the_machine_is_too_busy_to_tell():
-    used = Threads(1, 2, 0.0, 0.0, "net.py:9 in forward")
-    assert list(doctor._threads(profile(threads=used))) == []
-    (named,) = doctor._threads(profile(threads=used, queued=0.5))
+    used = {"threads": 1, "threads_set_at": "net.py:9 in forward"}
+    assert list(doctor._threads(profile(**used))) == []
+    (named,) = doctor._threads(profile(**used, queued=0.5))
     assert (named.verdict, named.share) == ("torch computes with 1 of 2 cores", doctor.HOST_READ_SHARE)
     assert named.evidence.startswith("net.py:9 in forward sets their number; whether more of them would help cannot be told")
 
@@ -528,7 +535,7 @@ def test_the_shares_of_each_table_add_up_and_own_lines_stand_there_with_their_in
     found = doctor.Diagnosis(given, [doctor.Problem(0.1, "line", "v", "e")], [])
     phases, notes, by_line, beside = doctor.profiled(found)
     assert [row[0] for row in phases.rows] == ["forward", "backward", step.REST, "an update"]
-    assert phases.texts()[-1] == ["an update", "100.00 ms", "100%"]
+    assert phases.texts()[-1] == ["an update", "100.00 ms", "100%", ""]
     assert by_line.texts()[2] == ["net.py:12 in forward: odd(x)", "10%", "10 to 10%", ""]
     assert ["all else", "8%", "", ""] in by_line.texts()
     assert ["an update, not profiled", "104.00 ms"] in beside.texts()

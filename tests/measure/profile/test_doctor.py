@@ -55,7 +55,9 @@ def test_what_was_found_is_shown_and_left(tiny, monkeypatch, capsys):
     assert "<h1>A line of your own takes 50% of the step.</h1>" in page.read_text()
     assert "<b>A line of your own takes 50% of the step.</b>" in found._repr_html_()
     phases, lines, _ = (section for section in profiled(found) if isinstance(section, Table))
-    assert ["data wait", "20.00 ms", "20%"] in phases.texts()
+    assert ["data wait", "20.00 ms", "20%", "15 to 25%"] in phases.texts()
+    assert "this device: 1.000 (0.752 to 1.248) TFLOP/s of matrix products, 10 GB/s of copying" in said
+    assert "the step: 1.00 GFLOP, 0.010 TFLOP/s, 1 (1 to 1) % of it" in said
     assert lines.texts()[0][1:] == ["50%", "37 to 63%", "20%"]
     assert lines.texts()[-1] == ["all else", "10%", "", ""]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +32,6 @@ from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
-    from drivetrain.engine.trainer import Trainer
     from drivetrain.measure.profile.sampler import Line
     from drivetrain.measure.profile.step import StepProfile
 
@@ -75,28 +74,27 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
 
 
 def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
-    cores, loader = usable_cores(), job.run.named("loader")
-    wait = profile.phases["data wait"] / sum(profile.phases.values())
+    cores, loader, wait = usable_cores(), job.run.named("loader"), profile.waits_for_data
     reading = f"; reading a batch of {profile.micro_batch} takes {profile.read_ms:.1f} ms" if profile.read_ms is not None else ""
     workers = _workers(job)
     if workers > cores:
         yield Problem(
-            max(wait, MIN_WAIT),
+            max(wait.middle, MIN_WAIT),
             "workers",
             f"{workers} loader workers share {cores} cores with the step",
-            f"loader.num_workers={workers}; the step waits {wait:.0%} of its time{reading}",
+            f"loader.num_workers={workers}; the step waits {wait.middle:.0%} of its time{reading}",
             (f"loader.num_workers={cores}", f"loader.num_workers={max(1, cores // 2)}", "loader=threads", "loader=sync"),
         )
         return
     own = [line for line in profile.lines if line.reads_data and line.interval.low > MIN_CERTAIN]
-    if own or wait > MIN_WAIT:
-        wait = max(wait, sum(line.share for line in own))
+    if own or wait.low > MIN_WAIT:
+        share = max(wait.middle, sum(line.share for line in own))
         where = f"; most of it in {own[0].place}" if own else ""
         candidates = [o for o in ("loader=threads", "loader=workers", "loader=resident") if o != loader]
         candidates += [f"loader.num_workers={cores}"] if 0 < workers < cores else []
         candidates += [f"loader=workers loader.num_workers={2 * cores}"]  # for readers that wait instead of computing
-        verdict = f"the step waits for data {wait:.0%} of its time"
-        yield Problem(wait, "data", verdict, f"{job.run.named('loader')}{reading}{where}", tuple(candidates))
+        verdict, evidence = f"the step waits for data {share:.0%} of its time", _range(wait, ": the wait is {}")
+        yield Problem(share, "data", verdict, f"{loader}{evidence}{reading}{where}", tuple(candidates))
 
 
 def _workers(job: Job) -> int:
@@ -187,22 +185,22 @@ def _own_lines(profile: StepProfile) -> Iterator[Problem]:
 
 
 def _threads(profile: StepProfile) -> Iterator[Problem]:
-    used = profile.threads
-    if used is None or used.number >= used.cores:
+    if profile.threads >= profile.cores:
         return
-    where = f"{used.place} sets their number" if used.place else "runtime.threads or your own code sets their number"
-    if used.certain > MIN_CERTAIN:
-        gain = f"with a thread for each core an update takes {used.share:.0%} less time, at least {used.certain:.0%}"
-    elif used.place and profile.queued > BUSY:
+    share, certain = 1 - profile.all_cores.middle, 1 - profile.all_cores.high
+    at = profile.threads_set_at
+    if certain > MIN_CERTAIN:
+        gain = f"with a thread for each core an update takes {share:.0%} less time, at least {certain:.0%}"
+    elif at and profile.queued > BUSY:
         gain = "whether more of them would help cannot be told while the cores are busy"
     else:
         return
     yield Problem(
-        max(used.share, HOST_READ_SHARE),
+        max(share, HOST_READ_SHARE),
         "threads",
-        f"torch computes with {used.number} of {used.cores} cores",
-        f"{where}; {gain}",
-        () if used.place else (f"runtime.threads={used.cores}",),
+        f"torch computes with {profile.threads} of {profile.cores} cores",
+        f"{at or 'runtime.threads or your own code'} sets their number; {gain}",
+        () if at else (f"runtime.threads={profile.cores}",),
     )
 
 
@@ -257,10 +255,14 @@ def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
         candidates.append("checkpointing=none")
     candidates += [f"{precision} {layout}" for precision in precisions for layout in layouts]
     verdict = f"no bottleneck: the step computes, most of all in the {top}"
-    own = [line for line in profile.lines if not line.reads_data]
-    if own and own[0].interval.high > 2 * MIN_CERTAIN:
+    own = max((line.interval.high for line in profile.lines if not line.reads_data), default=0.0)
+    doubts = {"a line of your own may take {} of the step": own if own > 2 * MIN_CERTAIN else 0.0}
+    wait = profile.waits_for_data
+    doubts["the step may wait for data {} of its time"] = wait.high if wait.low <= MIN_WAIT < wait.high else 0.0
+    doubt = max(doubts, key=lambda words: doubts[words])
+    if doubts[doubt]:
         busy = ", as this machine is too busy to tell" if profile.queued > BUSY else ""
-        verdict = f"no bottleneck is certain{busy}: a line of your own may take {own[0].interval.high:.0%} of the step"
+        verdict = f"no bottleneck is certain{busy}: {doubt.format(f'{doubts[doubt]:.0%}')}"
     yield Problem(HOST_READ_SHARE / 2, COMPUTE, verdict, _largest(profile), tuple(candidates))
 
 
@@ -272,7 +274,7 @@ def _largest(profile: StepProfile) -> str:
     return f"of your own lines most: {line.place}: `{line.text}`: {_of_step(line)}"
 
 
-SHARE = "of the update"
+SHARE, RANGE, DATA = "of the update", "95 % interval", "data wait"
 
 
 def sheet(found: Diagnosis, faster: Sequence[str] = ()) -> Sheet:
@@ -295,24 +297,24 @@ def conclusion(found: Diagnosis) -> str:
 def verdicts(found: Diagnosis) -> Part:
     """The evidence of the largest problem, and the other problems."""
     first, *others = found.problems
-    also = [problem for problem in others if problem.name != COMPUTE]
     most = [_largest(found.profile)] if first.name not in (COMPUTE, "line", "loop", "created") else []
-    page = words(first.evidence, *most, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
-    lines = [f"also: {problem.verdict}\n  {problem.evidence}" for problem in also]
-    return Part(page.html, "\n".join([f"\nverdict: {first.verdict}", *(f"  {line}" for line in (first.evidence, *most)), *lines]))
+    said = ["\n  ".join([f"\nverdict: {first.verdict}", first.evidence, *most])]
+    said += [f"also: {problem.verdict}\n  {problem.evidence}" for problem in others if problem.name != COMPUTE]
+    return words(*said)
 
 
 def profiled(found: Diagnosis) -> list[Section]:
     """The parts of an update's time: its phases, and the lines of the user's code; and what is beside the updates."""
     profile = found.profile
-    flops, bandwidth, work = profile.roofline
-    limits = f"this device: {flops / 1e12:.2f} TFLOP/s of matrix products, {bandwidth / 1e9:.0f} GB/s of copying"
-    if work:
-        rate = work / (profile.step_ms / 1e3)
-        limits += f"; the step: {work / 1e9:.2f} GFLOP, {rate / 1e12:.3f} TFLOP/s, {rate / flops:.0%} of it"
+    flops = intervals.mean([turn.flops / 1e12 for turn in profile.turns])
+    limits = f"this device: {_between(flops, '{:.3f}')} TFLOP/s of matrix products, {profile.bandwidth / 1e9:.0f} GB/s of copying"
+    if work := profile.step_flops:
+        shares = intervals.mean([100 * work / turn.step_s / turn.flops for turn in profile.turns])
+        rate = work / profile.step_ms / 1e9
+        limits += f"; the step: {work / 1e9:.2f} GFLOP, {rate:.3f} TFLOP/s, {_between(shares, '{:.0f}')} % of it"
     notes = [*found.notes, limits]
     if profile.queued > BUSY:
-        fewer = ", or set runtime.threads=auto" if profile.threads is not None and profile.threads.number > 1 else ""
+        fewer = ", or set runtime.threads=auto" if profile.device == "cpu" and profile.threads > 1 else ""
         notes.insert(
             0,
             f"The cores of this machine are busy: the step waited for one for {profile.queued:.0%} of the time. That is in no "
@@ -327,38 +329,36 @@ def profiled(found: Diagnosis) -> list[Section]:
 
 def _phases(profile: StepProfile) -> Table:
     """The phases of an update, whose shares add up to 100 %."""
-    total = sum(profile.phases.values())
-    phases = {**profile.phases, "an update": total}
-    shares = [ms / total for ms in phases.values()]
-    return _table("Phases", {"phase": list(phases), "time": [f"{ms:.2f} ms" for ms in phases.values()]}, shares)
+    phases, total = profile.phases, sum(profile.phases.values())
+    ranges = {DATA: _range(profile.waits_for_data, "{}")}
+    rows = [(name, f"{ms:.2f} ms", _percent(ms / total), ranges.get(name, "")) for name, ms in phases.items()]
+    rows.append(("an update", f"{total:.2f} ms", "100%", ""))
+    bars = {SHARE: [*phases.values(), total]}
+    return Table(("phase", "time", SHARE, RANGE), rows, "Phases", sortable=True, bars=bars)
 
 
 def _beside(profile: StepProfile) -> Table:
     """The table of costs that are no part of an update: they are paid once, or now and then."""
-    rows = [("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s")]
-    rows.append(("an evaluation", f"{profile.evaluation_s:.2f} s"))
-    if profile.saving_s is not None:
-        rows.append(("a checkpoint", f"{1e3 * profile.saving_s:.0f} ms"))
-    return Table(("beside the updates", "time"), rows, "Beside the updates")
+    saving = f"{1e3 * profile.saving_s:.0f} ms" if profile.saving_s is not None else "–"
+    return Table(("beside the updates", "time"), [
+        ("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s"),
+        ("an evaluation", f"{profile.evaluation_s:.2f} s"), ("a checkpoint", saving),
+    ], "Beside the updates")  # fmt: skip
 
 
 def _lines(profile: StepProfile) -> Table:
     """The lines that an update's time goes to; their shares, and those of the layers that they call, add up to 100 %."""
-    rows = [(f"{line.place}: {line.text}", line.share, line.layers, line.interval) for line in profile.lines]
-    rows += [(name, share, 0.0, Interval(share, share, share)) for name, share in profile.rest.items()]
-    shown = sorted((row for row in rows if row[1] + row[2] >= MIN_LISTED), key=lambda row: -row[1] - row[2])
-    left = 1.0 - sum(own + layers for _, own, layers, _ in shown)
-    shown.append(("all else", left, 0.0, Interval(left, left, left)))
-    names, own, layers, ranges = zip(*shown, strict=True)
-    more = {"95 % interval": [_range(i, "{}") for i in ranges], "the layers it calls": [_percent(s) for s in layers]}
-    return _table("Lines", {"your line, forward and backward": names}, own, more)
+    found = [(f"{line.place}: {line.text}", line.share, line.layers, _range(line.interval, "{}")) for line in profile.lines]
+    found += [(name, share, 0.0, "") for name, share in profile.rest.items()]
+    shown = sorted((row for row in found if row[1] + row[2] >= MIN_LISTED), key=lambda row: -row[1] - row[2])
+    shown.append(("all else", 1.0 - sum(own + layers for _, own, layers, _ in shown), 0.0, ""))
+    rows = [(name, _percent(own), interval, _percent(layers)) for name, own, layers, interval in shown]
+    header, bars = ("your line, forward and backward", SHARE, RANGE, "the layers it calls"), {SHARE: [row[1] for row in shown]}
+    return Table(header, rows, "Lines", sortable=True, bars=bars)
 
 
-def _table(
-    name: str, columns: dict[str, Sequence[str]], shares: Sequence[float], more: Mapping[str, Sequence[str]] | None = None
-) -> Table:
-    columns = {**columns, SHARE: [_percent(share) for share in shares], **(more or {})}
-    return Table.of(columns, name=name, sortable=True, bars={SHARE: [share or None for share in shares]})
+def _between(figure: Interval, form: str) -> str:
+    return f"{form.format(figure.middle)} ({form.format(figure.low)} to {form.format(figure.high)})"
 
 
 def _percent(share: float) -> str:
@@ -409,8 +409,9 @@ class Diagnosis:
         ]
         return {
             "verdict": self.problems[0].verdict, "problems": [asdict(problem) for problem in self.problems], "lines": lines,
-            "rest": profile.rest, "phases_ms": profile.phases, "step_ms": profile.step_ms, "waits_for_a_core": profile.queued,
-            "start_s": profile.start_s, "evaluation_s": profile.evaluation_s, "saving_s": profile.saving_s, "notes": self.notes,
+            "rest": profile.rest, "waits_for_data": profile.waits_for_data, "phases_ms": profile.phases,
+            "step_ms": profile.step_ms, "waits_for_a_core": profile.queued, "start_s": profile.start_s,
+            "evaluation_s": profile.evaluation_s, "saving_s": profile.saving_s, "notes": self.notes,
             "faster": [{"overrides": gain.overrides, "ratio": gain.row.ratio} for gain in self.gains],
         }  # fmt: skip
 
@@ -427,6 +428,8 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
 def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
     """Profile a run's step, show where its time goes, try what could help, and return what was found."""
+    from drivetrain.measure.profile.step import profile_step  # imports torch
+
     settings, overrides = verbs.split(argv, Settings)
     check_file(recipe)
     if recipe is not None and not settings.prove:
@@ -439,7 +442,7 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
         progress("profiling the step")
         alone = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
         trials.choose(alone)
-        question = partial(_profile_step, profile_s=settings.profile_s, asked=time.monotonic())
+        question = partial(profile_step, profile_s=settings.profile_s, asked=time.monotonic())
         profile = child.ask(alone.run, question, "the run cannot be profiled")
     if ranks > 1:
         profile.phases["communication"] = _communication_ms(overrides, one_rank, config_dirs, settings)
@@ -454,13 +457,6 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
         commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
     verbs.write(folder, "doctor", sheet(found, commands), ["doctor", *argv], found.as_dict())
     return found
-
-
-def _profile_step(trainer: Trainer, profile_s: float, asked: float) -> StepProfile:
-    from drivetrain.measure.profile.step import profile_step  # imports torch
-
-    start_s = time.monotonic() - asked
-    return replace(profile_step(trainer, profile_s), start_s=start_s)
 
 
 def _one_rank(job: Job, ranks: int) -> list[str]:

@@ -27,7 +27,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.core import process
-from drivetrain.core.device import Clock, Mark, clock_for
+from drivetrain.core.device import Clock, Mark
 from drivetrain.measure import intervals
 from drivetrain.measure.intervals import Interval
 from drivetrain.precision.base import backpropagate
@@ -111,13 +111,10 @@ def _called_by(frame: FrameType | None, root: CodeType | None) -> bool:
     return frame is not None
 
 
-def user_line(frame: FrameType | None, root: CodeType | None = None) -> str | None:
-    """file:line of the innermost frame that is not in Python's library, torch, an installed package or drivetrain."""
-    while frame is not None and frame.f_code is not root:
-        if is_users(frame.f_code):
-            return Site(frame.f_code, frame.f_lasti).place
-        frame = frame.f_back
-    return None
+def user_line(frame: FrameType | None, root: CodeType | None = None) -> str:
+    """file:line of the innermost frame that is not in Python's library, torch, an installed package or drivetrain; "": none."""
+    site = find(frame, root).site
+    return site.place if site is not None else ""
 
 
 SAMPLE_S = 0.001  # between two instants, on average
@@ -125,16 +122,18 @@ LOOK_S = 0.002  # between two looks at the other threads, on average
 SWITCH_S = 1e-4  # within which a thread that runs Python code lets another look at it; else that waits until torch is called
 
 
-@dataclass
-class Spent:
+class Spent(NamedTuple):
     """Seconds at one place, without those in which the thread waited for a core that other work had."""
 
     busy: float = 0.0  # on a core
     waits: float = 0.0  # in which it had nothing to do
 
+    def __add__(self, other: Spent) -> Spent:  # type: ignore[override]
+        return Spent(self.busy + other.busy, self.waits + other.waits)
+
     @property
     def own(self) -> float:
-        """Return all of them."""
+        """All of them."""
         return self.busy + self.waits
 
 
@@ -172,16 +171,9 @@ class Sampler:
         with ExitStack() as watchers:
             watchers.enter_context(_interrupted(spent))
             if self.helpers:
-                thread = threading.get_ident()
-                watchers.enter_context(_looked_at(lambda frame: self._look(frame, thread, looks)))
+                watchers.enter_context(_looked_at(self.phase, self.root, looks))
             yield lambda: (clock() - began).own
         self.spent = together([self.spent, *({place: found} for place, found in _divided(spent.spent, looks))])
-
-    def _look(self, frame: FrameType | None, thread: int, looks: dict[tuple[str, Found], Counter[Found]]) -> None:
-        """Look at the threads that work for this one, where it waits for them."""
-        place = phase, found = self.phase(), find(frame, self.root)
-        if found.site is None and (found.in_backward or phase == "data"):
-            looks[place][next(_elsewhere(thread), found)] += 1
 
 
 class _Instants:
@@ -207,11 +199,9 @@ class _Instants:
             instants += 1
         since = now - self._before
         if instants and since.wall > 0:
-            spent = self.spent[self._place(frame)]
             own = instants * SAMPLE_S * min(1.0, max(0.0, since.own / since.wall))
             busy = own * min(1.0, since.busy / since.own) if since.own > 0 else 0.0
-            spent.busy += busy
-            spent.waits += own - busy
+            self.spent[self._place(frame)] += Spent(busy, own - busy)
         self._before = self._clock()
         self._counting += self._before.wall - now.wall
         return max(1e-6, self._next + self._counting - self._before.wall)
@@ -252,14 +242,16 @@ def _beginnings(code: CodeType) -> frozenset[int]:
 
 
 @contextmanager
-def _looked_at(look: Callable[[FrameType | None], object]) -> Iterator[None]:
-    """Call `look` with the calling thread's frame again and again, in another thread."""
+def _looked_at(phase: Callable[[], str], root: CodeType, looks: dict[tuple[str, Found], Counter[Found]]) -> Iterator[None]:
+    """Look again and again, in another thread, at the threads that work for this one, where it waits for them."""
     done, thread = threading.Event(), threading.get_ident()
 
     def repeat() -> None:
         draw = random.Random(1)
         while not done.wait(LOOK_S * draw.uniform(0.5, 1.5)):
-            look(sys._current_frames().get(thread))
+            place = now, found = phase(), find(sys._current_frames().get(thread), root)
+            if found.site is None and (found.in_backward or now == "data"):
+                looks[place][next(_elsewhere(thread), found)] += 1
 
     watcher = threading.Thread(target=repeat, daemon=True, name="sampler")
     before = sys.getswitchinterval()
@@ -297,26 +289,28 @@ def _divided(
 
 def thread_clock() -> Callable[[], Times]:
     """Return the clocks of the calling thread. Only Linux tells how long it waited for a core: elsewhere that is in `own`."""
-    statistics = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    thread = threading.get_ident()
-
-    def busy() -> float:
-        return time.thread_time() if threading.get_ident() == thread else time.process_time()
-
-    if not statistics.exists():
-        return lambda: Times(now := time.perf_counter(), now, busy())
-    name = str(statistics)
+    statistics = f"/proc/self/task/{threading.get_native_id()}/schedstat"
+    if not os.path.exists(statistics):
+        return lambda: Times(now := time.perf_counter(), now, time.thread_time())
 
     def clock() -> Times:
-        file = os.open(name, os.O_RDONLY)
+        file = os.open(statistics, os.O_RDONLY)
         try:
             queued = int(os.read(file, 128).split()[1]) / 1e9
         finally:
             os.close(file)
         now = time.perf_counter()
-        return Times(now, now - queued, busy())
+        return Times(now, now - queued, time.thread_time())
 
     return clock
+
+
+def own_seconds(work: Callable[[], object]) -> float:
+    """The seconds that it takes, less those in which this thread waits for a core that other work has."""
+    clock = thread_clock()
+    began = clock()
+    work()
+    return (clock() - began).own
 
 
 FACTORIES = ("randperm", "rand", "randn", "randint", "arange", "zeros", "ones", "full", "empty", "eye", "linspace", "tensor")
@@ -442,16 +436,10 @@ class Recorder(TorchDispatchMode):
         self._marks.clear()
 
 
-class _ThreadClock(Clock):
+class ThreadClock(Clock):
     """The thread's time on a core: what else a busy machine does is no operation's."""
 
-    def mark(self) -> Mark:
-        return time.thread_time()
-
-
-def operation_clock(device: torch.device) -> Clock:
-    """Return the clock of operations on a device."""
-    return _ThreadClock() if device.type == "cpu" else clock_for(device)
+    mark = staticmethod(time.thread_time)
 
 
 def _next_node() -> int:
@@ -487,8 +475,7 @@ def together(several: Iterable[Samples]) -> Samples:
     total: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
     for samples in several:
         for place, spent in samples.items():
-            total[place].busy += spent.busy
-            total[place].waits += spent.waits
+            total[place] += spent
     return total
 
 
@@ -532,37 +519,11 @@ class Attribution:
     lines: list[Line]  # the one with the largest share first
     rest: dict[str, float]  # by what it is, of time that no line of the user's called
 
-    def seen_in(self, looks: Sequence[Attribution]) -> Attribution:
-        """The same with each line's share in each of the looks that it is made of."""
-        shares = [{line.place: line.share for line in look.lines} for look in looks]
-        lines = [replace(line, looks=tuple(look.get(line.place, 0.0) for look in shares)) for line in self.lines]
-        return Attribution(lines, self.rest)
-
-    def note_host_reads(self, reads: Mapping[str, int]) -> None:
-        """Note how often a line reads a value back to the host in an update, by its place."""
-        by_place = {line.place: line for line in self.lines}
-        for place, count in reads.items():
-            if place not in by_place:
-                self.lines.append(by_place.setdefault(place, Line(place)))
-            by_place[place].host_reads = count
-
     def with_reading(self, samples: Samples) -> Attribution:
         """Divide the waiting for data by samples of reading that was done elsewhere."""
         waiting = self.rest.get(WAITING, 0.0)
         lines = [replace(line, share=line.share * waiting, reads_data=True) for line in attribute(samples, [], 1).lines]
         return Attribution(lines + self.lines, {**self.rest, WAITING: waiting - sum(line.share for line in lines)})
-
-
-@dataclass
-class _Site:
-    """The known facts of one call."""
-
-    spent: Spent = field(default_factory=Spent)
-    data: float = 0.0  # seconds while the step waited for data
-    operations: list[Operation] = field(default_factory=list)
-    share: float = 0.0
-    backward: float = 0.0
-    layers: float = 0.0
 
 
 def attribute(
@@ -574,31 +535,76 @@ def attribute(
     device, and only the rest, in which the device waits for the host, by what the host does. A CPU's is 0.
     """
     operations = [o for o in operations if o.phase != "data"]
-    sites, rest = _by_site(samples, operations)
-    total = sum(site.spent.own for site in sites.values()) + sum(rest.values()) or 1.0
-    backward_s = rest.pop("backward", 0.0)
-    of_host = 1.0 - busy
-    shares = {name: of_host * seconds / total for name, seconds in rest.items()}
-    for site in sites.values():
-        own = of_host * site.spent.own / total
-        needed = _needed(site.operations)
-        site.share, site.layers = own * (1 - needed), own * needed
-    backward = _of_backward(operations, 1e3 * backward_s / watched * updates if watched else None)
-    device_ms = sum(o.ms + o.backward_ms for o in operations)
-    for operation, part in zip(operations, backward, strict=True):
-        forward = busy * operation.ms / device_ms if device_ms else 0.0
-        back = of_host * part * backward_s / total + (busy * operation.backward_ms / device_ms if device_ms else 0.0)
-        known = sites.get(operation.found.site) if operation.found.site is not None else None
-        if known is None:
-            shares[_rest_name(operation.phase)] = shares.get(_rest_name(operation.phase), 0.0) + forward + back
-        elif operation.needed:
-            known.layers += forward + back
+    calls: defaultdict[Site | None, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        calls[operation.found.site].append(operation)
+    lines: dict[str, Line] = {}
+    line_of: dict[Site | None, Line] = {}
+    for site in dict.fromkeys([*calls, *(found.site for _, found in samples)]):
+        if site is not None:
+            line_of[site] = lines.setdefault(site.place, Line(site.place, site.text))
+    rest: defaultdict[str, float] = defaultdict(float)
+    spent: defaultdict[str, Spent] = defaultdict(Spent)  # by line
+    reading: defaultdict[str, float] = defaultdict(float)  # of it, while the step waits for data
+    total = sum(each.own for each in samples.values()) or 1.0
+    of_host, backward_s = 1.0 - busy, 0.0
+    for (phase, found), seconds in samples.items():
+        own = of_host * seconds.own / total
+        if found.site is not None:
+            line, needed = line_of[found.site], _needed(calls[found.site])
+            line.share, line.layers = line.share + own * (1 - needed), line.layers + own * needed
+            spent[line.place] += seconds
+            reading[line.place] += seconds.own if phase == "data" else 0.0
+        elif found.in_backward:
+            backward_s += seconds.own
         else:
-            known.share += forward + back
-            known.backward += back
-    if not any(backward) and backward_s:
-        shares["the backward"] = of_host * backward_s / total
-    return Attribution(_lines(sites, updates), shares)
+            rest[REST[phase]] += own
+    parts = _of_backward(operations, 1e3 * backward_s / watched * updates if watched else None)
+    device_ms = sum(o.ms + o.backward_ms for o in operations) or 1.0
+    for operation, part in zip(operations, parts, strict=True):
+        backward = of_host * part * backward_s / total + busy * operation.backward_ms / device_ms
+        both = busy * operation.ms / device_ms + backward
+        if (known := line_of.get(operation.found.site)) is None:
+            rest[REST[operation.phase]] += both
+        elif operation.needed:
+            known.layers += both
+        else:
+            known.share, known.backward = known.share + both, known.backward + backward
+    if not any(parts) and backward_s:
+        rest["the backward"] = of_host * backward_s / total
+    made: defaultdict[str, list[Operation]] = defaultdict(list)
+    for site, line in line_of.items():
+        made[line.place] += calls[site]
+    described = [_described(line, made[at], updates, spent[at], reading[at]) for at, line in lines.items()]
+    return Attribution(sorted(described, key=lambda line: (-line.share, -line.operations)), dict(rest))
+
+
+def _described(line: Line, operations: Sequence[Operation], updates: int, spent: Spent, reading: float) -> Line:
+    """The line with what is known of its operations, and of its seconds, of which some are spent on `reading`."""
+    names, created = Counter[str](), Counter[str]()
+    for o in operations:
+        names[o.name] += o.ms + o.backward_ms  # type: ignore[assignment]
+        if o.creates:
+            created[o.name] += o.ms / updates  # type: ignore[assignment]
+
+    def part(chosen: Iterable[Operation]) -> float:
+        return sum(o.ms + o.backward_ms for o in chosen) / names.total() if names.total() else 0.0
+
+    return replace(
+        line,
+        reads_data=2 * reading > spent.own,
+        waits=spent.waits / spent.own if spent.own else 0.0,
+        operations=len(operations) // updates,
+        small_operations=sum(o.small for o in operations) // updates,
+        wide=part(o for o in operations if o.wide),
+        wasted=part(o for o in operations if o.layer and o.wasted),
+        names=tuple(name for name, _ in names.most_common(3)),
+        created=part(o for o in operations if o.creates),
+        created_ms=dict(created),
+    )
+
+
+REST = {"data": WAITING, "micro_batch": "model and loss", "update": "the update"}
 
 
 def _of_backward(operations: Sequence[Operation], backward_ms: float | None) -> list[float]:
@@ -615,73 +621,7 @@ def _of_backward(operations: Sequence[Operation], backward_ms: float | None) -> 
     return [part / total if total else 0.0 for part in parts]
 
 
-def _by_site(samples: Samples, operations: Iterable[Operation]) -> tuple[dict[Site, _Site], dict[str, float]]:
-    """Sort samples and operations by their site; the seconds of samples without one, by what they are."""
-    sites: defaultdict[Site, _Site] = defaultdict(_Site)
-    rest: defaultdict[str, float] = defaultdict(float)
-    for (phase, found), spent in samples.items():
-        if found.site is None:
-            rest["backward" if found.in_backward else _rest_name(phase)] += spent.own
-            continue
-        site = sites[found.site]
-        site.spent.busy += spent.busy
-        site.spent.waits += spent.waits
-        site.data += spent.own if phase == "data" else 0.0
-    for operation in operations:
-        if operation.found.site is not None:
-            sites[operation.found.site].operations.append(operation)
-    return sites, rest
-
-
-def _rest_name(phase: str) -> str:
-    return {"data": WAITING, "micro_batch": "model and loss", "update": "the update"}[phase]
-
-
 def _needed(operations: Iterable[Operation]) -> float:
     """The part of a call's time that the model's layers need: that of their operations among its own."""
-    by_need = Counter[bool]()
-    for operation in operations:
-        by_need[operation.needed] += operation.ms  # type: ignore[assignment]
-    total = by_need[True] + by_need[False]
-    return by_need[True] / total if total else 0.0
-
-
-def _lines(sites: Mapping[Site, _Site], updates: int) -> list[Line]:
-    by_place: defaultdict[str, list[_Site]] = defaultdict(list)
-    texts = {}
-    for key, site in sites.items():
-        by_place[key.place].append(site)
-        texts[key.place] = key.text
-    lines = [_line(place, texts[place], found, updates) for place, found in by_place.items()]
-    return sorted(lines, key=lambda line: (-line.share, -line.operations))
-
-
-def _line(place: str, text: str, sites: list[_Site], updates: int) -> Line:
-    operations = [o for site in sites for o in site.operations]
-    own, waits = sum(s.spent.own for s in sites), sum(s.spent.waits for s in sites)
-    ms = sum(o.ms + o.backward_ms for o in operations)
-    by_name, created = Counter[str](), Counter[str]()
-    for o in operations:
-        by_name[o.name] += o.ms + o.backward_ms  # type: ignore[assignment]
-        if o.creates:
-            created[o.name] += o.ms / updates  # type: ignore[assignment]
-
-    def part(operations: Iterable[Operation]) -> float:
-        return sum(o.ms + o.backward_ms for o in operations) / ms if ms else 0.0
-
-    return Line(
-        place,
-        text,
-        reads_data=2 * sum(s.data for s in sites) > own,
-        share=sum(s.share for s in sites),
-        backward=sum(s.backward for s in sites),
-        layers=sum(s.layers for s in sites),
-        waits=waits / own if own else 0.0,
-        operations=len(operations) // updates,
-        small_operations=sum(o.small for o in operations) // updates,
-        wide=part(o for o in operations if o.wide),
-        wasted=part(o for o in operations if o.layer and o.wasted),
-        names=tuple(name for name, _ in by_name.most_common(3)),
-        created=part(o for o in operations if o.creates),
-        created_ms=dict(created),
-    )
+    total = sum(o.ms for o in operations)
+    return sum(o.ms for o in operations if o.needed) / total if total else 0.0

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -24,22 +24,23 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from drivetrain.core import trees
-from drivetrain.core.device import synchronize
+from drivetrain.core.device import clock_for, synchronize
 from drivetrain.core.errors import Diverged
 from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.torch_patches import threads_set_by
 from drivetrain.core.trees import Tree
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.engine.callbacks import CallbackStep
+from drivetrain.engine.flops import measured
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.update_step import UpdateStep
 from drivetrain.measure import intervals
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
-from drivetrain.measure.forecast.replay import number_format, this_device
-from drivetrain.measure.intervals import MIN_PAIRS
+from drivetrain.measure.forecast.replay import bandwidth
+from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile.sampler import (
     WAITING,
     Attribution,
@@ -48,9 +49,10 @@ from drivetrain.measure.profile.sampler import (
     Recorder,
     Sampler,
     Samples,
+    ThreadClock,
     Times,
     attribute,
-    operation_clock,
+    own_seconds,
     thread_clock,
     together,
     user_line,
@@ -60,6 +62,7 @@ from drivetrain.saving import checkpoint_io
 UPDATES = 3  # in which what reads a value back from the device is counted
 LOOKS = 8  # in turns, in each of which an update is looked at in every way: their spread is that of the figures
 MAX_SLOWER = 4  # times the wanted seconds, where other work has the cores
+DATA = "data wait"
 
 
 class TrackedStream:
@@ -74,21 +77,18 @@ class TrackedStream:
     def __next__(self) -> MicroBatch:
         self.phase = "data"
         try:
-            with record_function(READING):
-                return next(self._stream)
+            return next(self._stream)
         finally:
             self.phase = "micro_batch"
 
 
-def update(trainer: Trainer, stream: Iterable[MicroBatch]) -> None:
+def update(trainer: Trainer, stream: Iterator[MicroBatch]) -> None:
     """Run one update and what comes after it, as the training loop does."""
     progress = trainer.progress
-    for micro in stream:
+    for micro in one_update(stream):
         if micro.last:
             trainer.scheduler.step(progress.updates)
         trainer.step.micro_batch(micro, trainer.log.loss_sum)
-        if micro.last:
-            break
     if isinstance(stream, TrackedStream):
         stream.phase = "update"
     if trainer.step.update():
@@ -103,42 +103,59 @@ def update(trainer: Trainer, stream: Iterable[MicroBatch]) -> None:
             trainer.log.train(trainer.optimizer.param_groups[0]["lr"])
 
 
-def read_update(stream: TrackedStream) -> tuple[MicroBatch, int]:
-    """Read the micro-batches of one update; return the last one and how many there are."""
-    for count, micro in enumerate(stream, 1):
-        if micro.last:
-            return micro, count
-    raise RuntimeError("the data ended")
+class Turn(NamedTuple):
+    """What one of several looks at updates tells of the machine and of the wait for data."""
+
+    step_s: float  # of an update as it is, unwatched
+    all_cores_s: float  # of an update that computes with a thread for each core
+    flops: float  # a second, of the device's matrix products in the format of the step
+    phases: dict[str, float]  # seconds, whose sum is that of some updates
 
 
-@dataclass
-class Looked:
-    """The findings of several looks at updates; milliseconds are those of one update, without those that waited for a core."""
+@dataclass(kw_only=True)
+class Looked(Attribution):
+    """The findings of several looks at updates, without the time in which these waited for a core."""
 
-    lines: list[Line]
-    rest: dict[str, float]  # shares of a step's time that no line of the user's called, by what they are
-    operations: int  # in an update
-    step_ms: float  # as it is, unwatched
-    phases: dict[str, float]  # ms by phase; the device is synchronized after each
+    turns: list[Turn]
+    step_ms: float  # of an update as it is, unwatched
+    phases: dict[str, float]  # ms of an update by phase; the device is synchronized after each
+    utilization: dict[str, float]  # shares of an update's time
     read_ms: float | None  # of reading one micro-batch
     queued: float  # the share of the unwatched time in which the step waited for a core that other programs had
+    threads: int  # that torch computes with
+    threads_set_at: str  # file:line of the user's own that sets their number in the step; "": none
+    cores: int  # that these threads may use; of an accelerator's host no more than they use
+
+    @property
+    def all_cores(self) -> Interval:
+        """The time of an update with a thread for each core, divided by its time as it is."""
+        return intervals.ratio([turn.all_cores_s for turn in self.turns], [turn.step_s for turn in self.turns])
+
+    @property
+    def waits_for_data(self) -> Interval:
+        """The share of an update in which it waits for data, with its interval."""
+        shares = [turn.phases.get(DATA, 0.0) / (sum(turn.phases.values()) or 1.0) for turn in self.turns]
+        return intervals.around(self.phases.get(DATA, 0.0) / sum(self.phases.values()), shares)
 
 
-def look(trainer: Trainer, stream: TrackedStream, profile_s: float, busy: float = 0.0) -> Looked:
+def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
     """Look at updates in turns: as they are, sampled, by their phases, and with each operation recorded.
 
-    The machine's speed changes, so that each look is one of several, and the interval of a line's share is told by their spread.
-    `busy` is the share of the time in which an accelerator works.
+    The machine's speed changes, so that each look is one of several, and the intervals are told by their spread.
     """
-    clock, block_s = thread_clock(), profile_s / LOOKS
-    helpers = trainer.device.type != "cpu" or threading.active_count() > 1  # threads of the backward, or of the loader
+    on_cpu, clock, block_s = trainer.device.type == "cpu", thread_clock(), profile_s / LOOKS
+    utilization = {} if on_cpu else device_shares(trainer, stream)
+    busy = 1 - utilization.get(IDLE, 1.0)  # the share of the time in which an accelerator works
+    helpers = not on_cpu or threading.active_count() > 1  # threads of the backward, or of the loader
     phases = _Phases(trainer, stream, clock)
-    micro, _ = read_update(stream)
-    small_size = sum(t.numel() for t in trees.leaves(micro.x)) // 16
-    plain, watched, own, wall = 0, 0, 0.0, 0.0
+    small_size = sum(t.numel() for micro in one_update(stream) if micro.last for t in trees.leaves(micro.x)) // 16
+    threads, set_at = threads_of(lambda: update(trainer, stream))
+    cores = usable_cores() if on_cpu else threads
+    plain, watched, own, wall, counted = 0, 0, 0.0, 0.0, 0
     samples: list[Samples] = []
     recorded: list[Operation] = []
     looks: list[Attribution] = []
+    turns: list[Turn] = []
 
     def block(once: Callable[[], None], own_s: Callable[[], float]) -> int:
         count, began = 0, time.perf_counter()
@@ -152,24 +169,50 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float, busy: float 
     for _ in range(LOOKS):
         synchronize(trainer.device)
         began = clock()
-        plain += block(lambda: update(trainer, stream), partial(_own_since, clock, began))
+        updates = block(lambda: update(trainer, stream), partial(_own_since, clock, began))
         took = clock() - began
-        own, wall = own + took.own, wall + took.wall
+        plain, own, wall = plain + updates, own + took.own, wall + took.wall
+        step_s = all_cores_s = took.own / updates
+        if threads < cores:
+            with computing_with(cores):
+                update(trainer, stream)  # the first one starts the threads
+                began = clock()
+                updates = block(lambda: update(trainer, stream), partial(_own_since, clock, began))
+                all_cores_s = _own_since(clock, began) / updates
         sampler = Sampler(lambda: stream.phase, update.__code__, helpers)
         with sampler.watching() as own_s:
             seen = block(lambda: update(trainer, stream), own_s)
-        block(phases.update, partial(_own_since, clock, clock()))
-        recorder = Recorder(lambda: stream.phase, operation_clock(trainer.device), update.__code__, small_size)
+        counted += block(phases.update, partial(_own_since, clock, clock()))
+        recorder = Recorder(
+            lambda: stream.phase, ThreadClock() if on_cpu else clock_for(trainer.device), update.__code__, small_size
+        )
         with recorder.recording():
             update(trainer, stream)
+        flops = measured(trainer.device, trainer.log.mfu.number_format)
+        turns.append(Turn(step_s, all_cores_s, flops, phases.taken()))
         looks.append(attribute(sampler.spent, recorder.operations, 1, busy, seen))
         samples.append(sampler.spent)
         watched, recorded = watched + seen, recorded + recorder.operations
-    found = attribute(together(samples), recorded, LOOKS, busy, watched).seen_in(looks)
-    found.note_host_reads(_host_reads(trainer, stream))
-    operations = sum(1 + o.backward_operations for o in recorded if o.phase != "data") // LOOKS
-    read_ms = 1e3 * statistics.fmean(phases.read_s) if phases.read_s else None
-    return Looked(found.lines, found.rest, operations, 1e3 * own / plain, phases.ms, read_ms, max(0.0, 1 - own / wall))
+    found = attribute(together(samples), recorded, LOOKS, busy, watched)
+    shares = [{line.place: line.share for line in look.lines} for look in looks]
+    for line in found.lines:
+        line.looks = tuple(share.get(line.place, 0.0) for share in shares)
+    _count_host_reads(trainer, stream, found.lines)
+    step_ms = 1e3 * own / plain
+    of_phases = {name: sum(turn.phases.get(name, 0.0) for turn in turns) for turn in turns for name in turn.phases}
+    return Looked(
+        found.lines,
+        found.rest,
+        turns=turns,
+        step_ms=step_ms,
+        phases={name: 1e3 * seconds / counted for name, seconds in of_phases.items()},
+        utilization=_cpu_shares(recorded, LOOKS * step_ms, found.rest.get(WAITING, 0.0)) if on_cpu else utilization,
+        read_ms=1e3 * statistics.fmean(phases.read_s) if phases.read_s else None,
+        queued=max(0.0, 1 - own / wall),
+        threads=threads,
+        threads_set_at=set_at,
+        cores=cores,
+    )
 
 
 def _own_since(clock: Callable[[], Times], began: Times) -> float:
@@ -188,32 +231,40 @@ def reading_lines(trainer: Trainer, seconds: float) -> Samples:
     return sampler.spent
 
 
-def _host_reads(trainer: Trainer, stream: TrackedStream) -> dict[str, int]:
-    """The number of times in an update that each user line makes the host wait for the device, or would on CUDA."""
+def _count_host_reads(trainer: Trainer, stream: TrackedStream, lines: list[Line]) -> None:
+    """Count how often in an update each user line makes the host wait for the device, or would on CUDA."""
     found: Counter[str] = Counter()
 
     def count(_: str) -> None:
-        place = user_line(sys._getframe(1), update.__code__)
-        if place is not None and stream.phase != "data":
-            found[place] += 1
+        if stream.phase != "data":
+            found[user_line(sys._getframe(1), update.__code__)] += 1
 
     with waiting_calls(count):
         for _ in range(UPDATES):
             update(trainer, stream)
-    return {place: -(-count // UPDATES) for place, count in found.items()}
+    known = {line.place: line for line in lines}
+    for place in filter(None, found):
+        if place not in known:
+            lines.append(known.setdefault(place, Line(place)))
+        known[place].host_reads = -(-found[place] // UPDATES)
 
 
-READING, END = "drivetrain: reading", "drivetrain: end"
+END = "drivetrain: end"
 IDLE = "the device is idle"
 PROFILED = 5  # updates
 SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def time_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
-    """Shares of an update's time; empty where the profiler sees nothing of the device.
+def _cpu_shares(operations: Iterable[Operation], whole_ms: float, waiting: float) -> dict[str, float]:
+    """The share of a CPU's time in operations, and between them, which is Python's and torch's dispatcher's."""
+    computing = min(1.0, sum(o.ms + o.backward_ms for o in operations if o.phase != "data") / whole_ms)
+    return {"in operations": computing, "between operations (Python, dispatch)": max(0.0, 1 - computing - waiting)}
 
-    On an accelerator these are the device's own times of kernels and copies, and beside them the host's time waiting for it.
-    On a CPU it is the time in operations, and the time between them, which is Python's and torch's dispatcher's.
+
+def device_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
+    """Shares of an update's time: an accelerator's own of kernels and copies, and the host's that waits for it.
+
+    Empty where the profiler sees nothing of the device.
     """
     silence_profiler()
     # The host, and the device where the profiler knows its type: CUDA, XPU; not MPS.
@@ -225,19 +276,7 @@ def time_shares(trainer: Trainer, stream: TrackedStream) -> dict[str, float]:
         with record_function(END):
             synchronize(trainer.device)
         whole_us = 1e6 * (time.perf_counter() - began)
-    events = profiler.events() or []
-    return _cpu_shares(events, whole_us) if trainer.device.type == "cpu" else _device_shares(events, whole_us)
-
-
-def _cpu_shares(events: Iterable[FunctionEvent], whole_us: float) -> dict[str, float]:
-    outermost = [e for e in events if e.cpu_parent is None]
-    own_threads = {e.thread for e in outermost if e.name == READING}  # excludes the loader's threads
-    reading = _union_us(e for e in outermost if e.name == READING)
-    computing = _union_us(e for e in outermost if e.name not in (READING, END) and e.thread in own_threads)
-    if not computing:
-        return {}
-    between = max(0.0, whole_us - reading - computing)
-    return {"in operations": computing / whole_us, "between operations (Python, dispatch)": between / whole_us}
+    return _device_shares(profiler.events() or [], whole_us)
 
 
 def _device_shares(events: Iterable[FunctionEvent], whole_us: float) -> dict[str, float]:
@@ -266,55 +305,26 @@ def _union_us(events: Iterable[FunctionEvent]) -> float:
     return total
 
 
-class Threads(NamedTuple):
-    """The threads that torch computes with."""
-
-    number: int
-    cores: int
-    share: float = 0.0  # of an update's time that is gained with one thread for each core
-    certain: float = 0.0  # the part of it that is certain
-    place: str | None = None  # file:line of the user's own that sets their number in the step
-
-
-def measure_threads(update: Callable[[], None], seconds: float) -> Threads:
-    """Run updates as they are and, where they leave cores unused, in turns with a thread for each core."""
-    place: list[str] = []
-    with threads_set_by(lambda number: place.append(user_line(sys._getframe(1)) or "")):
+def threads_of(update: Callable[[], None]) -> tuple[int, str]:
+    """The threads that torch computes with in an update, and file:line of the user's own that sets their number; "": none."""
+    places: list[str] = []
+    with threads_set_by(lambda _: places.append(user_line(sys._getframe(1)))):
         update()
     update()  # as it is: it may set the number itself
-    number, cores = torch.get_num_threads(), usable_cores()
-    if number >= cores:
-        return Threads(number, cores)
-    as_is: list[float] = []
-    with_all: list[float] = []
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until or len(as_is) < MIN_PAIRS:
-        torch.set_num_threads(number)
-        as_is.append(_seconds(update))
-        torch.set_num_threads(cores)
-        with threads_set_by(lambda _: None):
-            with_all.append(_seconds(update))
-    torch.set_num_threads(number)
-    ratio = intervals.ratio(with_all, as_is)
-    return Threads(number, cores, max(0.0, 1 - ratio.middle), max(0.0, 1 - ratio.high), next(filter(None, place), None))
+    return torch.get_num_threads(), next(filter(None, places), "")
 
 
-def _seconds(update: Callable[[], None]) -> float:
-    update()  # the first one starts the threads
-    began = time.perf_counter()
-    update()
-    return time.perf_counter() - began
+@contextmanager
+def computing_with(threads: int) -> Iterator[None]:
+    """Within the context torch computes with so many threads, whatever an update sets."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    with threads_set_by(lambda _: None):
+        yield
+    torch.set_num_threads(before)
 
 
 MIN_READING = 0.1  # of an update's time spent waiting for data: then the lines are looked for that read it in other processes
-
-
-class Roofline(NamedTuple):
-    """The device's limits, and the work of one update."""
-
-    flops: float  # a second, of a large matrix product in the step's number format
-    bandwidth: float  # bytes a second, read and written by a copy
-    step_flops: float  # of forward and backward; 0 where torch cannot count them
 
 
 @dataclass(kw_only=True)
@@ -326,17 +336,19 @@ class StepProfile(Looked):
     updates: int  # in an epoch
     run_updates: int  # in the whole run
     larger_batch: float | None  # samples a second with four times the micro-batch, relative to one
-    roofline: Roofline
+    bandwidth: float  # bytes a second, read and written by a copy
+    step_flops: float  # of forward and backward of an update; 0 where torch cannot count them
     micro_batch: int
     device: str
-    utilization: dict[str, float]  # shares of an update's time
-    threads: Threads | None  # of a CPU
-    start_s: float = 0.0  # until the run is built
+    start_s: float  # until the run is built
 
 
-def profile_step(trainer: Trainer, profile_s: float) -> StepProfile:
-    """Run updates of a built trainer, for `profile_s` seconds in each of several kinds of profile."""
-    run_updates = trainer.max_updates
+def profile_step(trainer: Trainer, profile_s: float, asked: float | None = None) -> StepProfile:
+    """Run updates of a built trainer, for `profile_s` seconds in each of several kinds of profile.
+
+    It was `asked` for at this time.monotonic(), before the trainer was built.
+    """
+    start_s, run_updates = time.monotonic() - (asked or time.monotonic()), trainer.max_updates
     trainer.endless()
     trainer.model.train()
     trainer.callbacks.start()
@@ -344,25 +356,24 @@ def profile_step(trainer: Trainer, profile_s: float) -> StepProfile:
     stream = TrackedStream(trainer.read())
     for _ in range(trainer.timer.warmup + WARMUP_UPDATES):
         update(trainer, stream)
-    shares = time_shares(trainer, stream)
-    found = look(trainer, stream, profile_s, 1 - shares.get(IDLE, 1.0))
+    found = look(trainer, stream, profile_s)
     if found.rest.get(WAITING, 0.0) > MIN_READING and not any(line.reads_data for line in found.lines):
-        read = Attribution(found.lines, found.rest).with_reading(reading_lines(trainer, profile_s))
+        read = found.with_reading(reading_lines(trainer, profile_s))
         found.lines, found.rest = read.lines, read.rest
-    used = measure_threads(lambda: update(trainer, stream), profile_s) if trainer.device.type == "cpu" else None
-    micro, micro_batches = read_update(stream)
+    batches = list(one_update(stream))
+    samples = trees.length(batches[-1].x)
     return StepProfile(
         **vars(found),
-        larger_batch=_larger_batch(trainer, micro, profile_s),
+        larger_batch=_larger_batch(trainer, batches[-1]),
         evaluation_s=_evaluation_s(trainer),
         saving_s=_saving_s(trainer),
         updates=trainer.batch.updates(trainer.batch.order.length, 0, trainer.drop_last),
         run_updates=run_updates,
-        roofline=_roofline(trainer, micro_batches * trees.length(micro.x)),
-        micro_batch=trees.length(micro.x),
+        bandwidth=bandwidth(trainer.device),
+        step_flops=len(batches) * samples * (trainer.log.mfu.model.per_sample or 0.0),
+        micro_batch=samples,
         device=trainer.device.type,
-        utilization=shares,
-        threads=used,
+        start_s=start_s,
     )
 
 
@@ -376,18 +387,17 @@ class _Phases:
 
     def __init__(self, trainer: Trainer, stream: TrackedStream, clock: Callable[[], Times]) -> None:
         self._spent: defaultdict[str, float] = defaultdict(float)
-        self._clock, self._count, self._device = clock, 0, trainer.device
-        self._whole, self._stream = 0.0, self._reads(stream)
+        self._clock, self._device = clock, trainer.device
         self.read_s: list[float] = []
         step = self._apart(trainer.step)
-        self._trainer: Any
-        self._trainer = copy(trainer)
-        self._trainer.ema = SimpleNamespace(update=self._timed("update", trainer.ema.update))
-        self._trainer.step = SimpleNamespace(
+        timed: Any = copy(trainer)
+        timed.ema = SimpleNamespace(update=self._timed("update", trainer.ema.update))
+        timed.step = SimpleNamespace(
             micro_batch=step.micro_batch,
             update=self._timed("update", step.update),
             zero_grad=self._timed("update", step.zero_grad),
         )
+        self.update = self._timed("", partial(update, timed, self._reads(stream)))
 
     def _apart(self, step: Any) -> Any:
         """The step with its phases told apart; one that is wrapped otherwise, such as by one graph, is a phase as it is."""
@@ -398,16 +408,13 @@ class _Phases:
         if not isinstance(step, PlainStep):
             given = {name: getattr(step, name) for name in ("update", "zero_grad")}
             return SimpleNamespace(micro_batch=self._timed("step", step.micro_batch), **given)
-        timed, plain = self._timed, step
-
-        class Loss:
-            step = staticmethod(timed("loss", plain.loss.step))
-
-        class Precision:
-            autocast, step = staticmethod(plain.precision.autocast), staticmethod(plain.precision.step)
-            backward = staticmethod(timed("backward", plain.precision.backward))
-
-        return dataclasses.replace(step, forward=timed("forward", step.forward), loss=Loss(), precision=Precision())
+        plain, backward = step.precision, self._timed("backward", step.precision.backward)
+        parts = SimpleNamespace(
+            forward=self._timed("forward", step.forward),
+            loss=SimpleNamespace(step=self._timed("loss", step.loss.step)),
+            precision=SimpleNamespace(autocast=plain.autocast, backward=backward, step=plain.step),
+        )
+        return dataclasses.replace(step, **vars(parts))
 
     def _timed(self, phase: str, call: Callable[P, T]) -> Callable[P, T]:
         def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -420,31 +427,23 @@ class _Phases:
         return run
 
     def _reads(self, stream: TrackedStream) -> Iterator[MicroBatch]:
-        read = self._timed("data wait", lambda: next(stream))
+        read = self._timed(DATA, lambda: next(stream))
         while True:
             micro = read()
             if micro.seconds is not None:
                 self.read_s.append(micro.seconds)
             yield micro
 
-    def update(self) -> None:
-        """Run one update."""
-        began = self._clock()
-        update(self._trainer, self._stream)
-        self._whole += _own_since(self._clock, began)
-        self._count += 1
-
-    @property
-    def ms(self) -> dict[str, float]:
-        """Milliseconds of an update by phase, whose sum is the whole update."""
-        spent = dict(self._spent)
+    def taken(self) -> dict[str, float]:
+        """Seconds of the updates since the last call by phase, whose sum is their time."""
+        spent, self._spent = dict(self._spent), defaultdict(float)
+        whole = spent.pop("")
         if "loss" in spent:  # which runs the forward
             spent["loss"] -= spent["forward"]
-        spent[REST] = max(0.0, self._whole - sum(spent.values()))
-        return {phase: 1e3 * seconds / self._count for phase, seconds in spent.items()}
+        return {**spent, REST: max(0.0, whole - sum(spent.values()))}
 
 
-def _larger_batch(trainer: Trainer, micro: MicroBatch, profile_s: float) -> float | None:
+def _larger_batch(trainer: Trainer, micro: MicroBatch) -> float | None:
     """Samples a second of forward and backward with four times the micro-batch, relative to one: the median of pairs.
 
     None where four times the micro-batch does not fit.
@@ -462,21 +461,10 @@ def _larger_batch(trainer: Trainer, micro: MicroBatch, profile_s: float) -> floa
 
     try:
         batches = [tuple(trees.concatenate([t] * times) for t in (micro.x, micro.y)) for times in (1, 4)]
-        ratios: list[float] = []
-        until = time.perf_counter() + profile_s
-        while time.perf_counter() < until or len(ratios) <= UPDATES:
-            one, four = (seconds(*batch) for batch in batches)
-            ratios.append(4 * one / four)
-        return statistics.median(ratios[1:])  # the first pair is the warm-up
+        pairs = [[seconds(*batch) for batch in batches] for _ in range(1 + LOOKS)]
+        return statistics.median(4 * one / four for one, four in pairs[1:])  # the first pair is the warm-up
     except (RuntimeError, TypeError):
         return None
-
-
-def _roofline(trainer: Trainer, samples: int) -> Roofline:
-    """The limits of this machine, as the forecast knows it, and the operations of an update of `samples`."""
-    number = number_format(trainer.precision.dtype or "float32", bool(getattr(trainer.precision, "matmul", "")))
-    device = this_device(trainer.device, (number,))
-    return Roofline(device.flops[number], device.bandwidth, samples * (trainer.log.mfu.model.per_sample or 0.0))
 
 
 def _evaluation_s(trainer: Trainer) -> float:
@@ -485,10 +473,7 @@ def _evaluation_s(trainer: Trainer) -> float:
     batches = max(len(trainer.batch.evaluation(pipeline.source, world)) for pipeline in sets)
     trainer.evaluator.max_batches = min(batches, trainer.evaluator.max_batches or batches, 8)
     synchronize(trainer.device)
-    clock = thread_clock()
-    began = clock()
-    trainer.evaluator.metrics()
-    return _own_since(clock, began) * batches / max(1, trainer.evaluator.max_batches)
+    return own_seconds(trainer.evaluator.metrics) * batches / max(1, trainer.evaluator.max_batches)
 
 
 def _saving_s(trainer: Trainer) -> float | None:
@@ -497,7 +482,4 @@ def _saving_s(trainer: Trainer) -> float | None:
         return None
     synchronize(trainer.device)
     with tempfile.TemporaryDirectory(dir=trainer.run_dir) as folder:
-        clock = thread_clock()
-        began = clock()
-        checkpoint_io.save(Path(folder), 0, trainer.model.state_dict(), trainer.state())
-        return _own_since(clock, began)
+        return own_seconds(lambda: checkpoint_io.save(Path(folder), 0, trainer.model.state_dict(), trainer.state()))
