@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -24,7 +25,7 @@ sys.dont_write_bytecode = False
 fork_server.install()
 composed.install()
 fork_server.do_not_wait_for_the_disk()
-logging.getLogger("drivetrain").setLevel(logging.INFO)  # caplog sees what a run says of itself, without a level of all loggers
+logging.getLogger().setLevel(logging.INFO)  # what a run says of itself; pytest's log_level would set it 12 times a test
 
 OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [
@@ -39,6 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.pluginmanager.hasplugin("timeout") else ():
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what a worker has before its first test out of all collections of garbage, which runs with stages ask for."""
+    if hasattr(session.config, "workerinput"):
+        gc.collect()
+        gc.freeze()
 
 
 class Sink(list[dict[str, Any]]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from copy import deepcopy
 from typing import Literal
 
 import pytest
@@ -30,7 +31,7 @@ def test_sections_put_together_are_the_config_that_hydra_composes(seed: int) -> 
         if draw.random() < 0.4:
             several = ",".join(draw.sample(options, min(2, len(options))))
             overrides.append(f"{group}=[{several}]" if group in catalog.LISTS else f"{group}={draw.choice(options)}")
-    whole, put_together = composed.by_hydra(tuple(overrides), ()), composed.from_sections(tuple(overrides), ())
+    whole, put_together = composed.by_hydra(tuple(overrides), ()), deepcopy(composed.from_sections(tuple(overrides), ()))
     assert put_together == whole
     assert OmegaConf.to_yaml(put_together) == OmegaConf.to_yaml(whole)
 

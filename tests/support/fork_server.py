@@ -51,7 +51,7 @@ MODULES_TO = "DRIVETRAIN_TEST_MODULES_TO"  # the file that gets the names of all
 TORCH = (
     "torch", "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.distributed.fsdp", "torch._dynamo",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.launcher.api", "torch._inductor.config",
-    "safetensors.torch", "torchvision", "timm",
+    "safetensors.torch", "torchvision", "timm", "torchmetrics",
 )  # fmt: skip
 COMMAND = ("drivetrain.cli.main", "drivetrain.config.validate", "hydra", "omegaconf", "yaml", "rich.console", "rich.table")
 
@@ -293,9 +293,55 @@ def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
     if "." in request["module"]:
         sys.modules.pop(request["module"], None)  # it was imported as another's part; now it is the program
     if request["module"] == PROGRAM:
+        OfProgram.path = path
+        subprocess.Popen = OfProgram  # type: ignore[misc]
         runpy.run_path(PROGRAM, run_name="__main__")
     else:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def run(request: dict[str, Any], files: list[int], path: list[str]) -> NoReturn:
+    """Run what the request says to its end, in this process, which has forked for it."""
+    code: Any = None
+    try:
+        become(request, files, path)
+    except SystemExit as given:
+        code = given.code
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if MODULES_TO in os.environ:
+        Path(os.environ[MODULES_TO]).write_text("".join(f"{name}\n" for name in sorted(sys.modules)))
+    end(code)
+
+
+class OfProgram(_Popen):  # type: ignore[type-arg]
+    """subprocess.Popen of a user's program: it forks itself for `drivetrain train`, whose parent it then is."""
+
+    path: ClassVar[list[str]]
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, *rest: Any) -> None:
+        if list(args[:4]) != [sys.executable, "-P", "-m", "drivetrain"]:
+            super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
+            return
+        cwd, env, _, _, _, *pipes = rest[:11]
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
+        self.pid = os.fork()
+        if self.pid == 0:
+            forget_finalizers()
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            request = {"module": args[3], "words": args[4:], "safe": True, "cwd": cwd or os.getcwd(), "env": env, "session": False}
+            standard = ((0, p2cread), (1, c2pwrite), (2, errwrite))
+            run(request, [os.dup(number if file == -1 else file) for number, file in standard], self.path)
+        for end_of_child in (p2cread, c2pwrite, errwrite):
+            if end_of_child != -1:
+                os.close(end_of_child)
+        self._child_created = True
 
 
 def _open_standard_files() -> None:
@@ -328,7 +374,9 @@ def preload(kind: str) -> None:
     do_not_wait_for_the_disk()
     for name in COMMAND:
         import_module(name)
-    _beside("composed").install()
+    composed = _beside("composed")
+    composed.install()
+    composed.read_all()
     words = ["data=digits", "model=mlp", "model.hidden=[8]", "optimizer.lr=1e-3"] if kind == "torch" else []
     import_module("drivetrain.launch.job").prepare(words)  # what reads the config has then imported and parsed its grammars
     if kind == "torch":
@@ -342,10 +390,15 @@ def preload(kind: str) -> None:
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"
     gc.freeze()
-    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
-        each.atexit = False  # libraries unregister their operators one by one: a child ends without
+    forget_finalizers()  # libraries unregister their operators one by one: a child ends without
     with contextlib.suppress(OSError):
         use_huge_pages()
+
+
+def forget_finalizers() -> None:
+    """Finalize nothing at this process's end that was made so far."""
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False
 
 
 def import_if_installed(name: str) -> None:
@@ -395,7 +448,7 @@ def end(code: Any) -> NoReturn:
 
 
 def main() -> None:
-    """Serve; a child leaves this function by running its command."""
+    """Serve; a child runs its command."""
     plain = sys.path[1:]  # [0] is this file's folder
     sys.path[0] = sys.argv[2]
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -403,20 +456,7 @@ def main() -> None:
     mine = serve(channel)
     if mine is None:  # the tests are over
         end(0)
-    code: Any = None
-    try:
-        become(*mine, plain)
-    except SystemExit as given:
-        code = given.code
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if MODULES_TO in os.environ:
-        Path(os.environ[MODULES_TO]).write_text("".join(f"{name}\n" for name in sorted(sys.modules)))
-    end(code)
+    run(*mine, plain)
 
 
 if __name__ == "__main__":
