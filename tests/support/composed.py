@@ -7,7 +7,7 @@ with the contents of their files; `tests/config/test_compose.py` compares the tw
 
 from __future__ import annotations
 
-import pickle
+from copy import copy, deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,28 @@ by_hydra = compose._hydra_compose.__wrapped__
 
 
 class Kept:
-    """A config, or a part of one. Its copies are unpickled: that takes a tenth of the time of OmegaConf's own."""
+    """A config, or a part of one. OmegaConf's own copies take ten times as long."""
 
     def __init__(self, config: DictConfig) -> None:
         config._set_parent(None)
-        self.pickled = pickle.dumps(config)
+        self.config = config
 
-    def __deepcopy__(self, memo: object) -> DictConfig:
-        return pickle.loads(self.pickled)  # type: ignore[no-any-return]
+    def __deepcopy__(self, memo: object) -> Any:
+        return _copy(self.config, None)
+
+
+def _copy(node: Any, parent: Any) -> Any:
+    """A node of a config with all below it. What it says of its values is shared, but for its flags."""
+    new, about = object.__new__(type(node)), copy(node._metadata)
+    about.flags = dict(about.flags or {})
+    about.resolver_cache = deepcopy(about.resolver_cache)
+    new.__dict__.update(node.__dict__, _parent=parent, _metadata=about, _flags_cache=None)
+    content = node.__dict__.get("_content")
+    if isinstance(content, dict):
+        new.__dict__["_content"] = {key: _copy(value, new) for key, value in content.items()}
+    elif isinstance(content, list):
+        new.__dict__["_content"] = [_copy(value, new) for value in content]
+    return new
 
 
 def install() -> None:
@@ -58,10 +72,10 @@ def from_sections(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Kept
             sections[group] = _section(group, option, folders)
     for group, names in several.items():
         sections[group] = _of_several(group, tuple(names), folders)
-    config = bare.__deepcopy__({})
+    config = deepcopy(bare)
     for key in dict.fromkeys([*default_options(), *sections]):  # the groups, then the other keys
         if (kept := sections.get(key)) is not None:  # a list without options has no section
-            node = config.__dict__["_content"][key] = kept.__deepcopy__({})
+            node = config.__dict__["_content"][key] = deepcopy(kept)
             node._set_key(key)
             node._set_parent(config)
     return Kept(config)

@@ -328,19 +328,25 @@ class OfProgram(_Popen):  # type: ignore[type-arg]
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
             return
         cwd, env, _, _, _, *pipes = rest[:11]
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
+        of_child = pipes[0], pipes[3], pipes[5]  # the other ends are this process's
         self.pid = os.fork()
         if self.pid == 0:
             forget_finalizers()
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            request = {"module": args[3], "words": args[4:], "safe": True, "cwd": cwd or os.getcwd(), "env": env, "session": False}
-            standard = ((0, p2cread), (1, c2pwrite), (2, errwrite))
-            run(request, [os.dup(number if file == -1 else file) for number, file in standard], self.path)
-        for end_of_child in (p2cread, c2pwrite, errwrite):
-            if end_of_child != -1:
-                os.close(end_of_child)
+            request = {
+                "module": args[3],
+                "words": args[4:],
+                "safe": True,
+                "cwd": cwd or os.getcwd(),
+                "env": env,
+                "session": False,
+            }
+            run(request, [os.dup(number if file == -1 else file) for number, file in enumerate(of_child)], self.path)
+        for file in of_child:
+            if file != -1:
+                os.close(file)
         self._child_created = True
 
 
