@@ -29,6 +29,7 @@ from drivetrain.precision.base import Amp
 from drivetrain.saving import manifest
 from drivetrain.testing import contract_problems
 from tests.support import sets
+from tests.support.pairwise import TARGETS
 
 Option = tuple[str, str]  # group, name
 FILES = {(group, name): file for group, files in option_files().items() for name, file in files.items()}
@@ -50,7 +51,6 @@ SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
 PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
 TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 4}"
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
-TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
 PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=outside.each_pixel", "trust=[outside]"]
 NUMBERS = ["data=own", "data.target=outside.Numbers", "loss=mse", "trust=[outside]"]
 BESIDE = {

@@ -16,11 +16,17 @@ from omegaconf import OmegaConf
 from drivetrain.config import catalog, schema
 from drivetrain.config.schema import Schema
 from drivetrain.core.allowed import FileName
+from drivetrain.core.errors import UserError
 from drivetrain.core.option import Positive
+from drivetrain.data import Data
 from drivetrain.data.base import Fraction
 from drivetrain.launch.job import prepare
+from drivetrain.metrics import Metric
+from drivetrain.model import Model
+from drivetrain.optimizer import Optimizer
 from drivetrain.optimizer.torch_optim import AdamW
 from drivetrain.recipe.safe_yaml import MAX_WHOLE
+from drivetrain.surgery import Edit
 from tests.support import composed
 
 
@@ -38,8 +44,6 @@ def test_sections_put_together_are_the_config_that_hydra_composes(seed: int) -> 
 
 def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypatch):
     """A rule that asks for what is wrong says nothing; one that is itself wrong fails, whatever else is."""
-    from drivetrain.core.errors import UserError
-    from drivetrain.launch.job import prepare
     from drivetrain.scheduler import Scheduler
 
     monkeypatch.setattr(Scheduler, "validate", lambda self, run: [f"{run.optimizer.lr} {run.values['epochs']}"])
@@ -107,6 +111,18 @@ def test_a_text_from_the_environment_is_what_its_key_takes():
         "either": "part.either=all: must be 'auto' or a number",
     }
     assert [*Schema("part", hints).check("part", {"rate": "1"})[1]] == ["rate"], "typed, a text is none"
+
+
+@pytest.mark.parametrize(
+    ("base", "method", "arguments"),
+    [(Optimizer, "make", 2), (Model, "create", 2), (Metric, "create", 1), (Edit, "apply", 2), (Data, "load", 1)],
+)
+def test_a_method_that_an_option_lacks_is_named(base, method, arguments):
+    class Bare(base):
+        pass
+
+    with pytest.raises(UserError, match=rf"test_compose\.Bare has no method {method}, .* docs/extending.md shows"):
+        getattr(Bare.__new__(Bare), method)(*[None] * arguments)
 
 
 # --- recipes that ship hold what their descriptions promise; tests/test_zoo.py checks whether each is valid ---

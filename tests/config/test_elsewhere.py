@@ -153,6 +153,8 @@ def test_commands_of_other_tools_are_answered(name):
         ("--fp16", "--fp16 is precision=amp"),
         ("--model", "--model is model=…"),
         ("--gpus 2", "--gpus 2 is parallel=ddp parallel.nproc=2"),
+        ("--data-root x", "--data-root x is data.root=x"),
+        ("--optimizer.lr=0.1", "--optimizer.lr=0.1 is optimizer.lr=0.1"),
         ("--quit", "did you mean '--quiet'"),
     ],
 )

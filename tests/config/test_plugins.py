@@ -142,6 +142,10 @@ def test_it_is_in_the_lists(outside: Outside, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert said.startswith("clip=mine: clip of a made-up package\n")
     assert "    clip.max_norm: 1.0 " in said
+    claimed = (
+        "effect: exact" if not outside.trust else "effect: its code is not imported here: drivetrain show clip=mine 'trust=["
+    )
+    assert f"    {claimed}" in said
 
 
 def test_it_is_completed(outside: Outside) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drivetrain.config.catalog import LISTS, options
+from drivetrain.config.catalog import LISTS, option_files, options, target
+from drivetrain.core.user_code import import_name
 from tests.support import sets
 
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]
@@ -127,7 +128,10 @@ def my_loss(output, y):
     return torch.nn.functional.cross_entropy(output, y)
 """
 
-TARGETS = {"bce": "Labels", "mse": "Numbers", "l1": "Numbers", "huber": "Numbers", "quantile": "Numbers", "contrastive": "Views"}
+SETS = {"labels": "Labels", "values": "Numbers", "pair": "Views"}  # a kind of targets → the made-up set that has such
+KINDS = {name: [*import_name(target(file)).takes][:1] for name, file in option_files()["loss"].items()}
+# Loss → the set that it is tried on, where class numbers are not what it takes.
+TARGETS = {name: SETS[kind] for name, kinds in KINDS.items() for kind in kinds if kind in SETS}
 BY_FORECAST = "checkpointing.memory_gb=4"
 Pair = frozenset[str]
 

@@ -87,7 +87,7 @@ class Mixing(Augment):
 
         Shares and draws are on the CPU.
         """
-        raise NotImplementedError
+        raise self.unwritten("mix")
 
 
 class Mixup(Mixing):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from drivetrain.cli.arguments import Command
@@ -98,13 +98,15 @@ def _of_no_group(word: str, config_dirs: Sequence[str]) -> str:
 
 def _show_option(group: str, option: str, file: Path) -> None:
     """Print one option: what it does, when it helps, what it claims of training, and its keys."""
-    effect, changes = _claim(file)
+    effect, changes = _claim(file, plugins.trusted_packages())
     keys = catalog.key_lines(file)
     place = f"{group}.{option}" if group in catalog.LISTS else group
     override = f"{group}={f'[{option}]' if group in catalog.LISTS else option}"
+    package = catalog.target(file).partition(".")[0]
+    not_read = f"its code is not imported here: drivetrain show {override} 'trust=[{package}]' says it"
     echo(f"{override}: {catalog.summary(file)}")
     echo("".join(f"    {name}: {text}\n" for name, text in (
-        ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else ""),
+        ("when", catalog.when(file)), ("effect", f"{effect}{f' ({changes})' if changes else ''}" if effect != "–" else not_read),
         ("measured", catalog.measured().get(override, "") if effect != "–" else ""),
     ) if text))  # fmt: skip
     # Indented lines are the entries of a mapping, such as what a task sets.
@@ -120,11 +122,15 @@ def several(group: str) -> str:
     return f"'{group}=[a,b]' takes several, '{group}=[]' none" if group in catalog.LISTS else ""
 
 
-def _claim(file: Path) -> tuple[str, str]:
-    """The claim of an option on training, and what it changes; a dash for a plugin's, whose code a list does not import."""
+def _claim(file: Path, trusted: Collection[str] = ()) -> tuple[str, str]:
+    """The claim of an option on training, and what it changes; a dash where its code is neither shipped nor of these packages."""
     target = catalog.target(file)
-    if target not in catalog.shipped_targets():
+    if target not in catalog.shipped_targets() and target.partition(".")[0] not in trusted:
         return "–", ""
-    option: Option = import_name(target)()
+    try:
+        option: Option = import_name(target)()
+    except Exception as error:  # whatever the plugin's module raises
+        logger.warning("%s cannot be imported: %s: %s", target, type(error).__name__, error)
+        return "–", ""
     effect = option.effect_as_set()
     return effect, option.changes if effect != "exact" else ""

@@ -35,6 +35,9 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     name, value = name.replace("-", "_"), own or value or "…"
     default, table = default_options(), owners()
     homes = [g for g, having in table.get(name, {}).items() if g not in LISTS and default[g] in having]
+    named = [f"{g}.{name[len(g) + 1 :]}" for g in default if name[len(g) :][:1] in ("_", ".") and name.startswith(g)]  # data_root
+    for each in (key for key in named if key.partition(".")[0] in table.get(key.partition(".")[2], {})):
+        return f"{each}={value}"
     present = f"{homes[0]}.{name}" if len(homes) == 1 else ELSEWHERE.get(name, name)
     if present == name and name not in {*default, *root_config()}:
         return None

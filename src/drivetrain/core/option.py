@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from drivetrain.core.allowed import Length
 from drivetrain.core.context import BuildContext
+from drivetrain.core.errors import UserError
 from drivetrain.core.protocols import Trials
 from drivetrain.core.run_spec import RunSpec
 from drivetrain.core.typed import JsonMapping
@@ -93,6 +94,13 @@ class Option:
     def of(cls, run: RunSpec) -> Self:
         """Return the run's option of this class, of a group that takes one."""
         return cls.all_of(run)[0]
+
+    def unwritten(self, method: str) -> UserError:
+        """Return the error of an option whose class lacks a method that its base leaves to it."""
+        cls = type(self)
+        return UserError(
+            f"{cls.__module__}.{cls.__name__} has no method {method}, which this run needs: write it as docs/extending.md shows"
+        )
 
     def with_values(self, **values: object) -> Self:
         """Return a copy with other values of settings, or of what follows from them."""

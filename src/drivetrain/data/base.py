@@ -249,7 +249,7 @@ class Data(Option, groups.Data):
 
         Raises UserError where it is missing or not usable.
         """
-        raise NotImplementedError
+        raise self.unwritten("load")
 
     def load_sets(self, device: torch.device) -> Splits:
         """Load the data, and hold out the validation set from the training set where it is a share of it. Raises UserError.
@@ -349,14 +349,14 @@ class Data(Option, groups.Data):
 
     def answer_texts(self, data: Splits) -> tuple[Callable[[Sequence[int]], str], Sequence[str]]:
         """Return what turns the tokens of an answer into text, special ones included, and the texts that end one."""
-        raise NotImplementedError
+        raise self.unwritten("answer_texts")
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         """Return the inputs of a file, or of its lines, in blocks of up to `size`, for predictions.
 
         Raises UserError where the file as a whole is wrong.
         """
-        raise NotImplementedError
+        raise self.unwritten("read_inputs")
 
     def reads_file(self, path: Path) -> bool:
         """True if `read_inputs` reads such a file."""
@@ -406,11 +406,11 @@ class HeldOut(Data, Generic[P, K, S]):
 
     def read(self) -> tuple[P, K]:
         """Return the training samples, those included that are held out of them, and what is known. Raises UserError."""
-        raise NotImplementedError
+        raise self.unwritten("read")
 
     def fractions(self, every: P) -> np.ndarray:
         """Return a number in [0, 1) for each sample (n,), by which it is held out: the same one in every run."""
-        raise NotImplementedError
+        raise self.unwritten("fractions")
 
     def divided(self, every: P) -> tuple[P, P]:
         """Return the samples that train, and those that are held out of them as the test set."""
@@ -423,7 +423,7 @@ class HeldOut(Data, Generic[P, K, S]):
 
     def read_set(self, place: str, known: K, split: str) -> P:
         """Return the samples of another set than that of training. Raises UserError."""
-        raise NotImplementedError
+        raise self.unwritten("read_set")
 
     def source(self, known: K, part: P) -> S:
         """Return the samples of a set as a source. Raises UserError."""
@@ -434,7 +434,7 @@ class HeldOut(Data, Generic[P, K, S]):
 
         `own` is a run's own data, where these are others.
         """
-        raise NotImplementedError
+        raise self.unwritten("about")
 
     def load(self, device: torch.device) -> Splits:
         every, known = self.read()

@@ -313,7 +313,7 @@ class ScikitLearn(Table, HeldOut[Cells, Known, "Rows | TextRows"]):
 
     def table(self) -> dict[str, np.ndarray]:
         """Return the table's columns."""
-        raise NotImplementedError
+        raise self.unwritten("table")
 
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         return columns_of(schema_of(data), Cells(self.table(), ""), [self.target], data.names, {})

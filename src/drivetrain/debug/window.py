@@ -33,11 +33,11 @@ class Window(Debug):
 
     def mark(self, name: str) -> AbstractContextManager[object]:
         """Return a context that marks a named range of the step."""
-        raise NotImplementedError
+        raise self.unwritten("mark")
 
     def record(self, warmup: int, window: int) -> AbstractContextManager[Callable[[], None]]:
         """Return the context of warm-up and window, in updates. It yields a function to call after each update."""
-        raise NotImplementedError
+        raise self.unwritten("record")
 
     def setup(self, context: BuildContext) -> None:
         self._context = context

@@ -186,7 +186,7 @@ class Tracker(Logger):
 
     def open(self, run: TrackedRun) -> str:
         """Start the tracker's run, or continue the one named `run.id`. Returns its id."""
-        raise NotImplementedError
+        raise self.unwritten("open")
 
 
 def write_ids(file: Path, ids: dict[str, str]) -> None:

@@ -87,7 +87,7 @@ class Loss(Option, groups.Loss):
 
     def sum_and_count(self, output: torch.Tensor, target: object) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum of the loss over a batch's items, to be differentiated, and their number, both 0-d."""
-        raise NotImplementedError(f"{type(self).__name__} has no sum_and_count: the sum of the loss, and the number of items")
+        raise self.unwritten("sum_and_count")
 
     def count(self, target: object) -> torch.Tensor:
         """The number of items that the mean of a batch is over, 0-d."""

@@ -79,7 +79,7 @@ class Metric(Option, groups.Metric):
 
     def create(self, context: BuildContext) -> Any:
         """Make the State or the torchmetrics.Metric that keeps what `prepare` returns."""
-        raise NotImplementedError
+        raise self.unwritten("create")
 
     def prepare(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what the state is updated with, for a batch. Nothing here may wait for the device."""

@@ -40,7 +40,7 @@ class _Counted(Metric):
 
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the sums."""
-        raise NotImplementedError
+        raise self.unwritten("shape")
 
     def class_names(self) -> list[str]:
         names = super().class_names()

@@ -143,7 +143,7 @@ class Model(Option, groups.Model):
 
     def tokenizer_files(self) -> tuple[Path, Mapping[str, Any]]:
         """Return the file tokenizer.json of the model's own tokenizer, and its settings. Raises UserError."""
-        raise NotImplementedError
+        raise self.unwritten("tokenizer_files")
 
     @property
     def given_weights(self) -> bool:
@@ -166,7 +166,7 @@ class Model(Option, groups.Model):
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:
         """A freshly initialised network for samples of `shape` (without the batch dimension), with `classes` outputs."""
-        raise NotImplementedError
+        raise self.unwritten("create")
 
     def freeze_parameters(self, model: torch.nn.Module, context: BuildContext) -> Iterator[str]:
         """Set requires_grad=False where a parameter never trains. Returns lines to log; raises UserError if nothing trains."""

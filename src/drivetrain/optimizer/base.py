@@ -141,7 +141,7 @@ class Optimizer(Hyperparameters):
 
     def make(self, groups: list[dict[str, object]], implementation: Implementation) -> torch.optim.Optimizer:
         """The optimizer over these parameter groups, each of which has its own lr and weight_decay."""
-        raise NotImplementedError
+        raise self.unwritten("make")
 
     def group_settings(self, model: torch.nn.Module) -> GroupSettings:
         """A function from a parameter's name, and whether it decays, to the further settings of its group."""

@@ -268,7 +268,7 @@ class Sharded(ProcessGroupStrategy):
 
     def _shard_model(self, model: torch.nn.Module, dtype: str | None, example: Tree) -> tuple[DeviceMesh, str]:
         """Make the model's parameters DTensors over a mesh, in place. Returns the mesh and a line to log."""
-        raise NotImplementedError
+        raise self.unwritten("_shard_model")
 
     @contextmanager
     def plain_parameters(self, model: torch.nn.Module) -> Iterator[None]:

@@ -57,7 +57,7 @@ class Decay(Scheduler):
 
     def decay_curve(self, progress: float) -> float:
         """The curve, from 1 at progress 0 to 0 at progress 1."""
-        raise NotImplementedError
+        raise self.unwritten("decay_curve")
 
 
 class Linear(Decay):
@@ -314,7 +314,7 @@ class MomentumCycling(Scheduler):
 
     def momentum_drop(self, update: int) -> float:
         """Position of the momentum for update number `update`: 0 at its high, 1 at its low."""
-        raise NotImplementedError
+        raise self.unwritten("momentum_drop")
 
 
 class _Phase(NamedTuple):

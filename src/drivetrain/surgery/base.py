@@ -24,7 +24,7 @@ class Edit(Option, groups.Surgery):
         `example` is two samples of zeros on the model's device; `trees.call(model, example)` runs the model on them. A line
         that starts with "0 " means that nothing was found to change.
         """
-        raise NotImplementedError
+        raise self.unwritten("apply")
 
 
 def apply_all(edits: list[Edit], model: torch.nn.Module, example: Tree) -> list[str]:
