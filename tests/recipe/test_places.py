@@ -70,6 +70,23 @@ def test_a_name_is_a_recipe_that_ships_then_one_in_recipes_then_one_beside(tmp_p
     assert places.read("mine").values["optimizer.lr"] == 0.5
 
 
+@pytest.mark.parametrize("words", [["recipe=mine"], ["-m", "recipe=mine", "optimizer.lr=0.1,0.2"]])
+def test_a_recipe_is_read_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a file that changes meanwhile is not two recipes, and an address is asked once."""
+    from drivetrain.cli import train
+    from drivetrain.measure.report import report
+    from drivetrain.sweeps import store
+
+    Path("recipes").mkdir(exist_ok=True)
+    Path("recipes/mine.yaml").write_text("optimizer.lr: 0.25\n")
+    read, found = places.load, []
+    monkeypatch.setattr(places, "load", lambda name: found.append(name) or read(name))
+    monkeypatch.setattr(train, "_run", lambda job, quiet: 0 if job.run.optimizer.lr == 0.25 else 1)
+    monkeypatch.setattr(report, "sweep", lambda given, dirs, quiet: (store.prepare(given, dirs), 0))
+    assert train.command(words) == 0
+    assert found == ["mine"]
+
+
 def test_a_name_that_is_nowhere_says_what_there_is():
     with pytest.raises(UserError, match=r"recipe=fsat is not known; .* did you mean 'fast'"):
         places.load("fsat")

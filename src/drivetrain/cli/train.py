@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from drivetrain.cli.arguments import FLAG, Command
 from drivetrain.config import catalog, hydra_words, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import conf_dir, recipes_dir
 from drivetrain.launch.job import Job, prepare, prepare_run
+from drivetrain.recipe import places
 from drivetrain.run import environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Table
@@ -90,21 +90,15 @@ def _refuse_flags_of_hydra(given: argparse.Namespace) -> None:
 
 def _train(given: argparse.Namespace) -> int:
     settings, overrides = hydra_words.split(given.overrides)
-    if given.multirun or settings.given.get("mode") == "MULTIRUN" or _is_sweep_recipe(overrides):
+    several = given.multirun or settings.given.get("mode") == "MULTIRUN"
+    recipe = None if several else places.named(overrides)
+    if several or (recipe is not None and recipe.sweep):
         from drivetrain.measure.report import report
 
         return report.sweep(given.overrides, given.config_dir, given.quiet)[1]
     settings.check_one_run()
-    job = prepare(overrides, given.config_dir, hydra=settings)  # first: a wrong word is answered without what starts runs
+    job = prepare(overrides, given.config_dir, recipe, hydra=settings)  # first: a wrong word is answered without what starts runs
     return _run(job, given.quiet)
-
-
-def _is_sweep_recipe(overrides: Sequence[str]) -> bool:
-    if not any(key_of(word) == "recipe" for word in overrides):
-        return False
-    from drivetrain.sweeps.store import is_sweep_recipe
-
-    return is_sweep_recipe(overrides)
 
 
 def _run(job: Job, quiet: bool) -> int:

@@ -148,7 +148,7 @@ def prepare(
     """Overrides → a validated job. Raises UserError with all problems; writes nothing and does not import torch.
 
     `hydra` holds Hydra's settings of a single run; among the overrides they are refused.
-    `cell` is one cell of a recipe's sweep, used instead of `recipe=`, and `of_cell` are the overrides that it stands for.
+    `cell` is used instead of `recipe=`: the recipe that was read already, or one cell of its sweep, for which `of_cell` stand.
     """
     asked = {key_of(word): word.partition("=")[2] for word in overrides}
     resume = os.path.expanduser(asked.get("resume", "null").strip("'\""))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.overrides import key_of, parse_each
 from drivetrain.core.paths import recipes_dir
 from drivetrain.recipe import fetch, reader
 from drivetrain.recipe.reader import Recipe, Source
@@ -29,6 +32,16 @@ def read(name: str) -> Recipe:
     """The recipe that `recipe=` or a word of the command line names, checked. Raises UserError."""
     path, content = load(name)
     return replace(reader.read(path, content), source=Source(name, fetch.sha256_of(content)))
+
+
+def named(overrides: Sequence[str]) -> Recipe | None:
+    """The recipe that overrides name; None without one, and for one that cannot be read, which composing them reports."""
+    words = [word for word in overrides if key_of(word) == "recipe"]
+    for _, override in parse_each(words[-1:], "recipe=NAME", []):
+        if not override.is_sweep_override() and override.value() is not None:
+            with suppress(UserError):
+                return read(str(override.value()))
+    return None
 
 
 def load(name: str) -> tuple[Path, bytes]:

@@ -19,8 +19,9 @@ from drivetrain.core.overrides import key_of, parse_each
 from drivetrain.core.selection import selected
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
+from drivetrain.recipe import places
 from drivetrain.sweeps.options import Optuna
-from drivetrain.sweeps.store import FINAL, Entry, Sweep, SweepJob, direction, is_sweep_recipe, listed, prepare_one, value_of
+from drivetrain.sweeps.store import FINAL, Entry, Sweep, SweepJob, direction, listed, prepare_one, value_of
 
 MAX_GRID = 10_000  # combinations with sampler=grid
 MAX_VALUES = 100_000  # of a key that is searched over
@@ -104,7 +105,8 @@ class Search:
 
     def __init__(self, option: Optuna, overrides: Sequence[str], config_dirs: Sequence[str]) -> None:
         """Validate the overrides, before anything is written. Raises UserError."""
-        if is_sweep_recipe(overrides):
+        recipe = places.named(overrides)
+        if recipe is not None and recipe.sweep:
             raise UserError("hydra/sweeper=optuna: the recipe has a grid of its own: leave out one of the two")
         self.option, self.config_dirs = option, config_dirs
         self.overrides, self.axes = read(overrides)

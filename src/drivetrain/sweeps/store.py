@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -55,13 +56,16 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[S
     axes = _axes(overrides)
     if (count := math.prod(map(len, axes))) > MAX_JOBS:
         raise UserError(f"the sweep has {count:,} combinations, and at most {MAX_JOBS:,} are possible: sweep over fewer values")
+    named = cache(places.named)  # each recipe is read once
     jobs: list[SweepJob] = []
     for combination in itertools.product(*axes):
         label = [override for override, axis in zip(combination, axes, strict=True) if len(axis) > 1]
-        recipe = _recipe_of(combination)
-        grid = recipe.cells(options(config_dirs), given={*map(key_of, combination)}) if recipe and recipe.sweep else [({}, None)]
-        for cell, _ in grid:
-            jobs.append(prepare_one(label, combination, cell, config_dirs))
+        recipe = named(tuple(word for word in combination if key_of(word) == "recipe"))
+        grid = (
+            recipe.cells(options(config_dirs), given={*map(key_of, combination)}) if recipe and recipe.sweep else [({}, recipe)]
+        )
+        for cell, of_cell in grid:
+            jobs.append(prepare_one(label, combination, cell, config_dirs, of_cell))
             if len(jobs) > MAX_JOBS:
                 raise UserError(f"the sweep has more than {MAX_JOBS:,} jobs: sweep over fewer values")
             if len(jobs) == HOPELESS and not any(job.job for job in jobs):  # hundreds more would take minutes, and say the same
@@ -73,11 +77,19 @@ def prepare(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[S
 
 
 def prepare_one(
-    label: Sequence[str], overrides: Sequence[str], cell: dict[str, object] | None = None, config_dirs: Sequence[str] = ()
+    label: Sequence[str],
+    overrides: Sequence[str],
+    cell: dict[str, object] | None = None,
+    config_dirs: Sequence[str] = (),
+    of_cell: Recipe | None = None,
 ) -> SweepJob:
-    """One job of these overrides, each with one value, and of this cell of its recipe's `sweep:`."""
-    cell, recipe = cell or {}, _recipe_of(overrides)
-    of_cell = recipe.cell(cell, options(config_dirs)) if recipe is not None and recipe.sweep else None
+    """One job of these overrides, each with one value, and of this cell of its recipe's `sweep:`.
+
+    `of_cell` is the recipe with the cell's values, where it was read before.
+    """
+    cell = cell or {}
+    if of_cell is None and (recipe := places.named(overrides)) is not None:
+        of_cell = recipe.cell(cell, options(config_dirs)) if recipe.sweep else recipe
     extra = [f"{k}={format_value(v)}" for k, v in cell.items()]
     made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, cell=cell)
     try:
@@ -131,21 +143,6 @@ def listed(text: str, override: Override, most: int) -> list[str]:
     if len(values) > most:
         raise UserError(f"'{text}' has more than {most:,} values, the most that are possible: list fewer")
     return values
-
-
-def _recipe_of(overrides: Sequence[str]) -> Recipe | None:
-    """The recipe that the overrides name; None if it cannot be read, which is reported where the job is composed."""
-    name = next((o.partition("=")[2].strip("'\"") for o in overrides if key_of(o) == "recipe"), "null")
-    try:
-        return places.read(name) if name not in ("", "null") else None
-    except UserError:
-        return None
-
-
-def is_sweep_recipe(overrides: Sequence[str]) -> bool:
-    """True if `recipe=…` among the overrides names a recipe with a grid, which runs as a sweep without -m."""
-    recipe = _recipe_of(overrides)
-    return recipe is not None and bool(recipe.sweep)
 
 
 logger = logging.getLogger(__name__)
