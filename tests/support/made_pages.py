@@ -22,7 +22,7 @@ from drivetrain.measure.bisect.bisect import NAMED, Measured, Search, Settings, 
 from drivetrain.measure.certify import certify, judge
 from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
-from drivetrain.measure.profile.doctor import Diagnosis, Gain, Problem
+from drivetrain.measure.profile.doctor import Diagnosis, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
 from drivetrain.measure.profile.sampler import Line
 from drivetrain.measure.profile.step import Turn
@@ -111,7 +111,7 @@ def profile() -> Any:
 def doctors() -> str:
     """The page of a diagnosis with a gain."""
     done = comparison(quality=False)
-    gain = Gain("precision=bf16 surgery=[channels_last]", done.rows[1], done.rows[0])
+    gain = done.rows[1], done.rows[0]
     problem = Problem(0.2, "data", "the step waits for data 20% of its time", HOSTILE)
     found = Diagnosis(profile(), [problem, problem], [gain], [HOSTILE], {"What could help, each by itself": done})
     found_by = origin(["doctor", "data=digits"], ABOUT)

@@ -193,7 +193,8 @@ def _takes(operation: Operation, timed: Timed | None, device: Device, tf32: bool
         moving = moving.times(compiled.traffic)
     computing = NOTHING
     if operation.kind not in ("pointwise", "update"):
-        number = number_format(str(operation.dtype).removeprefix("torch."), tf32)
+        dtype = str(operation.dtype).removeprefix("torch.")
+        number = "tf32" if dtype == "float32" and tf32 else dtype
         computing = _at(operation.flops, device.flops.get(number) or device.flops["float32"], device.efficiency[operation.kind])
     limit = COMPUTE if computing.value > moving.value else BANDWIDTH
     if timed is not None:
@@ -205,11 +206,6 @@ def _takes(operation: Operation, timed: Timed | None, device: Device, tf32: bool
 def _at(amount: float, rate: float, efficiency: Figure) -> Figure:
     """The seconds of an amount at a share of a rate: the highest efficiency takes the least time."""
     return Figure(*(amount / (rate * share) for share in (efficiency.value, efficiency.high, efficiency.low)))
-
-
-def number_format(dtype: str, tf32: bool) -> str:
-    """The format of a product's arithmetic, as the tables name it."""
-    return "tf32" if dtype == "float32" and tf32 else dtype
 
 
 def network_seconds(nbytes: float, device: Device, backward_s: float) -> Figure:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.limits import usable_cores
@@ -289,18 +289,19 @@ def conclusion(found: Diagnosis) -> str:
     """The greatest cost, and what was measured to help, in one sentence."""
     verdict = found.problems[0].verdict
     verdict = verdict[:1].upper() + verdict[1:] if verdict.split(" ")[0].isalpha() else verdict  # else it begins with a key
-    if not found.gains or (ratio := found.gains[0].row.ratio) is None:
+    if not found.gains or (ratio := found.gains[0][0].ratio) is None:
         return verdict
-    return f"{verdict}; {found.gains[0].overrides} makes it {ratio.as_fast()}"
+    return f"{verdict}; {found.gains[0][0].label} makes it {ratio.as_fast()}"
 
 
 def verdicts(found: Diagnosis) -> Part:
     """The evidence of the largest problem, and the other problems."""
     first, *others = found.problems
+    also = [problem for problem in others if problem.name != COMPUTE]
     most = [_largest(found.profile)] if first.name not in (COMPUTE, "line", "loop", "created") else []
-    said = ["\n  ".join([f"\nverdict: {first.verdict}", first.evidence, *most])]
-    said += [f"also: {problem.verdict}\n  {problem.evidence}" for problem in others if problem.name != COMPUTE]
-    return words(*said)
+    page = words(first.evidence, *most, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
+    lines = [f"also: {problem.verdict}\n  {problem.evidence}" for problem in also]
+    return Part(page.html, "\n".join([f"\nverdict: {first.verdict}", *(f"  {line}" for line in (first.evidence, *most)), *lines]))
 
 
 def profiled(found: Diagnosis) -> list[Section]:
@@ -358,7 +359,7 @@ def _lines(profile: StepProfile) -> Table:
 
 
 def _between(figure: Interval, form: str) -> str:
-    return f"{form.format(figure.middle)} ({form.format(figure.low)} to {form.format(figure.high)})"
+    return f"{form.format(figure.middle)} ({form.format(max(0.0, figure.low))} to {form.format(figure.high)})"
 
 
 def _percent(share: float) -> str:
@@ -380,12 +381,7 @@ class Settings:
     prove: bool = True  # measure the overrides that could help; false: only profile
 
 
-class Gain(NamedTuple):
-    """Overrides that are faster than the run as it is."""
-
-    overrides: str
-    row: Row
-    base: Row
+Gain = tuple[Row, Row]  # of overrides that are faster than the run as it is, and that of the run as it is
 
 
 @dataclass
@@ -412,7 +408,7 @@ class Diagnosis:
             "rest": profile.rest, "waits_for_data": profile.waits_for_data, "phases_ms": profile.phases,
             "step_ms": profile.step_ms, "waits_for_a_core": profile.queued, "start_s": profile.start_s,
             "evaluation_s": profile.evaluation_s, "saving_s": profile.saving_s, "notes": self.notes,
-            "faster": [{"overrides": gain.overrides, "ratio": gain.row.ratio} for gain in self.gains],
+            "faster": [{"overrides": row.label, "ratio": row.ratio} for row, _ in self.gains],
         }  # fmt: skip
 
     def _repr_html_(self) -> str:
@@ -428,8 +424,6 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
 def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
     """Profile a run's step, show where its time goes, try what could help, and return what was found."""
-    from drivetrain.measure.profile.step import profile_step  # imports torch
-
     settings, overrides = verbs.split(argv, Settings)
     check_file(recipe)
     if recipe is not None and not settings.prove:
@@ -442,6 +436,8 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
         progress("profiling the step")
         alone = prepare_job(apply(overrides, one_rank, config_dirs), config_dirs)
         trials.choose(alone)
+        from drivetrain.measure.profile.step import profile_step  # imports torch, which a wrong word need not wait for
+
         question = partial(profile_step, profile_s=settings.profile_s, asked=time.monotonic())
         profile = child.ask(alone.run, question, "the run cannot be profiled")
     if ranks > 1:
@@ -502,29 +498,26 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     compare.sheet(done).show()
     faster = [row for row in done.rows[1:] if row.gain is not None and row.gain.low > 1]
     faster.sort(key=lambda row: -row.gain.middle if row.gain else 0.0)
-    gains = [Gain(row.label, row, done.rows[0]) for row in faster]
-    combined = _combine([gain.overrides for gain in gains])
+    gains = [(row, done.rows[0]) for row in faster]
+    combined = _combine([row.label for row in faster])
     spec = variant(combined, combined)
-    if gains and combined not in [gain.overrides for gain in gains] and spec.job is not None:
+    if gains and combined not in [row.label for row in faster] and spec.job is not None:
         echo("\ntogether")
-        best = gains[0].overrides
+        best = faster[0].label
         done = found.comparisons["Together"] = compare.measure([base, variant(best, best), spec], benchmark, overrides)
         compare.sheet(done).show()
         alone, together = done.rows[1].gain, done.rows[2].gain
         if together is not None and alone is not None and together.low > 1 and together.middle > alone.middle:
-            gains.insert(0, Gain(combined, done.rows[2], done.rows[0]))
+            gains.insert(0, (done.rows[2], done.rows[0]))
     return gains
 
 
 def _combine(candidates: Sequence[str]) -> str:
     """The candidates together, the best first; one that touches a group of a better one is left out."""
     chosen: list[str] = []
-    groups: set[str] = set()
     for candidate in candidates:
-        own = groups_of(candidate.split())
-        if not own & groups:
+        if not groups_of(candidate.split()) & groups_of(" ".join(chosen).split()):
             chosen.append(candidate)
-            groups |= own
     return " ".join(chosen)
 
 
@@ -535,5 +528,5 @@ def _recommend_best(
     if not gains:
         echo("\nno candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
         return []
-    changes, row, base = gains[0]
-    return recommend("doctor", overrides, changes.split(), config_dirs, base, row, folder, file=recipe)
+    row, base = gains[0]
+    return recommend("doctor", overrides, row.label.split(), config_dirs, base, row, folder, file=recipe)

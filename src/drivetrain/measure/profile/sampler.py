@@ -392,7 +392,8 @@ class Recorder(TorchDispatchMode):
             return self._forward_of(node), True
         name = func._schema.name.removeprefix("aten::")
         nodes = range(self._next_node, _next_node())
-        layer = found.in_layer or found.site is None or _is_layers(name, args, bool(nodes))
+        trains = bool(nodes) and (name.startswith(_OF_LAYERS) or _has_weights(args))  # a layer's mathematics without a module
+        layer = found.in_layer or found.site is None or trains
         operation = Operation(name, found, self.phase(), layer, False, False, False, nodes)
         operation.frozen = not nodes and not _has_weights(args)
         self._of_node.update(dict.fromkeys(nodes, operation))
@@ -445,11 +446,6 @@ class ThreadClock(Clock):
 def _next_node() -> int:
     """Return the number of the next node that this thread adds to a graph."""
     return torch._C._autograd._get_sequence_nr()
-
-
-def _is_layers(name: str, args: tuple[object, ...], trains: bool) -> bool:
-    """True if a call without a module is one of a layer: a layer's mathematics, or with weights, that trains."""
-    return trains and (name.startswith(_OF_LAYERS) or _has_weights(args))
 
 
 def _has_weights(args: tuple[object, ...]) -> bool:
