@@ -180,7 +180,7 @@ def test_sharded_checkpoints_are_one_file(finished, tmp_path):
 def test_the_page_is_right(digits, samples, tmp_path, monkeypatch):
     """Every example of docs/export.md is run as it stands, on a run that was exported in each format."""
     monkeypatch.chdir(tmp_path)
-    for kind in (kind for kind in export.FORMATS if kind != "transformers"):  # which needs such a model
+    for kind in (kind for kind in export.SUFFIX if kind != "transformers"):  # which needs such a model
         assert main.main(["export", str(digits.run_dir), f"model{export.SUFFIX[kind]}", "--format", kind]) == 0
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 5
@@ -195,7 +195,7 @@ def test_the_page_is_right(digits, samples, tmp_path, monkeypatch):
 def test_the_suffix_of_a_file_is_its_format():
     assert export.format_of(None, None) == export.format_of(Path("m"), None) == "safetensors"
     assert export.format_of(Path("m"), "onnx") == export.format_of(Path("m.ONNX"), None) == "onnx"
-    with_suffix = [kind for kind in export.FORMATS if export.SUFFIX[kind]]
+    with_suffix = [kind for kind in export.SUFFIX if export.SUFFIX[kind]]
     assert [export.format_of(Path(f"m{export.SUFFIX[kind]}"), None) for kind in with_suffix] == with_suffix
     assert export.format_of(Path("m.bin"), "torchscript") == "torchscript"
     with pytest.raises(UserError, match=r"m\.bin: the format is not known from '\.bin': name the file \.safetensors"):

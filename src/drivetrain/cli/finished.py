@@ -143,7 +143,7 @@ def _predict(given: argparse.Namespace) -> int:
     if chosen and not loaded.run.task.writes_answers:
         raise UserError(f"--{words[next(iter(chosen))].replace('_', '-')} is for runs that write answers: task=instruction")
     predictor = Answers(loaded, **chosen) if loaded.run.task.writes_answers else Outputs(loaded)
-    size = given.batch or max(loaded.batch_size(), ROWS if loaded.transforms.reads_rows else 1)
+    size = given.batch or max(loaded.batch_size(), ROWS if loaded.transforms.option.reads_rows else 1)
     lines = sys.stdin.buffer if hasattr(sys.stdin, "buffer") else (line.encode() for line in sys.stdin)
     blocks, count = loaded.blocks_of(split, size) if split else inputs.given(given.paths, loaded.transforms, lines, size)
     with output(given.out) as write, Rate("prediction", count) as rate:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -31,40 +31,32 @@ from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, manifest
 from drivetrain.ui.output import writing
 
-Format = Literal["safetensors", "torch.export", "onnx", "torchscript", "transformers"]
-FORMATS: tuple[Format, ...] = get_args(Format)
-SUFFIX: dict[Format, str] = {
-    "safetensors": ".safetensors",
-    "torch.export": ".pt2",
-    "onnx": ".onnx",
-    "torchscript": ".ts",
-    "transformers": "",
-}
+SUFFIX = {"safetensors": ".safetensors", "torch.export": ".pt2", "onnx": ".onnx", "torchscript": ".ts", "transformers": ""}
 TOLERANCE = 1e-5  # of the largest output
 LARGE = 1_500_000_000  # bytes: an ONNX file of more than 2 GB keeps its weights in a file beside it
 Run = Callable[[Tree], torch.Tensor]
 
 
-def format_of(path: Path | None, given: str | None) -> Format:
+def format_of(path: Path | None, given: str | None) -> str:
     """Return the format that was named, or that a file's suffix names; the weights alone where neither says one.
 
     Raises UserError where they say different ones, and for a suffix that says none.
     """
     suffix = path.suffix if path is not None else ""
-    by_suffix = next((kind for kind in FORMATS if suffix and SUFFIX[kind] == suffix.lower()), None)
-    if given is not None and given not in FORMATS:
-        raise UserError(f"--format {given}: there is {', '.join(FORMATS)}")
+    by_suffix = {own: kind for kind, own in SUFFIX.items() if own}.get(suffix.lower())
+    if given is not None and given not in SUFFIX:
+        raise UserError(f"--format {given}: there is {', '.join(SUFFIX)}")
     if given is not None and by_suffix not in (None, given):
         raise UserError(
             f"{path}: a file of this name is {by_suffix}, and --format says {given}: leave it out, or rename the file"
         )
     if given is None and by_suffix is None and suffix:
-        known = ", ".join(f"{SUFFIX[kind]} ({kind})" for kind in FORMATS if SUFFIX[kind])
+        known = ", ".join(f"{own} ({kind})" for kind, own in SUFFIX.items() if own)
         raise UserError(f"{path}: the format is not known from '{suffix}': name the file {known}, or say --format")
     return given if given is not None else by_suffix or "safetensors"
 
 
-def write(finished: Finished, path: Path, kind: Format, with_normalize: bool = False, adapter: bool = False) -> str:
+def write(finished: Finished, path: Path, kind: str, with_normalize: bool = False, adapter: bool = False) -> str:
     """Write a run's model as a file, or as a folder of transformers, and check it; return what to print. Raises UserError.
 
     With `with_normalize` the file takes inputs as the data set has them; else they are normalised before. With `adapter` the
@@ -100,7 +92,7 @@ def _with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
     return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}
 
 
-def _write_program(loaded: LoadedRun, path: Path, kind: Format, with_normalize: bool) -> str:
+def _write_program(loaded: LoadedRun, path: Path, kind: str, with_normalize: bool) -> str:
     """Write the model as a program, and compare its output with the model's."""
     program: torch.nn.Module = loaded.model
     if with_normalize:

@@ -168,7 +168,11 @@ def chosen_weights(
         raise UserError(f"{checkpoint} has no averaged weights: the run had ema=none")
     tensors = averaged.get("tensors") if isinstance(averaged, dict) else None
     tied = averaged.get("tied", {}) if isinstance(averaged, dict) else {}  # further names: the checkpoint has a tensor under each
-    if not (fits_weights(tensors, weights) and _are_names(tied, tensors, weights)):
+    if not (
+        fits_weights(tensors, weights)
+        and fits(tied, dict[str, str])
+        and fits_weights({name: tensors.get(first) for name, first in tied.items()}, weights)
+    ):
         raise UserError(f"{checkpoint} has averaged weights that do not fit its weights: leave average=… out, or say update=N")
     if average is not True:
         from drivetrain.ema import profiles
@@ -183,17 +187,6 @@ def fits_weights(tensors: object, weights: Mapping[str, torch.Tensor]) -> TypeGu
     return isinstance(tensors, dict) and all(
         isinstance(tensor, torch.Tensor) and name in weights and tensor.shape == weights[name].shape
         for name, tensor in tensors.items()
-    )
-
-
-def _are_names(tied: object, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> bool:
-    """True if these are further names of averaged tensors, each with the same shape among the weights."""
-    return (
-        isinstance(tied, dict)
-        and fits(tied, dict[str, str])
-        and all(
-            name in weights and first in tensors and weights[name].shape == tensors[first].shape for name, first in tied.items()
-        )
     )
 
 

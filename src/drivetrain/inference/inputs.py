@@ -81,14 +81,14 @@ def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[Block]:
 
 def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[Block]:
     """The samples of a file: one of an image, one for each row of an array or a table, one for each line of texts."""
-    if transforms.reads_file(path):
+    if transforms.option.reads_file(path):
         return starmap(_block, transforms.read_inputs(path, size))
     if path.suffix.lower() in ARRAYS:
         rows = transforms.as_samples(_read_array(path), str(path))
         names = [f"{path}[{n}]" for n in range(len(rows))] if len(rows) > 1 else [str(path)]
         return [_block(names[n : n + size], rows[n : n + size].__getitem__) for n in range(0, len(names), size)]
     if transforms.tokens:
-        files = "".join(f", or a file *{ending}" for ending in transforms.input_files)
+        files = "".join(f", or a file *{ending}" for ending in transforms.option.input_files)
         raise UserError(
             f"{path}: this run reads text: give its lines by standard input, as in: drivetrain predict RUN - < {path}{files}"
         )
@@ -135,7 +135,7 @@ def _read_array(path: Path) -> torch.Tensor:
 
 def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iterator[Block]:
     """One sample for each line: a text where the run reads text, a row where it reads tables, else the path of an image file."""
-    if transforms.reads_rows:
+    if transforms.option.reads_rows:
         return starmap(_block, transforms.read_inputs(lines, size))
     if not transforms.tokens:
         transforms.image_shape()
@@ -206,7 +206,7 @@ def _read(block: Block) -> list[Sample]:
             samples[numbers.start].error = str(error)
             left += [numbers[middle:], numbers[:middle]] if middle else []
             continue
-        for at, n in enumerate(numbers):
-            one = partial(torch.Tensor.select, dim=0, index=at)
-            samples[n] = Sample(block.names[n], map_tensors(one, x), targets and targets[at])
+        rows = zip(*(t.unbind() for t in leaves(x)), strict=True)
+        for at, (n, row) in enumerate(zip(numbers, rows, strict=True)):
+            samples[n] = Sample(block.names[n], unflatten(row, x), targets and targets[at])
     return samples

@@ -29,14 +29,11 @@ class Transforms:
     def __init__(
         self, option: Data, data: Splits, decodes_images: bool, device: torch.device, memory_format: torch.memory_format
     ) -> None:
-        self._option, self._data, self._decodes_images, self._memory_format = option, data, decodes_images, memory_format
+        self.option, self._data, self._decodes_images, self._memory_format = option, data, decodes_images, memory_format
         self.device, self.tokens = device, option.tokens is True
-        self.input_files, self.reads_rows = option.input_files, option.reads_rows
-        self.reads_file = option.reads_file  # whether the data option reads a file itself: tables, texts
         self.unknown: list[Counter[str]] = []  # of each input: column → its rows with a category that no training row has
         self.shape = data.shape if data.example is None else None  # None: inputs are several tensors
         self.normalize = None if data.normalize is None else data.normalize.to(device)
-        self.max_value = option.max_value  # of an input
         self._pipeline = Pipeline(data.train, (), data.normalize, 0, images=data.images).to(device)
 
     def __call__(self, x: Tree) -> Tree:
@@ -66,19 +63,19 @@ class Transforms:
 
     def _read(self, given: str) -> list[Tree]:
         """Return the samples of a file, or of a text where the run reads text: batches of them."""
-        if self.reads_file(Path(given)):
+        if self.option.reads_file(Path(given)):
             return [read(slice(None)) for _, read in self.read_inputs(Path(given), ROWS)]
         return [(self.read_text(given) if self.tokens else self.read_file(Path(given))).unsqueeze(0)]
 
     def read_inputs(self, file: Path | Iterable[bytes], size: int) -> Iterator[tuple[Sequence[str], Callable[[slice], Tree]]]:
         """Return the samples of a file of one of `input_files`, or of its lines, in blocks. Raises UserError."""
-        found = self._option.read_inputs(file, self._data, size)
+        found = self.option.read_inputs(file, self._data, size)
         self.unknown.append(found.unknown)
         return found.blocks
 
     def read_file(self, path: Path) -> torch.Tensor:
         """Return the sample that an image file holds. Raises DataError."""
-        limit = getattr(self._option, "max_pixels", MAX_PIXELS)
+        limit = getattr(self.option, "max_pixels", MAX_PIXELS)
         content = read_image_file(path, limit)
         if self._decodes_images:
             return decoding.decode(
@@ -86,7 +83,7 @@ class Transforms:
                 str(path),
                 self.image_shape()[-1],
                 limit,
-                crop_pct=getattr(self._option, "crop_pct", 1.0),
+                crop_pct=getattr(self.option, "crop_pct", 1.0),
                 scale=self._data.pixels,
             )
         return self._of_exact_size(content, path)
@@ -103,7 +100,7 @@ class Transforms:
                 )
             pixels = np.array(decoding.pixels_of(image, str(path), self._data.pixels, "L" if channels == 1 else "RGB"))
         x = torch.from_numpy(pixels.reshape(height, width, channels)).permute(2, 0, 1)
-        top = self._option.max_value
+        top = self.option.max_value
         return x if top in (None, 255.0) else x.float() * (top / 255.0)
 
     def image_shape(self) -> tuple[int, int, int]:
@@ -118,7 +115,7 @@ class Transforms:
 
     def read_text(self, line: str) -> torch.Tensor:
         """Return the tokens of a line of text. Raises DataError."""
-        return self._option.encode(line, self._data)
+        return self.option.encode(line, self._data)
 
 
 def _text(shape: Sequence[object]) -> str:

@@ -200,7 +200,7 @@ def _shown_as(loaded: LoadedRun) -> Callable[[Sequence[Sample]], Section]:
     if loaded.transforms.tokens:
         return lambda samples: _samples_table(samples, lambda sample: loaded.text_of(sample.x), "text")
     if shape is not None and len(shape) == 3 and shape[0] in (1, 3):
-        top = loaded.transforms.max_value
+        top = loaded.transforms.option.max_value
         return lambda samples: Part(f'<ul class="tiles">{"".join(_tile(sample, top) for sample in samples)}</ul>')
     return lambda samples: _samples_table(samples, lambda sample: sample.name, "sample")
 
