@@ -9,11 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.logger import Logger
+from drivetrain.logger import Logger, drawing
 from drivetrain.logger.base import Guarded, TrackedRun, guarded, known_ids, write_ids
 from drivetrain.logger.files import Csv, Files, as_rows
 from drivetrain.logger.trackers import TensorBoard, Wandb, has_login
@@ -399,3 +400,19 @@ def test_the_pictures_show_what_the_model_sees(train, make):
     assert plain.metrics == shown.metrics
     files = sorted(file.name for file in (shown.run_dir / "images").iterdir())
     assert files == ["predictions-3.png", "samples.png"]
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "names", "said"),
+    [
+        (1, "class", ["cat", "dog"], ["dog"]),
+        ([0.6, 0.4], "class", ["cat", "dog"], ["cat: 60%", "dog: 40%"]),  # of two samples that were mixed
+        ([1.0, 0.0], "class", None, ["0: 100%"]),
+        ([1.0, 0.0, 1.0], "labels", ["a", "b", "c"], ["a, c"]),
+        ([0.0, 0.0], "labels", ["a", "b"], ["none"]),
+        ([0.123456, 2.0], "values", None, ["0.1235", "2"]),
+        ([[0, 1], [1, -100]], "mask", ["sky", "tree"], ["tree: 67%", "sky: 33%"]),
+    ],
+)
+def test_a_target_in_words(target, kind, names, said):
+    assert drawing.in_words(torch.tensor(target), kind, names) == said
