@@ -14,6 +14,7 @@ import yaml
 from drivetrain.core.errors import UserError
 from drivetrain.core.overrides import MAX_DEPTH
 
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
 MAX_BYTES, MAX_NODES = 64 * 1024, 2000
 MAX_KEY, MAX_TEXT = 200, 2000  # characters
 MAX_WHOLE = 2**63 - 1  # a whole number
@@ -56,7 +57,7 @@ def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
             raise UserError(
                 f"{path}:{number}: a recipe may not have the character {character}, by which it looks other than YAML reads it"
             )
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for event in yaml.parse(text, Loader=_Loader):
             where = f"{path}:{event.start_mark.line + 1}"
             nodes += isinstance(event, yaml.NodeEvent)
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -68,7 +69,7 @@ def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
                 )
             if nodes > MAX_NODES or depth > MAX_DEPTH:
                 raise UserError(f"{where}: a recipe has at most {MAX_NODES} values, {MAX_DEPTH} deep: this is more")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader)
     except UnicodeDecodeError:
         raise UserError(f"recipe {path} is not UTF-8 text") from None
     except yaml.YAMLError as error:
@@ -155,9 +156,9 @@ def plain_value(node: yaml.Node, where: str, key: str, problems: list[str]) -> A
 
 def _scalar(node: yaml.ScalarNode) -> object:
     """A scalar as YAML 1.1 reads it, except that 1e-3 is a number; the node itself where YAML cannot make a value of it."""
-    if node.style is None and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
+    if not node.style and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", node.value):
         return float(node.value)
-    if node.style is None and re.fullmatch(r"[-+]?[\d_]{20,}", node.value):  # Python reads no number of more than 4,300 digits
+    if not node.style and re.fullmatch(r"[-+]?[\d_]{20,}", node.value):  # Python reads no number of more than 4,300 digits
         return MAX_WHOLE + 1
     loader = yaml.SafeLoader("")
     try:
