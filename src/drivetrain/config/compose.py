@@ -82,11 +82,15 @@ def compose(
     name = given.pop("recipe", None)
     chosen = {key: value for key, value in given.items() if key in known}
     choices = _Choices(known, problems)
-    if wrong := option_problems(config_dirs):  # then no values can be composed, but options are checked
+    recipe, wrong = base, option_problems(config_dirs)
+    try:
+        recipe = places.read(str(name)) if name is not None and base is None and not wrong else base
+    except UserError as error:
+        wrong = error.problems
+    if wrong:  # then no values can be composed, but options are checked
         for group, option in chosen.items():
             choices.choose(group, option)
         raise UserError([*wrong, *problems])
-    recipe = _read(str(name), chosen, choices) if name is not None and base is None else base
     values: JsonObject = {}
     if recipe is not None:
         recipe = recipe_values.for_task(recipe, chosen.get("task"), notices)
@@ -229,16 +233,6 @@ def _instead_of(group: str, name: str, known: Sequence[str], by_operator: bool) 
     if group == "data" and by_operator and Path(name).is_dir():
         hints.append(f"a folder of images, with a folder for each class, is data=imagefolder data.root={name}")
     return "; ".join([*hints, hint])
-
-
-def _read(name: str, chosen: dict[str, object], choices: _Choices) -> Recipe:
-    """The recipe of this name or path. Raises UserError."""
-    try:
-        return places.read(name)
-    except UserError as error:  # without the recipe values cannot be checked, but options can
-        for group, option in chosen.items():
-            choices.choose(group, option)
-        raise UserError([*error.problems, *choices.problems]) from None
 
 
 def _of_recipe(recipe: Recipe, choices: _Choices) -> JsonObject:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import one_or_several, still_applies
 from drivetrain.core.typed import JsonObject
@@ -69,22 +69,15 @@ class _Sizes:
         return self.known[name]
 
 
-def followed(value: object, config: DictConfig) -> Any:
-    """A value of a recipe, with what its references stand for."""
-    if isinstance(value, list):
-        return [followed(part, config) for part in value]
-    if isinstance(value, dict):
-        return {key: followed(part, config) for key, part in value.items()}
-    if not isinstance(value, str) or "${" not in value:
+def followed(value: object, config: DictConfig) -> object:
+    """A value of a recipe, with what its references stand for; as it is where there is no such key."""
+    if "${" not in str(value):
         return value
-    if whole := REFERENCE.fullmatch(value):
-        return _selected(config, whole[1])
-    return REFERENCE.sub(lambda match: str(_selected(config, match[1])), value)
-
-
-def _selected(config: DictConfig, name: str) -> Any:
-    found = OmegaConf.select(config, name)
-    return OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    try:
+        made = OmegaConf.create({"value": value}, parent=config)
+        return dict(OmegaConf.to_container(made, resolve=True))["value"]  # type: ignore[arg-type]
+    except OmegaConfBaseException:
+        return value
 
 
 def for_task(recipe: Recipe, task: object, notices: list[str]) -> Recipe:
