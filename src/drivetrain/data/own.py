@@ -48,7 +48,7 @@ class Reader(Generic[B]):
 
     def keeps(self) -> dict[str, object]:
         """Return what the user brought by name."""
-        return {"data": self.dataset, "data.collate": getattr(self.together, "collate", None)}
+        return {"data": self.dataset, "data.collate": self.together.collate if isinstance(self.together, OwnCollate) else None}
 
     def drawn(self) -> list[str]:
         """Return what the samples were seen to draw from, such as numpy."""

@@ -50,6 +50,7 @@ class Wandb(Tracker):
     """Log to Weights & Biases, by default into the run's directory, from where `wandb sync` sends it."""
 
     package = "wandb"
+    _exit_code = 1  # of a run that does not say how it ended
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Wandb(Tracker):
         self._exit_code = int(status != "completed")
 
     def close(self) -> None:
-        self._run.finish(exit_code=getattr(self, "_exit_code", 1))
+        self._run.finish(exit_code=self._exit_code)
 
 
 def has_login() -> bool:
