@@ -55,6 +55,7 @@ class Batch:
     preallocate: bool
     untried: str
     needs_trial: ClassVar[bool]
+    memory_gb: float | None = None  # limit of the memory by which a size is chosen
     found: JsonMapping | None  # what the size was chosen by, where it was measured
     order: Order  # of the training samples
     lengths: torch.Tensor | None  # (n,) the tokens of each training sample, where samples are sequences
@@ -196,6 +197,8 @@ class Ema:
 
 class Loader:
     """Loads requested samples to the device."""
+
+    num_workers = 0  # processes that read in each rank
 
 
 class Logger:
@@ -411,6 +414,7 @@ class Precision:
     owns_weights = False  # keeps its own copies of the weights
     divides_weights = False  # can keep copies of a rank's parts of the weights
     replaces_linears = False  # puts layers of its own in the place of Linear layers
+    matmul: str = ""  # what torch.set_float32_matmul_precision is set to; "": nothing
     frees_weights = False  # frees these copies between updates
 
     @abstractmethod
@@ -448,6 +452,7 @@ class Saving:
     """Says when checkpoints are written."""
 
     active = False
+    every_updates: int | None = None  # between two checkpoints, where the user says so
     best = False  # keeps the checkpoints of the best evaluations
     sharded = False
 

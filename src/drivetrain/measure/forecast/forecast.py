@@ -57,6 +57,7 @@ from drivetrain.measure.forecast.replay import (
     Figure,
 )
 from drivetrain.parallel import Parallel
+from drivetrain.parallel.fsdp import Fsdp
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Section, Sheet, Table, under, words
@@ -194,12 +195,12 @@ class Plan:
                 f"{self.run.named('parallel')} splits the model in a way that is not forecast: forecast it with "
                 "parallel=ddp or fsdp"
             )
-        shards, offloaded = parallel.weight_shards(), getattr(parallel, "offload", False)
-        blocks = repeated_blocks(model, getattr(parallel, "block", None)) or [model]
-        largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks) if shards > 1 or offloaded else 0.0
+        fsdp, shards = parallel if isinstance(parallel, Fsdp) else Fsdp(), parallel.weight_shards()
+        blocks = repeated_blocks(model, fsdp.block) or [model]
+        largest = max(sum(p.nbytes for p in block.parameters()) for block in blocks) if shards > 1 or fsdp.offload else 0.0
         return Ranks(
-            count, shards, keeps_gathered=not getattr(parallel, "reshard_after_forward", True), largest_block=largest,
-            offloaded=offloaded, whole_gradients=self.micro_batches() > 1 and not getattr(parallel, "sync_each_micro", False),
+            count, shards, keeps_gathered=not fsdp.reshard_after_forward, largest_block=largest,
+            offloaded=fsdp.offload, whole_gradients=self.micro_batches() > 1 and not fsdp.sync_each_micro,
         )  # fmt: skip
 
 
@@ -223,7 +224,7 @@ def _notes(job: Job, device: str) -> Iterator[str]:
         yield "checkpointing=budget is the compiler's to choose: the peak is forecast with every activation kept"
     if run.checkpointing.keeps_on_host:
         yield f"{run.named('checkpointing')} is not recorded: the peak is forecast with every activation on the device"
-    if getattr(run.parallel, "offload", False):
+    if isinstance(run.parallel, Fsdp) and run.parallel.offload:
         yield "parallel.offload=true: the copies to the host, and the optimizer's step there, are not in the time"
     if run.compile.active:
         yield (
@@ -370,8 +371,8 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
     at_most = max((nbytes + own.get(signature, 0) for signature, nbytes in record.most_during.items()), default=0)
     parts, tensors = peak_memory(record.peak, at_most, plan.here, ranks, device)
     peak = of_process(tensors, subject.beside)
-    limit = GIB * (getattr(plan.run.batch, "memory_gb", None) or device.memory / GIB)
-    tf32 = bool(getattr(plan.run.precision, "matmul", ""))
+    limit = GIB * (plan.run.batch.memory_gb or device.memory / GIB)
+    tf32 = bool(plan.run.precision.matmul)
     took = replay.step_time(operations, subject.timed, device, tf32, plan.compiled())
     nbytes = sent_bytes(float(record.peak[PARAMETERS]), ranks, micro_batches)
     network = replay.network_seconds(nbytes, device, took.backward_s)

@@ -64,7 +64,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     """Yield the problems of a profile. `job` is the profiled one: of a distributed run, one rank by itself."""
     yield from _data(profile, job)
     yield from _ranks(profile, job, ranks)
-    yield from _now_and_then(profile, getattr(job.run.saving, "every_updates", None), job.run.values["evaluate_every"])
+    yield from _now_and_then(profile, job.run.saving.every_updates, job.run.values["evaluate_every"])
     own = [*_own_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
@@ -98,7 +98,7 @@ def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
 
 
 def _workers(job: Job) -> int:
-    return getattr(job.run.loader, "num_workers", 0)
+    return job.run.loader.num_workers
 
 
 def _ranks(profile: StepProfile, job: Job, ranks: int) -> Iterator[Problem]:
