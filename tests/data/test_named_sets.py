@@ -261,8 +261,8 @@ def test_a_run_measures_each_set_selects_by_one_and_is_evaluated_again(train, th
     assert {"validation clean", "validation noisy"} <= set(panels["noisy/ema_accuracy"])
     assert run.loss == run.judged()["noisy/loss"]
     assert quality.figures_for("changes", Selection("noisy/ema_accuracy", max))[1].name == "noisy/loss"
-    items, count = load(run.run_dir).items_of("test", 1)
-    assert [name for item in items for name in item.names][23:25] == ["test/clean[23]", "test/noisy[0]"]
+    blocks, count = load(run.run_dir).blocks_of("test", 1)
+    assert [name for block in blocks for name in block.names][23:25] == ["test/clean[23]", "test/noisy[0]"]
     assert count == 48
 
 

@@ -53,12 +53,12 @@ def test_so_can_the_variants_of_a_search_and_of_an_ablation(tmp_path):
 
 def assert_nothing_is_left(found: dict[str, dict]) -> None:
     for name, left in found.items():
-        interrupted = "returned" if name in ("train", "sweep") else "interrupted"  # these have a result
+        interrupted = "returned" if name in ("train", "train_at_start", "sweep") else "interrupted"  # these have a result
         assert left == {"ended": interrupted, "processes": [], "files": []}, name
 
 
 def test_a_signal_leaves_no_forked_process_and_no_folder(tmp_path):
-    assert_nothing_is_left(take(tmp_path, "stop", "train", "sweep", "compare", "doctor", "certify"))
+    assert_nothing_is_left(take(tmp_path, "stop", "train", "train_at_start", "sweep", "compare", "doctor", "certify"))
 
 
 @pytest.mark.slow

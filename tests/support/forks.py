@@ -8,9 +8,11 @@ started CUDA in it. `python -m tests.support.forks WAY …` takes these ways and
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -19,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 
@@ -30,7 +33,7 @@ from drivetrain.sweeps import launchers
 
 # The functions by which torch starts CUDA, in any way of asking it.
 STARTING = ("_cuda_getDeviceCount", "_cuda_init", "_cuda_setDevice", "_cuda_getDevice", "_cuda_exchangeDevice")
-TINY = ("data=digits", "model=mlp", "model.hidden=[8]", "updates=1", "optimizer=adamw")
+TINY = ("data=digits", "model=mlp", "model.hidden=[8]", "updates=1", "optimizer=adamw", "optimizer.fused=true")
 HERE = os.getpid()
 started: list[str] = []  # the calls in this process that started CUDA
 HERE_IN = Path.cwd()
@@ -42,6 +45,23 @@ def train() -> None:
     from drivetrain.launch import launcher
 
     launcher.launch(launcher.prepare([*TINY, "parallel=ddp"]), quiet=True)
+
+
+def train_at_start() -> None:
+    """The same, told to stop before torch knows of the ranks that it has started."""
+    spawn = importlib.import_module("torch.multiprocessing.spawn")  # a function has the same name
+
+    def told_first(*of_ranks: Any) -> Any:
+        here, there = socket.socketpair()
+        there.setblocking(False)
+        before = signal.set_wakeup_fd(there.fileno())
+        here.recv(1)
+        signal.set_wakeup_fd(before)
+        return context(*of_ranks)
+
+    context = spawn.ProcessContext
+    with patch.object(spawn, "ProcessContext", told_first):
+        train()
 
 
 def sweep() -> None:
@@ -94,7 +114,7 @@ def bisect() -> None:
     measuring.bisect(["precision=fp32", "precision=bf16", *TINY])
 
 
-WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, sweep, compare, ablate, tune, doctor, certify, bisect)}
+WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, train_at_start, sweep, compare, ablate, tune, doctor, certify, bisect)}
 
 
 def report(*_: object, **__: object) -> NoReturn:

@@ -23,7 +23,8 @@ STOP_WAIT_S = 10.0  # that a run which was told to stop waits for its next batch
 SOON_S = 0.5  # the same between two updates, where it can save at once
 NUDGE_S = 0.2  # between two looks at whether a read of the main thread's own has lasted too long
 AGAIN_S = 0.05  # until a signal that came at a bad moment is raised again
-DROPPING = ("logging", "multiprocessing.popen_fork", "weakref")  # modules in which an exception would be dropped
+# Modules in which an exception would be dropped, or leave ranks behind that torch has started and does not know of yet.
+DROPPING = ("logging", "multiprocessing.popen_fork", "torch.multiprocessing.spawn", "weakref")
 NUDGE = getattr(signal, "SIGURG", None)  # ends its system call; a process that has no handler for it ignores it
 
 
@@ -221,7 +222,7 @@ def comes_again(number: int, frame: FrameType | None, here: int, wanted: Callabl
     """In a handler: return whether its exception would be dropped here. Then the signal comes again soon, if still `wanted`.
 
     Python drops one that is raised in a fork hook or a destructor, and logging catches one that is raised while it writes a
-    line. A process that was just forked from the one that set the handler, whose id is `here`, has no handler of its own yet.
+    line. One that is raised while torch starts ranks takes from it those that it has started. A process that was just forked from the one that set the handler, whose id is `here`, has no handler of its own yet.
     """
     if os.getpid() == here and not _drops_exceptions(frame):
         return False
@@ -236,7 +237,7 @@ def _raise_again(number: int, wanted: Callable[[], bool]) -> None:
 
 
 def _drops_exceptions(frame: FrameType | None) -> bool:
-    """True if an exception that is raised in this frame is dropped by it or by one that called it, in this process.
+    """True if an exception that is raised in this frame is lost in it or in one that called it, in this process.
 
     A process of multiprocessing begins with `_bootstrap`. What stands before it in a forked one is the parent's, the fork itself
     for one, and stays there until the process ends.

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from drivetrain.core.torch_patches import keep_compiler_unimported, remove_step_wrappers
+from drivetrain.core.torch_patches import compiling, keep_compiler_unimported, remove_step_wrappers
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def _is_accepted(name: str, device: str) -> bool:
         remove_step_wrappers(optimizer)
         number.grad, number.place = torch.zeros(1), torch.device(device)
         try:
-            with _OnCpu():
+            with _OnCpu(), compiling():  # torch asks for devices that record graphs, unless it compiles
                 optimizer.step()
         except RuntimeError:  # "`fused=True` requires all the params to be … of supported devices"
             return False

@@ -395,7 +395,8 @@ def profile(**given: Any) -> Any:
 
 def job(**loader: Any) -> Any:
     batch = SimpleNamespace(size=lambda epoch: 8, accumulation_steps=1, fixed_micro_batches=True)
-    return SimpleNamespace(run=SimpleNamespace(loader=SimpleNamespace(**loader), batch=batch, named=lambda group: f"{group}=x"))
+    reader = SimpleNamespace(**{"num_workers": 0, **loader})
+    return SimpleNamespace(run=SimpleNamespace(loader=reader, batch=batch, named=lambda group: f"{group}=x"))
 
 
 NOW_AND_THEN = doctor._now_and_then  # (profile, updates between two checkpoints, epochs between two evaluations)
