@@ -43,7 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave what a worker has before its first test out of all collections of garbage, which runs with stages ask for."""
+    """Start autograd, and leave what a worker has by now out of all collections of garbage, which runs with stages ask for.
+
+    With a fake CUDA device autograd would start threads for it, and no process that is forked then could compute gradients.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.ones((), requires_grad=True).backward()
     if hasattr(session.config, "workerinput"):
         gc.collect()
         gc.freeze()

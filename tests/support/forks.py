@@ -114,7 +114,9 @@ def bisect() -> None:
     measuring.bisect(["precision=fp32", "precision=bf16", *TINY])
 
 
-WAYS: dict[str, Callable[[], None]] = {f.__name__: f for f in (train, train_at_start, sweep, compare, ablate, tune, doctor, certify, bisect)}
+WAYS: dict[str, Callable[[], None]] = {
+    way.__name__: way for way in (train, train_at_start, sweep, compare, ablate, tune, doctor, certify, bisect)
+}
 
 
 def report(*_: object, **__: object) -> NoReturn:

@@ -222,7 +222,8 @@ def comes_again(number: int, frame: FrameType | None, here: int, wanted: Callabl
     """In a handler: return whether its exception would be dropped here. Then the signal comes again soon, if still `wanted`.
 
     Python drops one that is raised in a fork hook or a destructor, and logging catches one that is raised while it writes a
-    line. One that is raised while torch starts ranks takes from it those that it has started. A process that was just forked from the one that set the handler, whose id is `here`, has no handler of its own yet.
+    line. One that is raised while torch starts ranks takes from it those that it has started. A process that was just forked
+    from the one that set the handler, whose id is `here`, has no handler of its own yet.
     """
     if os.getpid() == here and not _drops_exceptions(frame):
         return False
