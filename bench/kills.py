@@ -206,7 +206,7 @@ def judge(names: Names, reference: Reference, draw: random.Random, folder: Path)
         different = same_end.differences(_newest(place), reference.run_dir)
         left = [p.name for p in (_newest(place) / "checkpoints").glob(".*")]
         if different or left:
-            return Case(names, kills, DIVERGENT, f"differ: {different[:5]}, left behind: {left}")
+            return Case(names, kills, DIVERGENT, f"{len(different)} differ: {different[:40]}, left behind: {left}")
         return Case(names, kills, SAME, "")
     finally:
         shutil.rmtree(place, ignore_errors=True)
