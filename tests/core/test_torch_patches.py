@@ -65,6 +65,17 @@ def test_torch_wraps_the_step_of_an_optimizer():
     assert inspect.unwrap(type(optimizer).step) is not type(optimizer).step
 
 
+def test_torch_has_no_hook_around_the_state_of_an_optimizer_that_extends_it():
+    class Extends(torch.optim.SGD):
+        def state_dict(self):
+            return {**super().state_dict(), "done": [*done, "its own part"]}
+
+    done = []
+    optimizer = Extends([nn.Parameter(torch.zeros(1))])
+    optimizer.register_state_dict_post_hook(lambda *_: done.append("the hook after it"))
+    assert optimizer.state_dict()["done"] == ["the hook after it", "its own part"]
+
+
 def test_selective_checkpointing_does_not_pass_over_profiler_ranges():
     source = inspect.getsource(checkpoint)
     assert "_record_function_enter_new" not in source

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor
 
 Forward = TypeVar("Forward", bound=Callable[..., object])
+Method = TypeVar("Method", bound=Callable[..., object])
 
 
 def wrap_forward(module: torch.nn.Module, wrapped: Callable[[Forward], Forward]) -> Callable[[], None]:
@@ -90,6 +91,16 @@ def before_steps(optimizer: torch.optim.Optimizer, look: Callable[[], None]) -> 
         arithmetic()
 
     vars(optimizer)["step"] = step
+
+
+def wrap_state(optimizer: torch.optim.Optimizer, wrap: Callable[[Method], Method]) -> None:
+    """Make an optimizer's `state_dict` and `load_state_dict` run as `wrap` returns them.
+
+    torch's hooks run within its own two methods, and an optimizer that extends them goes on afterwards, without what the hooks
+    have prepared. Hooks around the whole method would end this.
+    """
+    for name, method in (("state_dict", optimizer.state_dict), ("load_state_dict", optimizer.load_state_dict)):
+        vars(optimizer)[name] = wrap(method)  # type: ignore[arg-type]  # either of the two
 
 
 def ignore_profiler_ranges() -> None:

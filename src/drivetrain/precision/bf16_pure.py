@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, ParamSpec, TypeVar
 
+from drivetrain.core import torch_patches
 from drivetrain.core.lazy import torch
 from drivetrain.core.modules import replace_parameters
 from drivetrain.core.option import BuildContext, RunSpec
@@ -105,8 +106,7 @@ class Bf16Pure(Precision):
             optimizer = option.build(context)
         finally:
             replace_parameters(model, {id(master): p for p, master in zip(self._parameters, self._masters, strict=True)})
-        for name in ("state_dict", "load_state_dict"):
-            setattr(optimizer, name, self._while_materialized(getattr(optimizer, name)))
+        torch_patches.wrap_state(optimizer, self._while_materialized)
         self._release()
         return optimizer
 
