@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from bench import harness
-from bench.gpu import campaign, loops, right, smoke, speed
+from bench.gpu import campaign, clock, loops, right, smoke, speed
 from bench.gpu.campaign import Campaign, Row
 from bench.gpu.speed import Loop
 
@@ -64,11 +64,14 @@ def test_the_benchmarks_need_no_installation(tmp_path: Path) -> None:
 
 def test_the_lease(tmp_path: Path) -> None:
     """Rows of several stages in one call, each written to its own stage's file."""
-    found = stages(tmp_path, "lease", "compile=cudagraph,optimizer=adamw,save and resume,loader=sync,loader=device", False)
+    rows = "compile=cudagraph,optimizer=adamw,save and resume,launch-bound eager,loader=sync,loader=device"
+    found = stages(tmp_path, "lease", rows, False)
     rows = found["smoke"]["rows"]
     assert rows["compile=cudagraph"]["status"] == "refused"
     assert "needs a CUDA device" in rows["compile=cudagraph"]["reason"]
     assert (rows["optimizer=adamw"]["updates"], rows["save and resume"]["updates"]) == (2, 4)
+    assert found["clock"]["rows"]["launch-bound eager"]["outside_samples_per_s"] > 0
+    assert isinstance(found["clock"]["rows"]["launch-bound eager"]["within"], bool)
     (compared,) = found["right"]["summary"]["compared"].values()
     assert compared["within"]
 
@@ -80,6 +83,7 @@ def test_the_whole_form_of_a_cpu(tmp_path: Path) -> None:
         for name, rows in {
             "smoke": smoke.CPU_ROWS,
             "right": right.CPU_ROWS,
+            "clock": clock.CPU_ROWS,
             "speed": (*speed.CPU_ROWS, "gpt more"),
         }.items()
     }
@@ -293,6 +297,16 @@ def test_a_variant_that_fails_says_why_and_the_others_go_on(tmp_path: Path) -> N
         speed.run({"broken": (broken, ()), **ARMS}, 2, 60.0, tmp_path)
 
 
+def test_a_rate_that_leaves_out_the_devices_work_is_found_out() -> None:
+    honest = [(float(n), 20.0 * n, 1280.0 * n, 1280.0) for n in range(1, 9)]
+    assert clock.rates(honest, 50.0)["within"]
+    too_fast = [(seconds, updates, samples, 1.1 * rate) for seconds, updates, samples, rate in honest]
+    found = clock.rates(too_fast, 50.0)
+    assert found["reported_over_outside"] == pytest.approx(1.1)
+    assert not found["within"]
+    assert found["outside_step_ms"] == pytest.approx(50.0)
+
+
 def test_only_a_training_record_ends_a_block() -> None:
     ended: list[int] = []
     sink = harness.Sink(lambda record: ended.append(record["update"]))
@@ -351,7 +365,7 @@ def test_the_lease_has_rows_of_every_stage_and_no_rule_refuses_a_timed_one(
     for stage, patterns in campaign.ORDER:
         assert all(campaign.chosen(found[stage], [pattern]) for pattern in patterns)
     assert [row.name for row in campaign.ordered(found)][-1] == "tests marked cuda"
-    words = [campaign.distinct(row.args[0]) for row in found["right"]]
+    words = [campaign.distinct(row.args[0]) for row in (*found["clock"], *found["right"])]
     for row in found["speed"]:
         variants = row.args[1] if len(row.args) == 2 and isinstance(row.args[1], dict) else {}
         words += [loops.overrides(*arguments) for run, arguments in variants.values() if run is loops.ours]

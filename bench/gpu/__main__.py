@@ -1,4 +1,4 @@
-"""`python -m bench.gpu lease|smoke|right|speed`: what a machine with a CUDA device is asked (docs/gpu.md).
+"""`python -m bench.gpu lease|smoke|right|clock|speed`: what a machine with a CUDA device is asked (docs/gpu.md).
 
 A call ends after `--minutes`; the next one goes on. `--results` is the folder of the JSON files, `--out` one that travels: what
 changes is copied there at once. `--rows` names rows, by commas, with * for anything; without it all run on a device, and some on

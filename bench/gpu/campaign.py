@@ -364,7 +364,9 @@ ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
         "checkpointing=offload", "augment=[randaugment]",
     )),
     ("right", ("compile=*",)),  # does what it compiles and accumulates train the same?
+    ("clock", ("launch-bound eager", "launch-bound whole step", "launch-bound CUDA graph")),  # can its rates be believed?
     ("speed", ("ceilings", "resnet50", "vit_b", "mlp")),  # is it fast?
+    ("clock", ("device-bound eager", "device-bound whole step", "resident")),
     ("speed", ("small images", "vit_b more", "resnet50 more", "fed", "ladder", "mlp more", "gpt")),
     ("right", ("interrupted", "loader=*", "precision=*")),
     ("smoke", ("compare", "doctor", "tests marked cuda")),
