@@ -115,7 +115,7 @@ class _Run(Translation):
         self.values |= {f"{group}.{key}": value for key, value in (values or {}).items() if value is not None}
 
     def _tell(self, name: str, value: object, why: str, fine: Sequence[object] = OFF) -> None:
-        """Say what becomes of an argument, where its value is none of the fine ones."""
+        """Say what becomes of an argument, unless it has a value of which nothing need be said (`fine`)."""
         if value not in fine:
             self.left.append(f"{name}={f'{value:g}' if isinstance(value, float) else value}: {why}")
 

@@ -145,7 +145,7 @@ def _make_run(plan: Planned, own: bool, problems: list[str]) -> _Made:
 def _checked(
     prefix: str, takes: Schema, section: JsonObject, but: Container[str], composed: Composed
 ) -> tuple[JsonObject, dict[str, str]]:
-    """The values of a section of the config `but` for some keys, which belong to the caller; and key → problem.
+    """Check a section of the config, but for the keys `but`. Return the values, which are the caller's own, and key → problem.
 
     Texts from the environment become what their keys take, in the section too.
     """

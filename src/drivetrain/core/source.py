@@ -231,7 +231,7 @@ class Pipeline(Protocol):
         """Return the normalised inputs, on the device that x and the normalisation are on."""
 
     def unnormalized(self) -> Self:
-        """Return the same work, but for the normalisation."""
+        """Return the same work without the normalisation."""
 
     def reading(self, source: Source) -> Self:
         """Return the same work on another source."""

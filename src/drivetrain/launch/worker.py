@@ -85,7 +85,7 @@ def load(checkpoint: Path, parallel: Parallel) -> tuple[dict[str, torch.Tensor],
 
 
 def _attempt(parallel: Parallel, work: Callable[[], object]) -> tuple[Any, Exception | None, str | None]:
-    """Do `work` on all ranks; its value, this rank's error, and on every rank what the first rank says that has an error.
+    """Do `work` on all ranks. Return its value, this rank's error, and the message of the first rank that failed.
 
     Raises only what is the operator's to mend, such as a changed config.
     """

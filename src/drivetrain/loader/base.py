@@ -140,7 +140,7 @@ class Pipeline(NamedTuple):
         return self._replace(source=source)
 
     def unnormalized(self) -> Pipeline:
-        """Return the same work, but for the normalisation."""
+        """Return the same work without the normalisation."""
         return self._replace(normalize=None)
 
     def taken(self, world: World, on_exit: ExitStack) -> Pipeline:
