@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_every_option_is_in_the_cover() -> None:
     words = set(itertools.chain(*pairwise.factors().values()))
     alone = {group for group, names in options().items() if len(names) == 1}
     assert len(words) >= sum(len(names) for group, names in options().items() if group not in alone)
+
+
+ALONE = list(itertools.chain(*pairwise.factors().values()))
+HERE_NEVER = "is not installed|needs a CUDA device|finds no CUDA device"  # reasons of the machine, which no setting mends
+
+
+@pytest.mark.parametrize("words", [random.Random(0).sample(ALONE, 8), pytest.param(ALONE, marks=pytest.mark.slow)], ids=len)
+def test_no_option_is_refused_by_itself(words: list[str], tmp_path: Path) -> None:
+    """With the settings of the table. One that is would be refused in all of its pairs, and tried in none."""
+    pairwise.prepare_folder(tmp_path)
+    reasons = {word: pairwise.refused([word], tmp_path) for word in words}
+    assert not {word: why for word, why in reasons.items() if why is not None and not re.search(HERE_NEVER, why)}
 
 
 @pytest.mark.parametrize(

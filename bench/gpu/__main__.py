@@ -1,9 +1,9 @@
 """`python -m bench.gpu lease|smoke|right|clock|speed`: what a machine with a CUDA device is asked (docs/gpu.md).
 
 A call ends after `--minutes`; the next one goes on. `--results` is the folder of the JSON files, `--out` one that travels: what
-changes is copied there at once. `--rows` names rows, by commas, with * for anything; without it all run on a device, and some on
-a CPU. `--jobs` rows run at a time, where nothing is timed. `--cpu` runs the form of a CPU also where there is a device, `--retry`
-runs rows again that failed or were killed.
+changes is copied there at once. `--rows` names rows, by commas, with * for anything (with `lease`: rows of all stages); without
+it all run on a device, and some on a CPU. `--jobs` rows run at a time, where nothing is timed. `--cpu` runs the form of a CPU
+also where there is a device, `--retry` runs rows again that failed or were killed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run(given: argparse.Namespace) -> int:
             place.mkdir()
             found[name] = [replace(row, stage=name) for row in module.rows(facts["device"], place)]
         if given.stage == "lease":
-            rows = campaign.ordered(found)
+            rows = [row for stage in found.values() for row in stage] if given.rows else campaign.ordered(found)
         else:
             rows = found[given.stage]
             if facts["device"] == "cpu" and not given.rows:

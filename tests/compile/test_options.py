@@ -540,3 +540,10 @@ def test_a_cache_full_of_truncated_kernels_is_built_anew(tiny, tmp_path):
         file.write_bytes(file.read_bytes()[:200])
         os.utime(file, (0, 0))
     subprocess.run(run, check=True)
+
+
+def test_a_layout_that_torchs_compiler_foresaw_wrongly_is_advised_upon():
+    """As an H100 and an H200 said it with torch 2.11, for the default network's maps of one pixel."""
+    wrong = "expected size 128==128, stride 9==1 at dim=1\nError in op: torch.ops.aten.convolution_backward.default"
+    assert "surgery=[channels_last]" in Inductor().advice(AssertionError(wrong))
+    assert Inductor().advice(AssertionError("another")) == ""

@@ -80,15 +80,16 @@ def test_nobody_waits_for_the_device_within_the_steps(queue):
     timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
     steps(timer, queue, 900)
     assert queue.now == pytest.approx(900 * LAUNCH)
-    assert len(timer.steps) == 0
+    assert 0 < len(timer.steps) <= 900 * LAUNCH / STEP, "those that the device has done are read"
 
 
-def test_without_a_log_marks_do_not_pile_up(queue):
+def test_marks_are_read_while_the_device_is_busy(queue):
+    """A record then has few to read: an H200 that trained in 0.2 ms a step stood still for 10 ms after 600 of them."""
     queue.depth = 10 * STEP
     timer = StepTimer(clock=DeviceClock(torch.device("cuda", 0)))
     steps(timer, queue, 3000)
-    assert len(timer.steps) > 2000 - 1024
-    assert queue.events < 3 * 1024 + 10
+    assert len(timer.steps) > 2980
+    assert queue.events < 3 * 20
     timer.since_last()
     assert len(timer.steps) == 3000
     assert sum(timer.steps) == pytest.approx(3000 * STEP + LAUNCH)

@@ -41,6 +41,9 @@ class Queue:
             def synchronize(self) -> None:
                 queue.now = max(queue.now, self.at)
 
+            def query(self) -> bool:
+                return bool(self.at <= queue.now)
+
             def elapsed_time(self, end: Any) -> float:
                 assert max(self.at, end.at) <= queue.now, "not ready"  # as CUDA says
                 return 1e3 * (end.at - self.at)

@@ -195,6 +195,11 @@ class Dynamo(Compiled):
         return "cannot differentiate a gradient of the model, as the loss does: set compile=step or compile=none"
 
     def advice(self, error: BaseException) -> str:
+        if isinstance(error, AssertionError) and "Error in op: torch.ops.aten.convolution_backward" in str(error):
+            return (
+                " (torch's compiler foresaw another memory layout of a convolution's gradient than the device gave, as for "
+                "maps of one pixel: pytorch #171622): set surgery=[channels_last], or compile=none"
+            )
         if type(error).__name__ not in ("InductorError", "BackendCompilerFailed"):
             return ""
         fixed_shapes = "" if self.dynamic is False else "compile.dynamic=false, which gives it fixed shapes, or "

@@ -64,8 +64,8 @@ class StepTimer:
         end = self._clock.mark()
         self._unread.append((self._start, end, self._waits))
         self._start, self._waits = end, []
-        if len(self._unread) >= self._clock.backlog:
-            self._read(max(1, self._clock.backlog // 2))
+        if self._clock.passed(self._unread[0][1]):
+            self._read(1)
 
     def resume(self) -> None:
         """Start timing the next step here: the time since the last step is left out."""

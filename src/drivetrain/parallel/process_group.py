@@ -62,8 +62,8 @@ class RankWork:
             return
         if self._since is not None and module.training:
             self._unread.append((self._since, self._clock.mark()))
-            if len(self._unread) >= self._clock.backlog:
-                self._read(max(1, self._clock.backlog // 2))
+            if self._clock.passed(self._unread[0][1]):
+                self._read(1)
         self._since = None
 
     def _read(self, count: int) -> None:
