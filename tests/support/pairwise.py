@@ -193,6 +193,7 @@ def needs(folder: Path) -> dict[str, list[str]]:
         "model=transformers": ["model.name=vit", f"model.config={TINY_VIT}"],
         "model=resnet9": ["model.width=4", "model.bias=true"],
         "model=mlp": ["model.hidden=[16,16,16]"],
+        "precision=fp8": ["model=mlp", "model.hidden=[128,128]"],
         "model=own": ["model.target=pairwise_net.Net", "trust=[pairwise_net]"],
         "parallel=tensor": ["model=timm", "model.name=vit_tiny_patch16_224", f"model.kwargs={SMALL_VIT}"],
         "parallel=split": ["parallel.devices=[cpu,cpu]"],
