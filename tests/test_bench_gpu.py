@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -178,14 +179,15 @@ def test_the_compilers_cache_travels_where_it_is_small(tmp_path: Path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
     cache = campaign.cache_folder()
     (cache / "fxgraph").mkdir(parents=True)
-    (cache / "fxgraph" / "kernel").write_text("code")
-    (tmp_path / "carried").mkdir()
+    (cache / "fxgraph" / "kernel").write_bytes(kernel := random.Random(0).randbytes(400))
+    monkeypatch.setattr(campaign, "LARGEST", 350)  # of two pieces
     campaign.keep_cache(cache, tmp_path / "carried")
+    assert len(list((tmp_path / "carried").iterdir())) == 2
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
-    assert (campaign.cache_folder() / "fxgraph" / "kernel").read_text() == "code"
+    assert (campaign.cache_folder() / "fxgraph" / "kernel").read_bytes() == kernel
     monkeypatch.setattr(campaign, "LARGEST", 10)
     campaign.keep_cache(cache, tmp_path)
-    assert not (tmp_path / campaign.ARCHIVE).exists()
+    assert not list(tmp_path.glob(f"{campaign.ARCHIVE}*"))
 
 
 def test_a_timed_row_runs_alone(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def run(given: argparse.Namespace) -> int:
     summaries = {name: module.summary for name, module in modules.items()}
     work = Campaign(given.results, name, about, until, summaries, given.out)
     cores = os.cpu_count() or 1
-    jobs = given.jobs or max(1, 3 * cores // 8)
+    jobs = given.jobs or max(1, cores // 2)
     with tempfile.TemporaryDirectory() as folder:
         work.hidden += [f"{folder}/", *([str(given.out), f"{os.environ['TORCHINDUCTOR_CACHE_DIR']}/"] if given.out else [])]
         found: dict[str, list[Row]] = {}

@@ -381,16 +381,17 @@ def ordered(rows: Mapping[str, Sequence[Row]]) -> list[Row]:
 
 # --- the compiler's cache, which is kept beside the results where it is small enough to travel with them ---
 
-ARCHIVE = "compiler-cache.tar.gz"
+ARCHIVE = "compiler-cache.tar.gz"  # the first name of its pieces
 CARRIED = harness.ROOT / ".gpu"  # not of the checkout: what is brought along, wheels too
-LARGEST = 16 * 2**20  # bytes of the archive
+LARGEST, PIECES = 16 * 2**20, 2  # bytes of a file that comes back, and the pieces of an archive that travels
 
 
 def cache_folder() -> Path:
     """The folder of the compiler's cache in this call; it is filled from the archive that was carried, if one was."""
     folder = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/drivetrain-gpu-{os.getuid()}"))
-    if (CARRIED / ARCHIVE).exists() and not folder.exists():
-        with tarfile.open(CARRIED / ARCHIVE) as archive:
+    pieces = sorted(CARRIED.glob(f"{ARCHIVE}.*"))
+    if pieces and not folder.exists():
+        with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))) as archive:
             archive.extractall(folder, filter="data")
     return folder
 
@@ -402,8 +403,9 @@ def keep_cache(folder: Path, out: Path) -> None:
         for file in folder.rglob("*"):
             if file.is_file() and file.suffix != ".lock":
                 archive.add(file, file.relative_to(folder))
-    if packed.tell() > LARGEST:
+    if packed.tell() > LARGEST * PIECES:
         print(f"the compiler's cache does not travel: {packed.tell() / 2**20:.0f} MiB packed")
         return
     out.mkdir(parents=True, exist_ok=True)
-    (out / ARCHIVE).write_bytes(packed.getvalue())
+    for number, start in enumerate(range(0, packed.tell(), LARGEST)):
+        (out / f"{ARCHIVE}.{number}").write_bytes(packed.getvalue()[start : start + LARGEST])
