@@ -24,8 +24,7 @@ from drivetrain.measure.certify.judge import Entry, Trace
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile.doctor import Diagnosis, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
-from drivetrain.measure.profile.sampler import Line
-from drivetrain.measure.profile.step import Turn
+from drivetrain.measure.profile.step import Line, Turn
 from drivetrain.measure.report import report
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.tune import RangeTest

@@ -174,7 +174,8 @@ def _schema(given: argparse.Namespace) -> int:
 
 def _from(argv: Sequence[str]) -> int:
     """Write the recipe of a run of timm's, or print it, and say what of the run has no counterpart here."""
-    from drivetrain.measure.claims.export import as_comments, check_file
+    from drivetrain.measure import verbs
+    from drivetrain.measure.claims.export import as_comments
 
     devices = next((word.partition("=")[2] for word in argv if key_of(word) == "devices"), "1")
     tool, source, *rest = [*(word for word in argv if key_of(word) != "devices"), "", ""]
@@ -193,7 +194,7 @@ def _from(argv: Sequence[str]) -> int:
     )
     said = as_comments([f"not translated: {line}" for line in found.left]) + said
     file = Path(rest[0]) if len(rest) == 3 else None
-    check_file(file)
+    verbs.check_file(file)
     if file is None:
         echo(said, end="")
         return DONE

@@ -40,10 +40,11 @@ def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:
 T = TypeVar("T")
 
 
-def split(arguments: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
+def split(arguments: Sequence[str], kind: type[T], verb: str = "", recipe: Path | None = None) -> tuple[T, list[str]]:
     """Return the command's settings and the remaining arguments, which override the run.
 
-    `kind` is a dataclass: its fields are the names and types of the settings. Raises UserError with every problem found.
+    `kind` is a dataclass: its fields are the names and types of the settings. A `verb` measures runs from their beginning, and
+    `recipe` is a file that it is to write. Raises UserError with every problem found.
     """
     takes = schema.of(kind)
     problems: list[str] = []
@@ -52,4 +53,26 @@ def split(arguments: Sequence[str], kind: type[T]) -> tuple[T, list[str]]:
     problems += takes.problems("", values)
     if problems:
         raise UserError(problems)
-    return kind(**values), [argument for argument in arguments if argument not in own]
+    check_file(recipe)
+    overrides = [argument for argument in arguments if argument not in own]
+    if verb:
+        refuse_resume(verb, overrides)
+    return kind(**values), overrides
+
+
+def refuse_resume(command: str, overrides: Sequence[str]) -> None:
+    """Raise UserError for resume=…, because measuring starts every run at its beginning."""
+    if any(key_of(override) == "resume" for override in overrides):
+        raise UserError(f"drivetrain {command} measures runs from their beginning: leave resume= out")
+
+
+def check_file(file: Path | None) -> None:
+    """Raise UserError where a recipe cannot be written to this file, before anything is measured for it."""
+    if file is None:
+        return
+    if file.suffix not in (".yaml", ".yml"):
+        raise UserError(f"{file}: a recipe's file ends in .yaml")
+    if file.exists():
+        raise UserError(f"{file} is there already: remove it or name another file")
+    if not file.parent.is_dir():
+        raise UserError(f"{file}: there is no folder {file.parent}")

@@ -16,22 +16,25 @@ from torch.autograd import DeviceType
 from drivetrain.core.device import Clock
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile import doctor, step
-from drivetrain.measure.profile.sampler import (
+from drivetrain.measure.profile.step import (
+    DATA,
+    END,
     SAMPLE_S,
     Attribution,
     Found,
     Line,
+    Looked,
     Operation,
     Recorder,
-    Sampler,
     Site,
     Spent,
-    Times,
+    Turn,
     _Instants,
     attribute,
     find,
+    sampled,
+    together,
 )
-from drivetrain.measure.profile.step import DATA, END, Looked, Turn
 
 NOTHING, BACKWARD = Found(), Found(in_backward=True)
 
@@ -111,12 +114,13 @@ def test_reading_in_other_processes_is_divided_by_reading_here():
 
 
 def watched(work, seen):
-    """A sampler that has watched work until `seen(sampler.spent)`."""
-    sampler = Sampler(lambda: "micro_batch", watched.__code__)
-    while not seen(sampler.spent):
-        with sampler.watching():
+    """Samples of work, which is done until they are enough."""
+    spent = {}
+    while not seen(spent):
+        with sampled(lambda: "micro_batch", watched.__code__) as (_, more):
             work()
-    return sampler
+        spent = together([spent, more])
+    return spent
 
 
 def test_the_sampler_sees_where_a_thread_sleeps_and_where_it_computes():
@@ -136,11 +140,11 @@ def test_the_sampler_sees_where_a_thread_sleeps_and_where_it_computes():
 
 
 def test_time_without_work_is_told_from_time_on_a_core_and_time_that_waits_for_one_counts_nowhere():
-    now = Times(0.0, 0.0, 0.0)
+    now = Spent()
     instants = _Instants(lambda: now, lambda frame: ("micro_batch", frame))
     for _ in range(100):
-        for name, wall, own, busy in (("sleeps", 0.01, 0.01, 0.0), ("computes", 0.01, 0.01, 0.01), ("queues", 0.01, 0.0, 0.0)):
-            now = Times(now.wall + wall, now.own + own, now.busy + busy)
+        for name, busy, waits in (("sleeps", 0.0, 0.01), ("computes", 0.01, 0.0), ("queues", 0.0, 0.0)):
+            now += Spent(busy, waits, 0.01)
             instants.count(name)
     found = {name: (spent.busy, spent.waits) for (_, name), spent in instants.spent.items()}
     expected = {"sleeps": (0.0, 1.0), "computes": (1.0, 0.0), "queues": (0.0, 0.0)}
@@ -150,7 +154,7 @@ def test_time_without_work_is_told_from_time_on_a_core_and_time_that_waits_for_o
 def test_shares_are_right_where_most_time_is_in_calls_that_cannot_be_interrupted():
     """A call of C is looked at when it returns, Python code at once: neither may gain by it."""
     now = 0.0
-    instants = _Instants(lambda: Times(now, now, now), lambda frame: ("micro_batch", frame))
+    instants = _Instants(lambda: Spent(now, 0.0, now), lambda frame: ("micro_batch", frame))
     pause = SAMPLE_S
     for _ in range(200):
         now += 0.004  # one call
@@ -189,7 +193,7 @@ def test_the_backwards_own_time_is_not_that_of_a_hook_which_it_calls():
     def own(spent, is_it):
         return sum(seconds.own for (_, found), seconds in spent.items() if is_it(found))
 
-    spent = watched(backward, lambda spent: own(spent, lambda found: found.in_backward) > 0.1).spent
+    spent = watched(backward, lambda spent: own(spent, lambda found: found.in_backward) > 0.1)
     in_hook = own(spent, lambda found: found.site is not None and found.site.code.co_name == "hook")
     assert in_hook < 0.1 * own(spent, lambda found: found.in_backward)
 

@@ -43,7 +43,6 @@ from drivetrain.measure.benchmark.variants import (
     compose,
     proven,
     refuse_bad,
-    refuse_resume,
     swept,
 )
 from drivetrain.measure.benchmark.variants import columns as of_target
@@ -159,10 +158,6 @@ class Row:
         pairs = list(zip(*self.speeds(base), strict=True))
         return sum(mine < share * theirs for mine, theirs in pairs) >= len(pairs) / 2 + 1
 
-    def times_to(self, target: str) -> TimesToTarget:
-        """The times when the variant's seeds reached a target."""
-        return TimesToTarget.of(self.label, self.verdict.runs if self.verdict is not None else (), target)
-
     @property
     def gain(self) -> Interval | None:
         """The ratio that decides whether it is worth it: of the whole run where its length is known, else of the updates."""
@@ -275,7 +270,8 @@ class Comparison:
 
     def times(self) -> list[TimesToTarget]:
         """The times when each variant's seeds reached the target."""
-        return [row.times_to(self.target or "") for row in self.rows]
+        runs = [row.verdict.runs if row.verdict is not None else () for row in self.rows]
+        return [TimesToTarget.of(row.label, each, self.target or "") for row, each in zip(self.rows, runs, strict=True)]
 
     def order(self) -> list[int]:
         """The numbers of the rows: as they were given, or with a target the soonest there first."""
@@ -438,16 +434,11 @@ def fastest(comparison: Comparison) -> int | None:
     return max(good, key=lambda n: good[n]) if good else None
 
 
-def spoken(comparison: Comparison) -> list[str]:
-    """The name of each variant in a sentence."""
-    first, *others = names(comparison)
-    subjects = [comparison.subject.format(name.removeprefix("+ ").removeprefix("− ")) for name in others]
-    return [f"the run {first}" if first in AS_IT else first, *subjects]
-
-
 def headline(comparison: Comparison) -> str:
     """The answer: which variant is soonest at the target, where there is one, which is the fastest, and what starts late."""
-    said = spoken(comparison)
+    first, *others = names(comparison)
+    subjects = [comparison.subject.format(name.removeprefix("+ ").removeprefix("− ")) for name in others]
+    said = [f"the run {first}" if first in AS_IT else first, *subjects]  # each variant's name in a sentence
     on_target = [] if comparison.target is None else [_on_target(comparison, said)]
     return " ".join([*on_target, _on_speed(comparison, said), *_on_start(comparison, said)])
 
@@ -657,10 +648,12 @@ class _Scale:
         )
 
 
-def run(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[Comparison, list[VariantSpec]]:
-    """Compare the variants, show and save what was found, and return it. Raises UserError where there is nothing to compare."""
-    settings, overrides = verbs.split(argv, Settings)
-    refuse_resume("compare", overrides)
+def run(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> tuple[Comparison, list[VariantSpec]]:
+    """Compare the variants, show and save what was found, and return it; a `recipe` is to be written of it.
+
+    Raises UserError where there is nothing to compare.
+    """
+    settings, overrides = verbs.split(argv, Settings, "compare", recipe)
     specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
@@ -707,13 +700,15 @@ def techniques(baseline: Job, recipe: Job) -> Changes:
 
 
 def ablate(
-    argv: Sequence[str], config_dirs: Sequence[str] = (), needs_steps: bool = False
+    argv: Sequence[str], config_dirs: Sequence[str] = (), file: Path | None = None
 ) -> tuple[dict[str, Comparison], list[VariantSpec]]:
-    """Measure the tables, show and save them; return them, the steps first, and the variants of the last that was measured."""
-    settings, overrides = verbs.split(argv, AblationSettings)
-    if needs_steps and "steps" not in settings.tables:
+    """Measure the tables, show and save them; return them, the steps first, and the variants of the last that was measured.
+
+    `file`: the recipe that is to be written of the last step.
+    """
+    settings, overrides = verbs.split(argv, AblationSettings, "ablate", file)
+    if file is not None and "steps" not in settings.tables:
         raise UserError("--recipe hands on the last of the steps, the whole recipe: tables= must have steps")
-    refuse_resume("ablate", overrides)
     if not settings.tables:
         raise UserError("tables=[] measures nothing: leave it out, or name some of alone, without and steps")
     recipe, baseline = settings.recipe, settings.baseline

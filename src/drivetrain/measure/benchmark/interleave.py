@@ -72,8 +72,13 @@ class TimedBlock:
 
     def scaled(self, factor: float) -> TimedBlock:
         """Return the block as if it had `factor` times the updates; the times of single updates are those that were measured."""
-        seconds, updates, samples = factor * self.seconds, round(factor * self.updates), round(factor * self.samples)
-        return TimedBlock(seconds, updates, samples, factor * self.data_wait_s, self.step_s, self.peak_memory)
+        return replace(
+            self,
+            seconds=factor * self.seconds,
+            updates=round(factor * self.updates),
+            samples=round(factor * self.samples),
+            data_wait_s=factor * self.data_wait_s,
+        )
 
     def __add__(self, other: TimedBlock) -> TimedBlock:
         return TimedBlock(

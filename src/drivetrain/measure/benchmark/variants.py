@@ -160,12 +160,6 @@ def _choices(job: SweepJob, config_dirs: Sequence[str]) -> Mapping[str, object]:
         return {}
 
 
-def refuse_resume(command: str, overrides: Sequence[str]) -> None:
-    """Raise UserError for resume=…, because measuring starts every run at its beginning."""
-    if any(key_of(override) == "resume" for override in overrides):
-        raise UserError(f"drivetrain {command} measures runs from their beginning: leave resume= out")
-
-
 MEBIBYTE = 2**20
 
 
@@ -387,7 +381,9 @@ def trainings(
                 job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None and sets_target else [])])
                 job.told = spec.label in told
                 if alone:
-                    result = _run_alone(job, place, signals)
+                    words = ["--quiet", *job.composed.overrides, f"hydra.run.dir={format_value(str(place))}"]
+                    errors = in_new_interpreter("drivetrain.cli.child", words, job.composed.config_dirs, signals, quiet=True)
+                    result = Result.read(place) or Result(error="; ".join(errors))
                 else:
                     told.add(spec.label)
                     result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
@@ -405,10 +401,3 @@ def trainings(
 def in_turns(variants: Sequence[int], number: int) -> Sequence[int]:
     """The order in which variants are trained with the seed of this number: a machine's drift is not one variant's alone."""
     return variants if number % 2 == 0 else variants[::-1]
-
-
-def _run_alone(job: Job, folder: Path, signals: SignalForwarder) -> Result:
-    """Train in a new interpreter, which ends with this process."""
-    words = ["--quiet", *job.composed.overrides, f"hydra.run.dir={format_value(str(folder))}"]
-    errors = in_new_interpreter("drivetrain.cli.child", words, job.composed.config_dirs, signals, quiet=True)
-    return Result.read(folder) or Result(error="; ".join(errors))

@@ -35,7 +35,7 @@ from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare
 from drivetrain.measure.benchmark.compare import Row
-from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, refuse_resume, trainings
+from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, trainings
 from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
 from drivetrain.recipe import places
@@ -490,7 +490,7 @@ def table_of(changes: Sequence[Change]) -> Table:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain bisect`; return its exit code."""
-    settings, words = verbs.split(argv, Settings)
+    settings, words = verbs.split(argv, Settings, "bisect")
     _check(settings, words)
     subsets = prepare(words, config_dirs, settings.quality)
     began, bad = time.monotonic(), baseline_job([subsets.bad])
@@ -562,7 +562,6 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
 
 def _check(settings: Settings, words: Sequence[str]) -> None:
     """Raise UserError for words that are not GOOD, BAD and overrides, and for too few rounds or seeds."""
-    refuse_resume("bisect", words)
     if len(words) < 2:
         raise UserError(
             f"drivetrain bisect wants GOOD and BAD, each a run's directory, a recipe or overrides in quotes: given {len(words)}"

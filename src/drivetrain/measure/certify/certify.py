@@ -252,7 +252,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     settings, words = verbs.split(argv, Settings)
     at = words.index("against") if "against" in words else len(words)
     overrides, against = words[:at], words[at + 1 :]
-    variants.refuse_resume("certify", [*overrides, *against])
+    verbs.refuse_resume("certify", [*overrides, *against])
     job = prepare_job(variants.without_saving(overrides), config_dirs)
     changes = against if "against" in words else plain_changes(job.run)
     if "against" not in words and not changes:

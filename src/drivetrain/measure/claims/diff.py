@@ -13,7 +13,7 @@ from drivetrain.core.errors import DONE, UserError
 from drivetrain.core.overrides import key_of
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.measure.benchmark import variants
+from drivetrain.measure import verbs
 from drivetrain.measure.report import report
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
@@ -29,7 +29,7 @@ NOT_SHOWN = ("run", "folder", "updates made", "error")  # of the report's table
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe diff`; return its exit code."""
-    variants.refuse_resume("recipe diff", argv)
+    verbs.refuse_resume("recipe diff", argv)
     names = [argument for argument in argv if "=" not in argument or places.is_address(argument) or Path(argument).exists()]
     overrides = [argument for argument in argv if argument not in names]
     if len(names) != 2:

@@ -101,18 +101,6 @@ def of_the_run(row: Row, base: Row) -> list[str]:
     return lines
 
 
-def check_file(file: Path | None) -> None:
-    """Raise UserError where a recipe cannot be written to this file, before anything is measured for it."""
-    if file is None:
-        return
-    if file.suffix not in (".yaml", ".yml"):
-        raise UserError(f"{file}: a recipe's file ends in .yaml")
-    if file.exists():
-        raise UserError(f"{file} is there already: remove it or name another file")
-    if not file.parent.is_dir():
-        raise UserError(f"{file}: there is no folder {file.parent}")
-
-
 def as_comments(lines: Sequence[str]) -> str:
     """The lines as YAML comments, with control characters and line breaks removed."""
     return "".join(f"# {printable(line)}\n" for line in lines)
@@ -120,8 +108,7 @@ def as_comments(lines: Sequence[str]) -> str:
 
 def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain compare`, which writes the file `recipe` if there is one; return its exit code."""
-    check_file(recipe)
-    done, specs = comparing.run(overrides, config_dirs)
+    done, specs = comparing.run(overrides, config_dirs, recipe)
     if recipe is not None:
         hand_on("compare", recipe, done, specs, range(1, len(specs)))
     return FAILED if done.failed else DONE
@@ -129,8 +116,7 @@ def compare(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path 
 
 def ablate(overrides: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain ablate`, which writes the last of the steps to the file `recipe`, if there is one; return its exit code."""
-    check_file(recipe)
-    comparisons, specs = comparing.ablate(overrides, config_dirs, needs_steps=recipe is not None)
+    comparisons, specs = comparing.ablate(overrides, config_dirs, recipe)
     if recipe is not None:
         hand_on("ablate", recipe, next(iter(comparisons.values())), specs, [len(specs) - 1])
     return FAILED if any(done.failed for done in comparisons.values()) else DONE
@@ -241,7 +227,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
             "drivetrain recipe export needs a run's directory, or those of several seeds, and then the file to write (*.yaml) "
             "unless it is to be printed"
         )
-    check_file(file)
+    verbs.check_file(file)
     text = export([Path(word) for word in words], settings)
     if file is None:
         echo(text, end="")

@@ -310,7 +310,7 @@ def verify(
     It forks, so the calling process must not have used CUDA.
     """
     settings, claim, problems = settings or Settings(), recipe.claim, []
-    variants.refuse_resume("recipe verify", overrides)
+    verbs.refuse_resume("recipe verify", overrides)
     if claim is None:
         raise UserError(
             f"{recipe.path}: nothing claimed: it has no `claim:`. `drivetrain recipe export` and `drivetrain compare` write one"

@@ -633,8 +633,7 @@ def whole(stages: Sequence[Forecast]) -> Figure:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
     """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
-    settings, overrides = verbs.split([_quoted(word) for word in argv], Settings)
-    variants.refuse_resume("forecast", overrides)
+    settings, overrides = verbs.split([_quoted(word) for word in argv], Settings, "forecast")
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
         planned, stages = forecast(overrides, config_dirs, settings)

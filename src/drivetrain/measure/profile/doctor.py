@@ -24,7 +24,7 @@ from drivetrain.measure.benchmark import compare, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row, no_gain
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
-from drivetrain.measure.claims.export import check_file, recommend
+from drivetrain.measure.claims.export import recommend
 from drivetrain.measure.intervals import Interval
 from drivetrain.runtime import Runtime
 from drivetrain.ui.output import echo
@@ -32,8 +32,7 @@ from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
-    from drivetrain.measure.profile.sampler import Line
-    from drivetrain.measure.profile.step import StepProfile
+    from drivetrain.measure.profile.step import Line, StepProfile
 
 
 # The least share of the time that is reported: of waiting (for data, ranks, evaluation) and of saving.
@@ -68,7 +67,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
     own = [*_own_lines(profile), *(_threads(profile) if ranks == 1 else ())]  # ranks share the cores
     yield from own
     # The cost of the user's lines does not shrink with a larger batch, and too many workers disturb the measurement of one.
-    if all(problem.share < MIN_CERTAIN for problem in own) and _workers(job) <= usable_cores():
+    if all(problem.share < MIN_CERTAIN for problem in own) and job.run.loader.num_workers <= usable_cores():
         yield from _batch(profile, job)
     yield from _compute(profile, job)
 
@@ -76,7 +75,7 @@ def diagnose(profile: StepProfile, job: Job, ranks: int = 1) -> Iterator[Problem
 def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
     cores, loader, wait = usable_cores(), job.run.named("loader"), profile.waits_for_data
     reading = f"; reading a batch of {profile.micro_batch} takes {profile.read_ms:.1f} ms" if profile.read_ms is not None else ""
-    workers = _workers(job)
+    workers = job.run.loader.num_workers
     if workers > cores:
         yield Problem(
             max(wait.middle, MIN_WAIT),
@@ -95,10 +94,6 @@ def _data(profile: StepProfile, job: Job) -> Iterator[Problem]:
         candidates += [f"loader=workers loader.num_workers={2 * cores}"]  # for readers that wait instead of computing
         verdict, evidence = f"the step waits for data {share:.0%} of its time", _range(wait, ": the wait is {}")
         yield Problem(share, "data", verdict, f"{loader}{evidence}{reading}{where}", tuple(candidates))
-
-
-def _workers(job: Job) -> int:
-    return job.run.loader.num_workers
 
 
 def _ranks(profile: StepProfile, job: Job, ranks: int) -> Iterator[Problem]:
@@ -424,11 +419,9 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
 def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
     """Profile a run's step, show where its time goes, try what could help, and return what was found."""
-    settings, overrides = verbs.split(argv, Settings)
-    check_file(recipe)
+    settings, overrides = verbs.split(argv, Settings, "doctor", recipe)
     if recipe is not None and not settings.prove:
         raise UserError(f"--recipe {recipe} is for what was measured, and prove=false measures nothing: leave one of them out")
-    variants.refuse_resume("doctor", overrides)
     job = prepare_job(overrides, config_dirs)
     ranks = job.run.parallel.ranks() if job.run.parallel.distributed else 1
     one_rank = _one_rank(job, ranks) if ranks > 1 else []
@@ -450,7 +443,12 @@ def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path |
     folder, commands = verbs.folder(job, "doctor"), []
     if settings.prove:
         found.gains = prove(found, overrides, config_dirs, settings)
-        commands = _recommend_best(found.gains, overrides, folder, config_dirs, recipe)
+        if found.gains:
+            row, base = found.gains[0]
+            commands = recommend("doctor", overrides, row.label.split(), config_dirs, base, row, folder, file=recipe)
+        else:
+            unwritten = f"; {recipe} is not written" if recipe else ""
+            echo(f"\nno candidate is faster beyond doubt: the run stays as it is{unwritten}")
     verbs.write(folder, "doctor", sheet(found, commands), ["doctor", *argv], found.as_dict())
     return found
 
@@ -519,14 +517,3 @@ def _combine(candidates: Sequence[str]) -> str:
         if not groups_of(candidate.split()) & groups_of(" ".join(chosen).split()):
             chosen.append(candidate)
     return " ".join(chosen)
-
-
-def _recommend_best(
-    gains: list[Gain], overrides: list[str], folder: Path, config_dirs: Sequence[str], recipe: Path | None
-) -> list[str]:
-    """Print the best gain as a command, and write it as a recipe; return the commands."""
-    if not gains:
-        echo("\nno candidate is faster beyond doubt: the run stays as it is" + (f"; {recipe} is not written" if recipe else ""))
-        return []
-    row, base = gains[0]
-    return recommend("doctor", overrides, row.label.split(), config_dirs, base, row, folder, file=recipe)

@@ -276,7 +276,8 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
             row[3:] = _verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)
     header = ["config", f"{of or 'mean'} ± deviation", "seeds", "against the first", "because"]
     if target is not None:
-        times = [_times_to(target, list(by_seed.values())) for by_seed in configs]
+        reached = [[run.to_target(target) or (None, None) for run in by_seed.values()] for by_seed in configs]
+        times = [TimesToTarget("", [s for s, _ in each], [updates for _, updates in each]) for each in reached]
         for row, each in zip(rows, times, strict=True):
             when = f", after {each.when} (median)" if math.isfinite(each.median) else ""
             row.append(f"{each.reached} of {len(each.seconds)} seeds{when}")
@@ -287,12 +288,6 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
 
 def _said(target: Target) -> str:
     return "target" if target is None else str(target) if isinstance(target, Reach) else f"{target:.4g}"
-
-
-def _times_to(target: float | Reach, runs: Sequence[RunFiles]) -> TimesToTarget:
-    """The times when runs reached a target."""
-    reached = [run.to_target(target) or (None, None) for run in runs]
-    return TimesToTarget("", [seconds for seconds, _ in reached], [updates for _, updates in reached])
 
 
 def _task(by_seed: dict[int, RunFiles]) -> str:
@@ -346,7 +341,7 @@ def sheet_of(runs: Sequence[RunFiles], asked: Target = None, folder: Path = Path
         runs = sorted(runs, key=lambda run: (run.to_target(asked) or (math.inf,))[0])
     found = table(runs, target, ranked)
     called = [row[0] for row in found.texts()]
-    drawn = _best(runs, MAX_CURVES)
+    drawn = [runs[n] for n in sorted(sorted(range(len(runs)), key=lambda n: rank(runs[n]))[:MAX_CURVES])]  # as they were started
     shown = [f"Curves are those of the best {MAX_CURVES}."] if len(runs) > MAX_CURVES else []
     if not seeds.rows and len(runs) > 1:
         shown.append("Each config ran with one seed. Several, as in runtime.seed=0,1,2, tell whether a difference is chance.")
@@ -397,11 +392,6 @@ def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool,
     rows = [[Drawn(str(name), file=file), *row] for file, (name, *row) in zip(files, found.rows, strict=True)]
     found = replace(found, rows=rows)
     return replace(found, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
-
-
-def _best(runs: Sequence[RunFiles], most: int) -> list[RunFiles]:
-    """The `most` best runs by their metric, in the order in which they were started."""
-    return [runs[n] for n in sorted(sorted(range(len(runs)), key=lambda n: rank(runs[n]))[:most])]
 
 
 def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:

@@ -41,7 +41,7 @@ from drivetrain.measure.benchmark.variants import (
     trainings,
 )
 from drivetrain.measure.changes import apply, groups_of, unchanged, with_channels_last
-from drivetrain.measure.claims.export import check_file, recommend
+from drivetrain.measure.claims.export import recommend
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages.charts import Curve
@@ -297,9 +297,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain tune`; return its exit code. The proven recipe goes to the file `recipe`, if there is one."""
-    settings, overrides = verbs.split(argv, Settings)
-    check_file(recipe)
-    variants.refuse_resume("tune", overrides)
+    settings, overrides = verbs.split(argv, Settings, "tune", recipe)
     job = prepare_job(overrides, config_dirs)
     if settings.target is not None:
         if settings.what not in ("all", "batch") or recipe is not None:
