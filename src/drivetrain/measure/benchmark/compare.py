@@ -51,7 +51,6 @@ from drivetrain.measure.intervals import EQUIVALENCE, MIN_PAIRS, Interval, ratio
 from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
-from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Sheet, Table, figure, folded, remarks, under, words
 
@@ -570,7 +569,8 @@ def sections(comparison: Comparison) -> list[Section]:
         "not distinguish the two."
     )
     of_variants = [
-        Curve(name, [(float(n), rate) for n, rate in enumerate(row.rates, 1)]) for name, row in zip(called, rows, strict=True)
+        charts.Curve(name, [(float(n), rate) for n, rate in enumerate(row.rates, 1)])
+        for name, row in zip(called, rows, strict=True)
     ]
     drawn = charts.curves("Samples a second, round by round", of_variants, "round", zero=True)
     return [

@@ -34,7 +34,6 @@ from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environ
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare
-from drivetrain.measure.benchmark.compare import Row
 from drivetrain.measure.benchmark.variants import Trained, VariantSpec, baseline_job, trainings
 from drivetrain.measure.changes import Change, Changes, apply, in_order
 from drivetrain.measure.intervals import EQUIVALENCE, Interval, deviation, mean, ratio
@@ -193,10 +192,10 @@ class Measurer:
     def add(self, variant: VariantSpec, figures: list[float], is_over: IsOver) -> str | None:
         """Add figures until it is over; return why the variant fails, where it does. Raises GoodFails."""
 
-        def ratios(row: Row, base: Row) -> list[float]:
+        def ratios(row: compare.Row, base: compare.Row) -> list[float]:
             return [mine / theirs for mine, theirs in zip(row.rates, base.rates, strict=False)]
 
-        def stop(rows: Sequence[Row]) -> Sequence[Row]:
+        def stop(rows: Sequence[compare.Row]) -> Sequence[compare.Row]:
             return [row for row in rows[1:] if is_over(*ratios(row, rows[0]))]  # none where the variant has failed
 
         good = self.subsets.variant(())

@@ -22,7 +22,6 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
-from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.variants import Facts, VariantSpec, trainings
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import places
@@ -270,7 +269,7 @@ class Verified:
     recipe: Recipe
     answers: list[Answer]
     job: Job
-    comparison: Comparison | None  # with the baseline, where a speed is claimed
+    comparison: compare.Comparison | None  # with the baseline, where a speed is claimed
     runs: list[Facts]  # that were trained
 
     @property
@@ -383,7 +382,7 @@ def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence
     return seen
 
 
-def judge(claim: Claim, base: Row, row: Row, kind: str | None = None) -> Answer:
+def judge(claim: Claim, base: compare.Row, row: compare.Row, kind: str | None = None) -> Answer:
     """The answer on a claim of speed whose variants were measured again, on a device of this kind."""
     speed = claim.speed
     assert speed is not None

@@ -21,11 +21,8 @@ from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import intervals, verbs
 from drivetrain.measure.benchmark import compare, variants
-from drivetrain.measure.benchmark.compare import Comparison, Row, no_gain
-from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.changes import apply, groups_of, with_channels_last
 from drivetrain.measure.claims.export import recommend
-from drivetrain.measure.intervals import Interval
 from drivetrain.runtime import Runtime
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
@@ -204,11 +201,9 @@ def _of_step(line: Line) -> str:
     return f"{line.share:.0%}{_range(line.interval)} of the step{backward}"
 
 
-def _range(interval: Interval, form: str = " ({})") -> str:
+def _range(interval: intervals.Interval, form: str = " ({})") -> str:
     """An interval of shares in words; "" where it has no width."""
-    if interval.low == interval.high:
-        return ""
-    return form.format(f"{100 * interval.low:.0f} to {interval.high:.0%}")
+    return form.format(f"{100 * interval.low:.0f} to {interval.high:.0%}") if interval.low != interval.high else ""
 
 
 def _what(line: Line) -> str:
@@ -240,10 +235,8 @@ def _batch(profile: StepProfile, job: Job) -> Iterator[Problem]:
 def _compute(profile: StepProfile, job: Job) -> Iterator[Problem]:
     """The verdict where nothing else is wrong: how to compute faster."""
     top = max((k for k in profile.phases if k not in ("data wait", "communication")), key=lambda k: profile.phases[k])
-    candidates = []
-    precisions = ["precision=bf16"] if job.run.precision.full_float32 else []
-    layouts = with_channels_last(job.run)
-    candidates += [*precisions, *layouts]
+    precisions, layouts = ["precision=bf16"] if job.run.precision.full_float32 else [], with_channels_last(job.run)
+    candidates = [*precisions, *layouts]
     if not job.run.compile.active:
         candidates.append("compile=inductor")
     if job.run.checkpointing.active:
@@ -320,7 +313,12 @@ def profiled(found: Diagnosis) -> list[Section]:
         notes.append(
             "of the time of an update: " + ", ".join(f"{name} {share:.0%}" for name, share in profile.utilization.items())
         )
-    return [_phases(profile), words(*notes), _lines(profile), _beside(profile)]
+    saving = f"{1e3 * profile.saving_s:.0f} ms" if profile.saving_s is not None else "–"
+    beside = Table(("beside the updates", "time"), [  # costs that are paid once, or now and then
+        ("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s"),
+        ("an evaluation", f"{profile.evaluation_s:.2f} s"), ("a checkpoint", saving),
+    ], "Beside the updates")  # fmt: skip
+    return [_phases(profile), words(*notes), _lines(profile), beside]
 
 
 def _phases(profile: StepProfile) -> Table:
@@ -331,15 +329,6 @@ def _phases(profile: StepProfile) -> Table:
     rows.append(("an update", f"{total:.2f} ms", "100%", ""))
     bars = {SHARE: [*phases.values(), total]}
     return Table(("phase", "time", SHARE, RANGE), rows, "Phases", sortable=True, bars=bars)
-
-
-def _beside(profile: StepProfile) -> Table:
-    """The table of costs that are no part of an update: they are paid once, or now and then."""
-    saving = f"{1e3 * profile.saving_s:.0f} ms" if profile.saving_s is not None else "–"
-    return Table(("beside the updates", "time"), [
-        ("an update, not profiled", f"{profile.step_ms:.2f} ms"), ("start-up, once", f"{profile.start_s:.1f} s"),
-        ("an evaluation", f"{profile.evaluation_s:.2f} s"), ("a checkpoint", saving),
-    ], "Beside the updates")  # fmt: skip
 
 
 def _lines(profile: StepProfile) -> Table:
@@ -353,7 +342,7 @@ def _lines(profile: StepProfile) -> Table:
     return Table(header, rows, "Lines", sortable=True, bars=bars)
 
 
-def _between(figure: Interval, form: str) -> str:
+def _between(figure: intervals.Interval, form: str) -> str:
     return f"{form.format(figure.middle)} ({form.format(max(0.0, figure.low))} to {form.format(figure.high)})"
 
 
@@ -376,7 +365,7 @@ class Settings:
     prove: bool = True  # measure the overrides that could help; false: only profile
 
 
-Gain = tuple[Row, Row]  # of overrides that are faster than the run as it is, and that of the run as it is
+Gain = tuple[compare.Row, compare.Row]  # of overrides that are faster than the run as it is, and that of the run as it is
 
 
 @dataclass
@@ -387,7 +376,7 @@ class Diagnosis:
     problems: list[Problem]
     gains: list[Gain]
     notes: list[str] = field(default_factory=list)
-    comparisons: dict[str, Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
+    comparisons: dict[str, compare.Comparison] = field(default_factory=dict)  # by title: what was measured to find the gains
 
     def as_dict(self) -> JsonObject:
         """The findings as plain values: doctor.json."""
@@ -480,7 +469,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     """
     candidates = list(dict.fromkeys(c for problem in found.problems for c in problem.overrides))
 
-    def variant(label: str, changes: str) -> VariantSpec:  # with the run's own saving, which may be the problem
+    def variant(label: str, changes: str) -> variants.VariantSpec:  # with the run's own saving, which may be the problem
         return variants.compose(label, apply(overrides, changes.split(), config_dirs), config_dirs, own_saving=True)
 
     base = variant("as it is", "")
@@ -491,7 +480,8 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
     logger.info("measuring %d overrides", len(specs))
     echo()
     benchmark = compare.Settings(rounds=settings.rounds, block_s=settings.block_s)
-    done = found.comparisons["What could help, each by itself"] = compare.measure([base, *specs], benchmark, overrides, no_gain)
+    done = compare.measure([base, *specs], benchmark, overrides, compare.no_gain)
+    found.comparisons["What could help, each by itself"] = done
     done.raise_if_baseline_failed()
     compare.sheet(done).show()
     faster = [row for row in done.rows[1:] if row.gain is not None and row.gain.low > 1]

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -43,7 +44,6 @@ from drivetrain.core.errors import Diverged
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.microbatch import MicroBatch, one_update
 from drivetrain.core.torch_patches import threads_set_by
-from drivetrain.core.trees import Tree
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.engine.callbacks import CallbackStep
@@ -54,7 +54,6 @@ from drivetrain.engine.update_step import UpdateStep
 from drivetrain.measure import intervals
 from drivetrain.measure.benchmark.interleave import WARMUP_UPDATES
 from drivetrain.measure.forecast.replay import bandwidth
-from drivetrain.measure.intervals import Interval
 from drivetrain.precision.base import backpropagate
 from drivetrain.saving import checkpoint_io
 
@@ -80,9 +79,8 @@ class Site(NamedTuple):
     @property
     def line(self) -> int:
         """The number of its line."""
-        positions = list(self.code.co_positions())
-        at = self.instruction // 2
-        return (positions[at][0] if 0 <= at < len(positions) else None) or self.code.co_firstlineno
+        number, *_ = next(islice(self.code.co_positions(), max(0, self.instruction // 2), None), (None,))
+        return number or self.code.co_firstlineno
 
     @property
     def place(self) -> str:
@@ -177,13 +175,17 @@ def sampled(phase: Callable[[], str], root: CodeType, helpers: bool = False) -> 
     """
     instants = _Instants(thread_clock(), lambda frame: (phase(), find(frame, root)))
     looks: defaultdict[tuple[str, Found], Counter[Found]] = defaultdict(Counter)
-    found: dict[tuple[str, Found], Spent] = {}
+    samples: defaultdict[tuple[str, Found], Spent] = defaultdict(Spent)
     with ExitStack() as watchers:
         watchers.enter_context(_interrupted(instants))
         if helpers:
             watchers.enter_context(_looked_at(phase, root, looks))
-        yield thread_clock(), found
-    found |= together({place: seconds} for place, seconds in _divided(instants.spent, looks))
+        yield thread_clock(), samples
+    for place, seconds in instants.spent.items():  # where it waited for others, by what was seen of these
+        seen = looks.get(place) or Counter({place[1]: 1})
+        for found, count in seen.items():
+            part = count / seen.total()
+            samples[place[0], found] += Spent(part * seconds.busy, part * seconds.waits)
 
 
 class _Instants:
@@ -286,17 +288,6 @@ def _elsewhere(thread: int) -> Iterator[Found]:
             yield found
 
 
-def _divided(
-    spent: dict[tuple[str, Found], Spent], looks: dict[tuple[str, Found], Counter[Found]]
-) -> Iterator[tuple[tuple[str, Found], Spent]]:
-    """Divide the time in which the thread waited for others by what was seen of these."""
-    for place, seconds in spent.items():
-        seen = looks.get(place) or Counter({place[1]: 1})
-        for found, count in seen.items():
-            part = count / seen.total()
-            yield (place[0], found), Spent(part * seconds.busy, part * seconds.waits)
-
-
 def thread_clock() -> Clocks:
     """A clock of the calling thread, which begins now. Only Linux tells how long it waits for a core: elsewhere it never does."""
     queue = f"/proc/self/task/{threading.get_native_id()}/schedstat"
@@ -357,18 +348,14 @@ class Operation:
         return self.layer and not self.wide and not self.wasted
 
 
-@dataclass
 class Recorder(TorchDispatchMode):
     """Records operations while it is entered. Its own time, which is more than theirs, is not in theirs."""
 
-    phase: Callable[[], str]
-    clock: Clock
-    root: CodeType
-    small_size: int  # elements
-    operations: list[Operation] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, phase: Callable[[], str], clock: Clock, root: CodeType, small_size: int) -> None:
+        """`small_size`: the elements of a tensor that is small."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.phase, self.clock, self.root, self.small_size = phase, clock, root, small_size
+        self.operations: list[Operation] = []
         self._of_node: dict[int, Operation] = {}
         self._marks: list[tuple[Operation, bool, Mark, Mark]] = []
         self._visited: set[int] = set()
@@ -461,12 +448,10 @@ def _has_weights(args: tuple[object, ...]) -> bool:
 
 
 def _describe(operation: Operation, out: object, small_size: int) -> None:
-    if not isinstance(out, torch.Tensor):
-        out = next((o for o in out if isinstance(o, torch.Tensor)), None) if isinstance(out, tuple | list) else None
-    if out is not None:
-        operation.wide = out.dtype in (torch.float64, torch.complex128)
-        operation.small = out.numel() <= small_size
-        operation.creates = operation.name in FACTORIES and out.device.type == "cpu"
+    if tensors := [o for o in (out if isinstance(out, tuple | list) else [out]) if isinstance(o, torch.Tensor)]:
+        operation.wide = tensors[0].dtype in (torch.float64, torch.complex128)
+        operation.small = tensors[0].numel() <= small_size
+        operation.creates = operation.name in FACTORIES and tensors[0].device.type == "cpu"
 
 
 MAX_OVERHEAD_MS = 0.01  # of one operation, for the engine of the backward and for recording it
@@ -504,7 +489,7 @@ class Line:
     looks: tuple[float, ...] = ()  # `share` in each of several looks
 
     @property
-    def interval(self) -> Interval:
+    def interval(self) -> intervals.Interval:
         """`share` and its 95 % interval, by its spread over the looks; without these it has no width."""
         return intervals.around(self.share, self.looks)
 
@@ -695,12 +680,12 @@ class Looked(Attribution):
     cores: int  # that these threads may use; of an accelerator's host no more than they use
 
     @property
-    def all_cores(self) -> Interval:
+    def all_cores(self) -> intervals.Interval:
         """The time of an update with a thread for each core, divided by its time as it is."""
         return intervals.ratio([turn.all_cores_s for turn in self.turns], [turn.step_s for turn in self.turns])
 
     @property
-    def waits_for_data(self) -> Interval:
+    def waits_for_data(self) -> intervals.Interval:
         """The share of an update in which it waits for data, with its interval."""
         shares = [turn.phases.get(DATA, 0.0) / (sum(turn.phases.values()) or 1.0) for turn in self.turns]
         return intervals.around(self.phases.get(DATA, 0.0) / sum(self.phases.values()), shares)
@@ -725,37 +710,34 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
     looks: list[Attribution] = []
     turns: list[Turn] = []
 
-    def block(once: Callable[[], None], clock: Clocks) -> int:
+    def block(once: Callable[[], None], clock: Clocks) -> tuple[int, Spent]:
         count = 0
         # On a busy machine it takes longer until as much of the run was seen.
         while not count or ((now := clock()).own < block_s and now.wall < MAX_SLOWER * block_s):
             once()
             count += 1
         synchronize(trainer.device)
-        return count
+        return count, clock()
 
     for _ in range(LOOKS):
         synchronize(trainer.device)
-        clock = thread_clock()
-        updates = block(lambda: update(trainer, stream), clock)
-        plain, took, step_s = plain + updates, took + clock(), clock().own / updates
-        all_cores_s = step_s
+        updates, seconds = block(lambda: update(trainer, stream), thread_clock())
+        plain, took = plain + updates, took + seconds
+        step_s = all_cores_s = seconds.own / updates
         if threads < cores:
             with computing_with(cores):
                 update(trainer, stream)  # the first one starts the threads
-                clock = thread_clock()
-                updates = block(lambda: update(trainer, stream), clock)
-                all_cores_s = clock().own / updates
+                updates, seconds = block(lambda: update(trainer, stream), thread_clock())
+                all_cores_s = seconds.own / updates
         with sampled(lambda: stream.phase, update.__code__, helpers) as (clock, spent):
-            seen = block(lambda: update(trainer, stream), clock)
-        counted += block(phases.update, thread_clock())
+            seen, _ = block(lambda: update(trainer, stream), clock)
+        counted += block(phases.update, thread_clock())[0]
         recorder = Recorder(
             lambda: stream.phase, ThreadClock() if on_cpu else clock_for(trainer.device), update.__code__, small_size
         )
         with recorder.recording():
             update(trainer, stream)
-        flops = measured(trainer.device, trainer.log.mfu.number_format)
-        turns.append(Turn(step_s, all_cores_s, flops, phases.taken()))
+        turns.append(Turn(step_s, all_cores_s, measured(trainer.device, trainer.log.mfu.number_format), phases.taken()))
         looks.append(attribute(spent, recorder.operations, 1, busy, seen))
         samples.append(spent)
         watched, recorded = watched + seen, recorded + recorder.operations
@@ -1012,7 +994,7 @@ def _larger_batch(trainer: Trainer, micro: MicroBatch) -> float | None:
     step = trainer.step.with_forward(trainer.evaluator.forward)  # not compiled: a compiler would compile for the larger batch too
     loss_sum = torch.zeros((), device=trainer.device)
 
-    def seconds(x: Tree, y: Tree) -> float:
+    def seconds(x: trees.Tree, y: trees.Tree) -> float:
         began = time.perf_counter()
         step.micro_batch(dataclasses.replace(micro, x=x, y=y), loss_sum)
         step.zero_grad()

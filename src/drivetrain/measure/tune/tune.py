@@ -44,7 +44,6 @@ from drivetrain.measure.changes import apply, groups_of, unchanged, with_channel
 from drivetrain.measure.claims.export import recommend
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
-from drivetrain.ui.pages.charts import Curve
 from drivetrain.ui.progress import Steps
 from drivetrain.ui.sheet import Part, Sheet, Table, commands, sentence, under, words
 
@@ -121,7 +120,7 @@ def range_test(trainer: Trainer, updates: int) -> RangeTest:
 def chart(tested: RangeTest) -> str:
     """The loss against the rate."""
     marks = [("steepest", tested.steepest), ("lowest / 10", tested.bound), ("configured", tested.configured)]
-    curve = Curve("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
+    curve = charts.Curve("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
     named = [(name, rate) for name, rate in marks if rate is not None]
     return charts.curves(
         "Loss, smoothed, over the learning rate", [curve], "learning rate (logarithmic)", log_x=True, marks=named
