@@ -158,7 +158,8 @@ def _own_lines(profile: StepProfile) -> Iterator[Problem]:
             verdict = f"a line of your own takes {line.share:.0%} of the step"
             yield Problem(line.share, "line", verdict, f"{line.place}: `{line.text}`: {_of_step(line)}: {_what(line)}")
         else:
-            spread[line.function].append(line)
+            file, _, function = line.place.rpartition(" in ")
+            spread[f"{function} in {file.rpartition(':')[0]}"].append(line)
         if line.host_reads:
             yield Problem(
                 max(0.0 if profile.device == "cpu" else line.share, HOST_READ_SHARE),
@@ -221,14 +222,13 @@ def _what(line: Line) -> str:
 
 def _batch(profile: StepProfile, job: Job) -> Iterator[Problem]:
     if profile.larger_batch is not None and profile.larger_batch > UNFILLED:
-        size = job.run.batch.size(0)
         yield Problem(
             (1 - 1 / profile.larger_batch) / 2,
             "batch",
             "the batch is too small to fill the device",
             f"a batch of four times {profile.micro_batch} samples gives {profile.larger_batch:.1f} times the samples a second: "
             "a step's fixed costs outweigh its computation",
-            (f"batch.global_batch={4 * size}", "compile=step", "compile=inductor", "optimizer.fused=true"),
+            (f"batch.global_batch={4 * job.run.batch.size(0)}", "compile=step", "compile=inductor", "optimizer.fused=true"),
         )
 
 

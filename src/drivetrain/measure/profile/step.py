@@ -291,13 +291,11 @@ def _elsewhere(thread: int) -> Iterator[Found]:
 def thread_clock() -> Clocks:
     """A clock of the calling thread, which begins now. Only Linux tells how long it waits for a core: elsewhere it never does."""
     queue = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-    has_queue = os.path.exists(queue)
 
     def clock() -> Spent:
         queued = 0.0
-        if has_queue:
-            with open(queue, "rb", buffering=0) as file:
-                queued = int(file.read(128).split()[1]) / 1e9
+        with suppress(FileNotFoundError), open(queue, "rb", buffering=0) as file:
+            queued = int(file.read(128).split()[1]) / 1e9
         wall, busy = time.perf_counter(), time.thread_time()
         return Spent(busy, wall - queued - busy, wall)
 
@@ -429,7 +427,6 @@ class Recorder(TorchDispatchMode):
                 operation.ms += ms
         for operation in self.operations:
             operation.wasted = not operation.frozen and not any(n in self._visited for n in operation.nodes)
-        self._marks.clear()
 
 
 class ThreadClock(Clock):
@@ -492,12 +489,6 @@ class Line:
     def interval(self) -> intervals.Interval:
         """`share` and its 95 % interval, by its spread over the looks; without these it has no width."""
         return intervals.around(self.share, self.looks)
-
-    @property
-    def function(self) -> str:
-        """`function in file`."""
-        file, _, function = self.place.rpartition(" in ")
-        return f"{function} in {file.rpartition(':')[0]}"
 
 
 @dataclass
