@@ -344,11 +344,15 @@ def measure(
             verdicts = quality.judge(specs, settings, progress, trained)
     reach = quality.reach_of(settings, first.run) if settings.quality else None
     target = str(reach) if reach is not None else None
-    rows = rows_of(target)
-    facts = environment.describe(list(overrides), first.config_hash, {})
-    notes = list(notes_on(runnable, verdicts))
-    seconds = time.perf_counter() - began
-    return Comparison(rows, notes, list(overrides), settings, facts, seconds, target=target)
+    return Comparison(
+        rows_of(target),
+        list(notes_on(runnable, verdicts)),
+        list(overrides),
+        settings,
+        environment.describe(list(overrides), first.config_hash, {}),
+        seconds=time.perf_counter() - began,
+        target=target,
+    )
 
 
 def _after_trials(spec: VariantSpec) -> VariantSpec:
@@ -724,35 +728,34 @@ def ablate(
         raise UserError(f"recipe={recipe} and baseline={baseline} do not differ with these overrides")
     beside = f" with {len(overrides)} override{'s' * (len(overrides) != 1)}" if overrides else ""  # what both sides have
     trained: Trained = {}  # the runs of all three comparisons, which have variants in common
+    comparisons: dict[str, Comparison] = {}
 
-    def measured(title: str, name: str, chosen: dict[str, list[Change]], subject: str) -> tuple[Comparison, list[VariantSpec]]:
+    def measured(title: str, said: str, name: str, chosen: dict[str, list[Change]], subject: str) -> list[VariantSpec]:
         """Measure the baseline with each variant's techniques, or the recipe without; `subject` is what a sentence calls it."""
-        echo(f"\n{title}")
+        echo(f"\n{said}")
         given = [f"recipe={name}", *overrides]
         specs = [compose(f"{name}{beside}", given, config_dirs)]
         for label, changes in chosen.items():
             words = removed.overrides([removals[c.key] for c in changes]) if name == recipe else added.overrides(changes)
             specs.append(compose(label, [*given, *words], config_dirs))
-        done = measure(specs, settings, overrides, trained=trained)
+        done = comparisons[title] = measure(specs, settings, overrides, trained=trained)
         done.raise_if_baseline_failed()
         done.subject = subject
         sheet(done).show()
-        return done, specs
+        return specs
 
-    comparisons = {}
     if "alone" in settings.tables:
-        alone = {f"+ {t.label}": [t] for t in found}
-        plus, specs = measured(f"{baseline} + each", baseline, alone, f"{baseline} with {{}}")
-        comparisons[f"{baseline} and one technique more"] = plus
-        found = _by_gain(found, plus)
+        alone, title = {f"+ {t.label}": [t] for t in found}, f"{baseline} and one technique more"
+        specs = measured(title, f"{baseline} + each", baseline, alone, f"{baseline} with {{}}")
+        found = _by_gain(found, comparisons[title])
     if "without" in settings.tables:
-        without = {f"− {t.label}": [t] for t in found}
-        minus, specs = measured(f"{recipe} − each", recipe, without, f"{recipe} without {{}}")
-        comparisons[f"{recipe} and one technique less"] = minus
+        without, title = {f"− {t.label}": [t] for t in found}, f"{recipe} and one technique less"
+        specs = measured(title, f"{recipe} − each", recipe, without, f"{recipe} without {{}}")
     if "steps" in settings.tables:
         steps = {f"+ {technique.label}": found[: n + 1] for n, technique in enumerate(found)}
-        ladder, specs = measured(f"from {baseline} to {recipe}", baseline, steps, f"{baseline} with all up to {{}}")
-        comparisons = {f"From {baseline} to {recipe}, step by step": ladder, **comparisons}
+        title = f"From {baseline} to {recipe}, step by step"
+        specs = measured(title, f"from {baseline} to {recipe}", baseline, steps, f"{baseline} with all up to {{}}")
+        comparisons = {title: comparisons.pop(title), **comparisons}
     echo()
     content = {title: done.as_dict() for title, done in comparisons.items()}
     shown = ablation_sheet(recipe, baseline, comparisons, overrides)

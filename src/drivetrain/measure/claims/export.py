@@ -66,10 +66,13 @@ def claim_of(row: Row, against: dict[str, object]) -> Claim | None:
     (middle, low, high), verdict = (round(value, 3) for value in row.ratio), row.verdict
     speed = Speed(middle, (low, high), Against(against), verdict.outcome if verdict else None)
     runs = [run.facts for run in verdict.runs if run.facts is not None] if verdict else []
-    found = measured_by(runs, verdict.metric if verdict else None)
-    versions = {name: str(environment.version(name)) for name in SOFTWARE}
-    device = Device(row.device_type, str(row.device))
-    return Claim(speed=speed, device=device, versions=versions, measured=time.strftime("%Y-%m-%d"), **found)
+    return Claim(
+        speed=speed,
+        device=Device(row.device_type, str(row.device)),
+        versions={name: str(environment.version(name)) for name in SOFTWARE},
+        measured=time.strftime("%Y-%m-%d"),
+        **measured_by(runs, verdict.metric if verdict else None),
+    )
 
 
 def measured_by(runs: Sequence[Facts], metric: str | None, of_set: str | None = None) -> JsonObject:
@@ -244,10 +247,18 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
 def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     """The recipe of these runs, which differ in their seed alone: its origin as comments, and a claim where they have measured.
 
-    Raises UserError where they are no runs, are not complete, or differ in more.
+    Raises UserError where they are no runs, one is given twice, they are not complete, or differ in more.
     """
-    runs = read_runs(run_dirs)
-    runs.sort(key=_seed)
+    problems = [
+        f"{folder} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
+        for folder in run_dirs
+        if not (folder / "recipe.yaml").is_file()
+    ]
+    if len({folder.resolve() for folder in run_dirs}) < len(run_dirs):
+        problems.append("a run's directory is given twice: name each once")
+    if problems:
+        raise UserError(problems)
+    runs = sorted(map(reader.read, run_dirs), key=_seed)
     recipes.read_of_run(runs[0].path)
     asked = settings if settings is not None and settings != Settings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
@@ -272,20 +283,6 @@ def _origin(runs: Sequence[RunFiles]) -> str:
         f"and of the same with other seeds: {', '.join(others)}" if others else "",
     ]
     return as_comments([line for line in lines if line])
-
-
-def read_runs(run_dirs: Sequence[Path]) -> list[RunFiles]:
-    """The files of runs. Raises UserError for each directory that is none, and for one that is given twice."""
-    problems = [
-        f"{folder} is no run's directory (no recipe.yaml in it): name one such as outputs/<date>/<time>-<id>"
-        for folder in run_dirs
-        if not (folder / "recipe.yaml").is_file()
-    ]
-    if len({folder.resolve() for folder in run_dirs}) < len(run_dirs):
-        problems.append("a run's directory is given twice: name each once")
-    if problems:
-        raise UserError(problems)
-    return [reader.read(folder) for folder in run_dirs]
 
 
 def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
