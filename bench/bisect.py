@@ -52,13 +52,10 @@ class Simulated:
     def measure(self, chosen: Subset, decided: Callable[[Interval], bool]) -> Measured:
         """Add rounds until the interval decides the question, or the rounds are used."""
         mine = self.rates.setdefault(chosen, [])
-        while len(mine) < LEAST_ROUNDS or (len(mine) < self.rounds and not decided(self._interval(mine))):
+        while len(mine) < LEAST_ROUNDS or (len(mine) < self.rounds and not decided(log_ratio(mine))):
             wide = OUTLIER if self.draw.random() < OUTLIERS else 1.0
             mine.append(math.exp(self.effect(chosen) + self.draw.gauss(0.0, wide * NOISE)))
-        return Measured(self._interval(mine), len(mine))
-
-    def _interval(self, mine: list[float]) -> Interval:
-        return log_ratio(mine)
+        return Measured(log_ratio(mine), len(mine))
 
 
 def repeat(kind: str, share: float, seed: int, rounds: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from itertools import accumulate
 from typing import Any
 
 from bench.harness import at, in_process, parse, table, write
@@ -79,51 +79,33 @@ def _configuration(draw: random.Random, networks: list[str]) -> list[str]:
 
 def measure(overrides: list[str]) -> dict[str, Any]:
     """Train some updates of a run, as its loop would; peak bytes of the allocator, and milliseconds of an update."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from drivetrain.core.world import World
     from drivetrain.debug.profile import silence_profiler
-    from drivetrain.engine import build
-    from drivetrain.engine.context import RunContext
+    from drivetrain.engine import child
     from drivetrain.launch.job import prepare
+    from drivetrain.measure.profile.step import update
 
     silence_profiler()
     job = prepare([*overrides, "saving=none", "runtime.device=cpu", "runtime.threads=1"])
-    context, before = RunContext(job.run, World(), Path(os.devnull)), _storages()
-    trainer = build.build(context, [])
-    trainer.endless()
-    trainer.model.train()
-    loss_sum = torch.zeros(())
-    stream = trainer.read()
-
-    def update() -> float:
-        began = time.thread_time()
-        for micro in stream:
-            trainer.step.micro_batch(micro, loss_sum)
-            if micro.last:
-                break
-        trainer.step.update()
-        trainer.ema.update()
-        trainer.step.zero_grad()
-        return time.thread_time() - began
-
-    there = _there(trainer, before)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for _ in range(2):
-            update()
-    events: Any = profiler.profiler
-    now = most = 0
-    for _, nbytes in sorted((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]"):
-        now += nbytes
-        most = max(most, now)
-    update()
     taken: list[float] = []
-    while len(taken) < UPDATES or sum(taken) < ENOUGH_S:
-        taken.append(update())
-        if sum(taken) > MOST_S and len(taken) >= 3:
-            break
-    context.on_exit.close()
+    with ExitStack() as undone:
+        before = _storages()
+        trainer = child.built(job.run, True, undone)
+        trainer.endless()
+        trainer.model.train()
+        stream, there = trainer.read(), _there(trainer, before)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for _ in range(2):
+                update(trainer, stream)
+        events: Any = profiler.profiler
+        memory = sorted((e.start_ns(), e.nbytes()) for e in events.kineto_results.events() if e.name() == "[memory]")
+        most = max(accumulate(nbytes for _, nbytes in memory))
+        update(trainer, stream)
+        while (len(taken) < UPDATES or sum(taken) < ENOUGH_S) and not (sum(taken) > MOST_S and len(taken) >= 3):
+            began = time.thread_time()
+            update(trainer, stream)
+            taken.append(time.thread_time() - began)
     return {"peak_bytes": there + most, "ms": 1e3 * statistics.median(taken), "updates": len(taken)}
 
 

@@ -54,11 +54,7 @@ class BlockSync:
 
     def watch(self, loss: Callable[[], float]) -> None:
         """`loss` is read before the first block and after the last: the marker that the variant trained."""
-        self._loss, self._first = loss, loss()
-
-    def mark(self, first: float) -> None:
-        """The first marker, where it is known only once the first block is under way."""
-        self._first = first
+        self._loss, self.first = loss, loss()  # the latter is set anew where it is known only once the first block is under way
 
     def __call__(self, updates: int) -> None:
         """Hand over the block's time when the device has done its work; `updates` is the variant's own count of all it made.
@@ -69,7 +65,7 @@ class BlockSync:
         now = _clocks()
         self._connection.send(None if self._began is None else tuple(b - a for a, b in zip(self._began, now, strict=True)))
         if self._connection.recv() == "stop":
-            self._connection.send({"updates": updates, "loss_first": self._first, "loss_last": self._loss()})
+            self._connection.send({"updates": updates, "loss_first": self.first, "loss_last": self._loss()})
             raise Done
         self._began = _clocks()
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from drivetrain.core.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, digits
 from drivetrain.engine.trainer import Trainer
-from drivetrain.launch.job import Job, prepare
+from drivetrain.launch.job import prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.measure import changes
 from drivetrain.measure.benchmark import quality
@@ -154,12 +154,10 @@ HARMLESS = {
 }
 
 
+VARIANTS = {"same": {SAME: Variant()}, "break": BREAKS, "harmless": HARMLESS}  # by kind and name
+
+
 # --- the campaign ---
-
-
-def variants_of(kind: str) -> dict[str, Variant]:
-    """Name → variant of one kind."""
-    return {"same": {SAME: Variant()}, "break": BREAKS, "harmless": HARMLESS}[kind]
 
 
 def trained(variant: Variant, seed: int) -> TrainedRun:
@@ -173,14 +171,8 @@ def trained(variant: Variant, seed: int) -> TrainedRun:
     return trained_run(run, seed)
 
 
-@cache
-def _job(overrides: tuple[str, ...]) -> Job:
-    return prepare([*OVERRIDES, *overrides])
-
-
-@cache
-def _base_run(seed: int) -> TrainedRun:
-    return trained(Variant(), seed)
+_job = cache(lambda overrides: prepare([*OVERRIDES, *overrides]))
+_base_run = cache(partial(trained, Variant()))  # of a seed
 
 
 def judged(variant: Variant, repeat: int, plan: quality.Plan, shift: int = 0) -> Verdict:
@@ -205,7 +197,7 @@ def _repeat(task: tuple[int, dict[str, int], quality.Plan]) -> list[tuple[str, V
     digits.read_digits = cache(digits.read_digits)
     found = []
     for kind, times in repeats.items():
-        for name, variant in variants_of(kind).items() if repeat < times else ():
+        for name, variant in VARIANTS[kind].items() if repeat < times else ():
             shift = SEEDS_OF_A_REPEAT // 2 if name == SAME else 0
             found.append((name, judged(variant, repeat, plan, shift)))
     return found
@@ -214,7 +206,7 @@ def _repeat(task: tuple[int, dict[str, int], quality.Plan]) -> list[tuple[str, V
 def campaign(repeats: dict[str, int], processes: int, out: Path) -> dict[str, Any]:
     """All verdicts, by kind and variant, as the result file has them; the file is written after each repeat."""
     began, plan = time.perf_counter(), quality.Plan()
-    verdicts: dict[str, list[Verdict]] = {name: [] for kind in repeats for name in variants_of(kind)}
+    verdicts: dict[str, list[Verdict]] = {name: [] for kind in repeats for name in VARIANTS[kind]}
     tasks = [(number, repeats, plan) for number in range(max(repeats.values()))]
     content: dict[str, Any] = {}
     with multiprocessing.get_context("fork").Pool(processes) as pool:
@@ -225,7 +217,7 @@ def campaign(repeats: dict[str, int], processes: int, out: Path) -> dict[str, An
             content = {
                 "overrides": OVERRIDES, "seeds": plan.seeds, "max_seeds": plan.max_seeds,
                 "seconds": time.perf_counter() - began, "repeats": done,
-                **{kind: {name: _summary(verdicts[name]) for name in variants_of(kind)} for kind in repeats},
+                **{kind: {name: _summary(verdicts[name]) for name in VARIANTS[kind]} for kind in repeats},
             }  # fmt: skip
             write(out, content)
     return content

@@ -113,23 +113,20 @@ def run(words: Sequence[str], place: Path, kill: Kill | None, reference: Referen
         if whom and kill is not None:
             struck.append(f"{kill.by} to {whom} {f'before: {call}' if call else f'after {kill.at * reference.seconds:.1f} s'}")
 
-    timer: threading.Timer | None = None
-    if kill is not None and reference is not None and kill.way == "call":
-        tracer = Tracer(process.pid, place / "outputs", 1 + int(kill.at * reference.calls), strike)
-    else:
-        tracer = Tracer(process.pid, place / "outputs")
-        if kill is not None and reference is not None:
-            timer = threading.Timer(kill.at * reference.seconds, strike)
-            timer.start()
+    at, after_s = None, 2 * LIMIT_S  # the call, or the moment, at which it is struck
+    if kill is not None and reference is not None:
+        at = 1 + int(kill.at * reference.calls) if kill.way == "call" else None
+        after_s = kill.at * reference.seconds if kill.way == "moment" else after_s
+    tracer, timer = Tracer(process.pid, place / "outputs", at, strike), threading.Timer(after_s, strike)
+    timer.start()
     try:
         _, err = process.communicate(timeout=LIMIT_S)
         code: int | None = process.returncode
     except subprocess.TimeoutExpired:
         command.kill_all(process)
         code, err = None, process.communicate()[1]
-    if timer is not None:
-        timer.cancel()
-        timer.join()
+    timer.cancel()
+    timer.join()
     tracer.join(LIMIT_S)
     return Ended(code, err, "; ".join(struck)), tracer.count
 

@@ -57,7 +57,7 @@ def take(sync: BlockSync, epoch: Callable[[], Iterator[Any]]) -> None:
         stream = epoch()
         first = next(stream)
         if not images:
-            sync.mark(time.perf_counter() - began)
+            sync.first = time.perf_counter() - began
         assert first.ndim == 4, first.shape
         images += len(first) + sum(map(len, stream))
         sync(images)

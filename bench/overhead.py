@@ -20,6 +20,7 @@ import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -191,7 +192,7 @@ def hand_everyday(work: Work, sync: BlockSync, fused: bool | None = None) -> Non
     x, y, model, optimizer = start(work, sync, fused)
     parameters = list(model.parameters())
     window, updates, total = work.steps * work.batch, 0, torch.zeros(())
-    with Report(work) as report:
+    with reporting(work) as report:
         for order in epochs(work, sync, x):
             for begin in range(0, len(x), window):
                 for at in range(begin, begin + window, work.batch):
@@ -218,7 +219,7 @@ def accelerate_everyday(work: Work, sync: BlockSync) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.steps)
     model, optimizer = accelerator.prepare(module, sgd)
     updates, total = 0, torch.zeros(())
-    with Report(work) as report:
+    with reporting(work) as report:
         for order in epochs(work, sync, x):
             for begin in range(0, len(x), work.batch):
                 with accelerator.accumulate(model):
@@ -241,7 +242,7 @@ def lightning_everyday(work: Work, sync: BlockSync) -> None:
     """Lightning's accumulation, clipping, logging and progress bar; its logger writes our JSONL."""
     from lightning.pytorch.loggers.logger import Logger
 
-    with Report(work, progress=False) as report:
+    with reporting(work, progress=False) as report:
 
         class Jsonl(Logger):
             name, version = "jsonl", 0
@@ -258,24 +259,18 @@ def lightning_everyday(work: Work, sync: BlockSync) -> None:
         )  # fmt: skip
 
 
-class Report:
+@contextmanager
+def reporting(work: Work, progress: bool = True) -> Iterator[Callable[[int, float], None]]:
     """The loss to a JSONL and a line in the terminal: the least that a person would write."""
+    with tempfile.TemporaryFile("w") as file:
 
-    def __init__(self, work: Work, progress: bool = True) -> None:
-        self.work, self.progress = work, progress
+        def report(updates: int, loss: float) -> None:
+            file.write(json.dumps({"update": updates, "loss": loss, "lr": LR}) + "\n")
+            file.flush()
+            if progress:
+                print(f"\repoch {updates // work.updates}  update {updates}  loss {loss:.4f}", end="", flush=True)
 
-    def __enter__(self) -> Report:
-        self._file = tempfile.TemporaryFile("w")
-        return self
-
-    def __call__(self, updates: int, loss: float) -> None:
-        self._file.write(json.dumps({"update": updates, "loss": loss, "lr": LR}) + "\n")
-        self._file.flush()
-        if self.progress:
-            print(f"\repoch {updates // self.work.updates}  update {updates}  loss {loss:.4f}", end="", flush=True)
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+        yield report
 
 
 EVERYDAY = ("batch=accumulate", "batch.accumulation_steps=4", "clip=norm", f"log_every={LOG_EVERY}")

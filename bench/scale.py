@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from timeit import repeat
 from typing import Any
 
 from bench.harness import ROOT, before, parse, table, train, write
@@ -55,17 +56,20 @@ def on_ranks(ranks: int, task: str, *words: str) -> str:
 
 def overhead(rounds: int, updates: int) -> dict[str, Any]:
     """Ours over a hand-written DDP script, the same work on 2 ranks: ratios of the steps' medians, round by round."""
-    ratios, ours, theirs = [], [], []
+    pairs: list[dict[str, float]] = []
     for n in range(rounds):
         pair: dict[str, float] = {}
         for who in ("ours", "by hand") if n % 2 == 0 else ("by hand", "ours"):
             of_ours = who == "ours"
             step_ms = trained([*MLP, "parallel=ddp"], updates)["step_ms_p50"] if of_ours else on_ranks(2, "by_hand", str(updates))
             pair[who] = float(step_ms)
-        ours.append(pair["ours"])
-        theirs.append(pair["by hand"])
-        ratios.append(pair["ours"] / pair["by hand"])
-        print(f"overhead {n + 1}/{rounds}: {pair['ours']:.2f} ms, by hand {pair['by hand']:.2f} ms: {ratios[-1]:.3f}", flush=True)
+        pairs.append(pair)
+        print(
+            f"overhead {n + 1}/{rounds}: {pair['ours']:.2f} ms, by hand {pair['by hand']:.2f} ms, {pair['ours'] / pair['by hand']:.3f}",
+            flush=True,
+        )
+    ours, theirs = ([pair[who] for pair in pairs] for who in ("ours", "by hand"))
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return {"ratios": ratios, "median": statistics.median(ratios), "ours_ms": ours, "by_hand_ms": theirs}
 
 
@@ -176,14 +180,7 @@ def collectives() -> None:
             part.div_(ranks)
 
     calls: dict[str, Callable[[], object]] = {"all_reduce": lambda: dist.all_reduce(whole), "gather": gather, "scatter": scatter}
-    found = {}
-    for name, call in calls.items():
-        times = []
-        for _ in range(15):
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-        found[name] = 1e3 * statistics.median(times[3:])
+    found = {name: 1e3 * statistics.median(repeat(call, number=1, repeat=15)[3:]) for name, call in calls.items()}
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

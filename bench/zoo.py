@@ -33,7 +33,7 @@ from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, Settings, r
 from drivetrain.measure.intervals import mean
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Against, Claim, Memory, Reach, Speed
+from drivetrain.recipe.claim import Claim, Memory, Reach, Speed
 from drivetrain.run.reader import RunFiles, find
 from drivetrain.sweeps.store import SweepJob
 from drivetrain.sweeps.store import prepare as prepare_sweep
@@ -192,11 +192,10 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
     specs = [variants.compose(" ".join(plan.against), base_words), variants.compose(name, given)]
     base, job = (variants.baseline_job([spec]) for spec in specs)
     done = compare.measure(specs, compare.Settings(rounds=rounds), given)
-    compare_row = done.rows[1]
-    if compare_row.ratio is None:
-        raise RuntimeError(f"{name}: {compare_row.error or done.rows[0].error}")
-    middle, low, high = (round(value, 3) for value in compare_row.ratio)
-    return Speed(middle, (low, high), Against(export.against(job, base)))
+    claim = export.claim_of(done.rows[1], export.against(job, base))
+    if claim is None or claim.speed is None:
+        raise RuntimeError(f"{name}: {done.rows[1].error or done.rows[0].error}")
+    return claim.speed
 
 
 def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: Any) -> Claim | None:
