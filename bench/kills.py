@@ -115,8 +115,10 @@ def run(words: Sequence[str], place: Path, kill: Kill | None, reference: Referen
 
     at, after_s = None, 2 * LIMIT_S  # the call, or the moment, at which it is struck
     if kill is not None and reference is not None:
-        at = 1 + int(kill.at * reference.calls) if kill.way == "call" else None
-        after_s = kill.at * reference.seconds if kill.way == "moment" else after_s
+        if kill.way == "call":
+            at = 1 + int(kill.at * reference.calls)
+        else:
+            after_s = kill.at * reference.seconds
     tracer, timer = Tracer(process.pid, place / "outputs", at, strike), threading.Timer(after_s, strike)
     timer.start()
     try:

@@ -64,10 +64,8 @@ def overhead(rounds: int, updates: int) -> dict[str, Any]:
             step_ms = trained([*MLP, "parallel=ddp"], updates)["step_ms_p50"] if of_ours else on_ranks(2, "by_hand", str(updates))
             pair[who] = float(step_ms)
         pairs.append(pair)
-        print(
-            f"overhead {n + 1}/{rounds}: {pair['ours']:.2f} ms, by hand {pair['by hand']:.2f} ms, {pair['ours'] / pair['by hand']:.3f}",
-            flush=True,
-        )
+        by_hand = f"by hand {pair['by hand']:.2f} ms: {pair['ours'] / pair['by hand']:.3f}"
+        print(f"overhead {n + 1}/{rounds}: {pair['ours']:.2f} ms, {by_hand}", flush=True)
     ours, theirs = ([pair[who] for pair in pairs] for who in ("ours", "by hand"))
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return {"ratios": ratios, "median": statistics.median(ratios), "ours_ms": ours, "by_hand_ms": theirs}
