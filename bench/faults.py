@@ -29,7 +29,7 @@ from tests.support.command import Done
 
 from bench import harness
 
-HANGS_S = 100
+BECOME = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"  # a Python that becomes another program
 FILES = ("traced.py", "faulty_nets.py")  # beside the command
 
 # --- the faults: how each is planted, and what is stated of it ---
@@ -109,7 +109,7 @@ def link_checkpoints(place: Path) -> None:
 
 
 def pictures(bad: Callable[[Path], Any]) -> Prepare:
-    """A folder of pictures, one of which is bad."""
+    """A folder of pictures, one of which is made bad."""
 
     def make(place: Path) -> None:
         from PIL import Image
@@ -119,17 +119,14 @@ def pictures(bad: Callable[[Path], Any]) -> Prepare:
                 folder = command.empty(place / "pictures" / part / label)
                 for number in range(12):
                     Image.new("L", (8, 8), 20 * number).save(folder / f"{number}.png")
-        file = place / "pictures/train/a/3.png"
-        content = file.read_bytes()
-        file.unlink()
-        bad(file) if bad is not cut else cut(file, content)
+        bad(place / "pictures/train/a/3.png")
 
     return make
 
 
-def cut(file: Path, content: bytes = b"") -> None:
-    """Half of a picture."""
-    file.write_bytes(content[: len(content) // 2])
+def cut(file: Path) -> None:
+    """Leave half of a picture."""
+    os.truncate(file, file.stat().st_size // 2)
 
 
 def hold(place: Path) -> None:
@@ -209,8 +206,8 @@ FAULTS = (
     Fault("memory runs out on one rank", "exit 1, names the rank", 1, "rank 1: .*can't allocate memory", "out_of_memory", DDP, 1),
     Fault("a picture is cut short", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES, before=pictures(cut),
           resumes=False),
-    Fault("a picture is a FIFO", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES, before=pictures(os.mkfifo),
-          resumes=False),
+    Fault("a picture is a FIFO", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES,
+          before=pictures(lambda file: (file.unlink(), os.mkfifo(file))), resumes=False),
     Fault("a picture is a text", "exit 2, names the file; no run begins", 2, PICTURE, whole=PICTURES,
           before=pictures(lambda file: file.write_text("no picture")), resumes=False),
 )  # fmt: skip
@@ -272,17 +269,11 @@ def _run(fault: Fault, words: Sequence[str], place: Path) -> Done:
     env = {"FAULT": fault.strike, "FAULT_AT": str(UPDATE if fault.strike else 0), "FAULT_ONCE": str(place / "struck/once")}
     if fault.rank is not None:
         env["FAULT_RANK"] = str(fault.rank)
-    if not fault.wrap:
-        return command.train(*words, cwd=place, env={**env, **dict(fault.env)})
-    needs(fault.wrap[0])(place)
-    line = [*fault.wrap, sys.executable, *command.DRIVETRAIN, "train", "-q", *words]
-    try:
-        done = subprocess.run(
-            line, cwd=place, env=command.environment(env), capture_output=True, text=True, check=False, timeout=HANGS_S
-        )
-    except subprocess.TimeoutExpired:
-        return Done(124, "", f"hung for {HANGS_S} s")
-    return Done(done.returncode, done.stdout, done.stderr)
+    how: Sequence[str] = command.DRIVETRAIN
+    if fault.wrap:
+        needs(fault.wrap[0])(place)
+        how = ["-c", BECOME, *fault.wrap, sys.executable, *how]
+    return command.train(*words, cwd=place, how=how, env={**env, **dict(fault.env)})
 
 
 def _undo(place: Path) -> None:
