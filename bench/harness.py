@@ -395,15 +395,11 @@ def in_process(work: Callable[..., T], *args: Any) -> T:
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and theirs."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError, ValueError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(stat.parent.name))
-    found = list(children.get(pid, []))
-    for each in found:
-        found += children.get(each, [])
-    return found
+    found: list[int] = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += map(int, children.read_text().split())
+    return found + [each for child in found for each in descendants(child)]
 
 
 def at_once(rows: Iterable[tuple[Any, ...]], attempt: Callable[..., T], jobs: int, seconds: float = math.inf) -> Iterator[T]:

@@ -66,9 +66,8 @@ def take(sync: BlockSync, epoch: Callable[[], Iterator[Any]]) -> None:
 def peak_bytes() -> float:
     """This process's peak memory, and that of its largest child times their number."""
     own = 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     peaks = []
-    for child in children.read_text().split() if children.exists() else []:
+    for child in harness.descendants(os.getpid()):
         status = Path(f"/proc/{child}/status").read_text()
         peaks += [1024.0 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")]
     return own + sum(peaks)

@@ -241,19 +241,17 @@ def document(asked: Asked, groups: dict[str, list[str]], campaign: Campaign) -> 
         counted += f".\n{len(campaign.journal.ended)} runs covered them"
     else:
         made, counted = "python -m bench.pairwise --minutes 0", f"{counted}.\nThe other {left} were not trained for this page"
-    lines = [
-        "# Which options go together", "", f"{len(pairs)} pairs of options: {counted}.",
-        "", f"Written by `{made}` on a CPU ({harness.machine()['cpu']}).",
-        "", "## Refused together", "", "| pair | reason |", "|---|---|",
-    ]  # fmt: skip
-    lines += [f"| {' · '.join(sorted(pair))} | {' '.join(refused[pair].split())} |" for pair in sorted(refused, key=sorted)]
-    lines += ["", "## Not on this machine", "", "| option | reason |", "|---|---|"]
-    lines += [f"| {w} | {' '.join(r.split())} |" for w, r in asked.alone.items()]
-    lines += ["", "## Tried", "", "| group | options |", "|---|---|"]
-    lines += [f"| {group} | {' '.join(words)} |" for group, words in groups.items()]
-    if broken := [each for each in campaign.journal.ended if each.outcome == OPEN]:
-        lines += ["", "## Open", ""] + [f"- `{' '.join(each.words)}`: {' '.join(each.said.split())}" for each in broken]
-    return "\n".join(lines) + "\n"
+    together = [(" · ".join(sorted(pair)), " ".join(refused[pair].split())) for pair in sorted(refused, key=sorted)]
+    open_ = [f"- `{' '.join(e.words)}`: {' '.join(e.said.split())}\n" for e in campaign.journal.ended if e.outcome == OPEN]
+    parts = {
+        "Refused together": harness.markdown(("pair", "reason"), together),
+        "Not on this machine": harness.markdown(("option", "reason"), [(w, " ".join(r.split())) for w, r in asked.alone.items()]),
+        "Tried": harness.markdown(("group", "options"), [(group, " ".join(words)) for group, words in groups.items()]),
+        **({"Open": "".join(open_)} if open_ else {}),
+    }
+    text = f"{len(pairs)} pairs of options: {counted}.\n\nWritten by `{made}` on a CPU ({harness.machine()['cpu']}).\n"
+    under = [f"\n## {title}\n\n{part}" for title, part in parts.items()]
+    return "".join(["# Which options go together\n\n", text, *under])
 
 
 def refusals(asked: Asked, campaign: Campaign) -> dict[Pair, str]:
