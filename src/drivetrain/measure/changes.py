@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from typing import Any
 
 from drivetrain.config.catalog import LISTS, options, still_applies
@@ -225,15 +226,8 @@ def _keys(prefix: str, section: dict[str, Any]) -> Iterator[str]:
 
 def _merged(old: Sequence[str], new: Sequence[str]) -> list[str]:
     """All names of two lists whose common names have the same order, in an order that both keep."""
-    merged: list[str] = []
-    rest = list(new)
-    for name in old:
-        if name in new:
-            at = rest.index(name)
-            merged += rest[:at]
-            rest = rest[at + 1 :]
-        merged.append(name)
-    return merged + rest
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return [name for kind, i, j, k, n in blocks for name in (*old[i:j], *(new[k:n] if kind != "equal" else ()))]
 
 
 def _without_changes(stage: str) -> str:

@@ -85,14 +85,10 @@ def deviation(values: Sequence[float]) -> float:
 
 def _wilcoxon_cut(n: int, tail: float) -> int | None:
     """The number of Walsh averages outside the interval on each side: the largest k with P(signed-rank sum < k) ≤ tail."""
-    counts = [1]  # ways to reach each signed-rank sum with the ranks so far
+    import numpy as np
+
+    ways = np.ones(1)  # to reach each signed-rank sum with the ranks so far
     for rank in range(1, n + 1):
-        longer = counts + [0] * rank
-        for total, ways in enumerate(counts):
-            longer[total + rank] += ways
-        counts = longer
-    below, k = 0, 0
-    while below + counts[k] <= tail * 2**n:
-        below += counts[k]
-        k += 1
+        ways = np.append(ways, np.zeros(rank)) + np.append(np.zeros(rank), ways)
+    k = int(np.searchsorted(np.cumsum(ways), tail * 2**n, side="right"))
     return k - 1 if k else None

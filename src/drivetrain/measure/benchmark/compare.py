@@ -225,11 +225,8 @@ def no_gain(rows: Sequence[Row]) -> list[Row]:
 
 def behind(rows: Sequence[Row]) -> list[Row]:
     """The variants without gain, and those that are clearly slower than the best one so far."""
-
-    def mean_log_ratio(row: Row) -> float:  # as ratios are estimated from logarithms
-        return statistics.fmean(math.log(mine / theirs) for mine, theirs in zip(*row.speeds(rows[0]), strict=True))
-
-    best = max(rows, key=mean_log_ratio)
+    pairs = {row: zip(*row.speeds(rows[0]), strict=True) for row in rows}
+    best = max(rows, key=lambda row: statistics.geometric_mean([mine / theirs for mine, theirs in pairs[row]]))
     return [row for row in rows[1:] if row.is_slower(rows[0]) or row.is_slower(best, NEAR_BEST)]
 
 

@@ -11,9 +11,7 @@ for as long as they live (memory layout and the like): rounds in one pair of pro
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
-import operator
 import os
 import shutil
 import signal
@@ -347,8 +345,8 @@ class StagedVariant(Variant):
         """Run a block of each stage. Times are scaled, so that each stage has its share of the updates."""
         blocks = [(variant.timed_block(), share) for variant, share in self._variants]
         updates = sum(block.updates for block, _ in blocks)
-        scaled = [block.scaled(share * updates / block.updates) for block, share in blocks]
-        return functools.reduce(operator.add, scaled)
+        first, *others = (block.scaled(share * updates / block.updates) for block, share in blocks)
+        return sum(others, first)
 
     def stop(self) -> None:
         for variant, _ in self._variants:
@@ -385,10 +383,9 @@ def run_rounds(
         round_s = time.monotonic() - began
         if variants[0].error is not None:
             break
-        live = [variant for variant in live if variant.error is None]
-        for variant in stopped(live):
+        for variant in stopped([variant for variant in live if variant.error is None]):
             variant.stopped_after = number + 1
-        live = [variant for variant in live if variant.stopped_after is None]
+        live = [variant for variant in live if variant.error is None and variant.stopped_after is None]
         if live == list(variants[:1]) and len(variants) > 1:
             break
 

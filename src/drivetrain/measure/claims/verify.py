@@ -240,9 +240,9 @@ ALL = (
 
 def chance_of_fewer(reached: int, n: int, claimed: int, of: int) -> float:
     """Fisher's exact test: the chance that so few of `n` new seeds reach a target, if they are like the `of` claimed ones."""
-    good, bad = reached + claimed, n + of - reached - claimed
-    ways = sum(math.comb(good, k) * math.comb(bad, n - k) for k in range(reached + 1))
-    return ways / math.comb(n + of, n)
+    from scipy.stats import hypergeom
+
+    return float(hypergeom.cdf(reached, n + of, reached + claimed, n))
 
 
 def rounded(value: float) -> float:
