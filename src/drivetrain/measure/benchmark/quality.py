@@ -104,7 +104,7 @@ class _Evidence:
 
     def _p(self) -> tuple[float, float]:
         """The probabilities of such runs, or of clearer ones: where the variant is worse by the margin or more; by no more."""
-        from scipy.stats import t
+        from scipy.special import stdtr  # scipy.stats takes a second to import
 
         spread, n = deviation(self.worse_by), len(self.worse_by)
         beyond = sum(self.worse_by) / n - self.margin
@@ -113,7 +113,7 @@ class _Evidence:
         if spread == 0:
             return (0.0, 1.0) if beyond <= 0 else (1.0, 0.0)
         statistic = beyond / (spread / math.sqrt(n))
-        return float(t.cdf(statistic, n - 1)), float(t.sf(statistic, n - 1))
+        return float(stdtr(n - 1, statistic)), float(stdtr(n - 1, -statistic))
 
     def text(self, confidence: float) -> str:
         """The difference in words. Where a run's figure is only known to be at least so much, it is no difference."""

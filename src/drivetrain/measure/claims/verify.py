@@ -149,7 +149,7 @@ def final_metric(runs: Sequence[Facts], metric: str | None, of_set: str | None) 
 
 def same_metric(claimed: Quality, again: Quality, seen: Seen) -> tuple[str, str]:
     """A two-sample t-test of the claimed mean against that of new seeds, with their spreads pooled."""
-    from scipy.stats import t
+    from scipy.special import stdtrit  # scipy.stats takes a second to import
 
     freedom = claimed.n + again.n - 2
     if not freedom:
@@ -159,7 +159,7 @@ def same_metric(claimed: Quality, again: Quality, seen: Seen) -> tuple[str, str]
     worse_by = abs(apart) if better is None else -apart if better(0.0, 1.0) == 1.0 else apart
     squares = (claimed.n - 1) * (claimed.sd or 0.0) ** 2 + (again.n - 1) * (again.sd or 0.0) ** 2
     error = math.sqrt(squares / freedom * (1 / claimed.n + 1 / again.n))
-    by_chance = float(t.ppf(1 - (LEVEL / 2 if better is None else LEVEL), freedom)) * error
+    by_chance = float(stdtrit(freedom, 1 - (LEVEL / 2 if better is None else LEVEL))) * error
     allowed = max(by_chance, FLOOR * abs(claimed.mean))
     word = "apart" if better is None else "worse"
     if worse_by > allowed:
@@ -240,9 +240,9 @@ ALL = (
 
 def chance_of_fewer(reached: int, n: int, claimed: int, of: int) -> float:
     """Fisher's exact test: the chance that so few of `n` new seeds reach a target, if they are like the `of` claimed ones."""
-    from scipy.stats import hypergeom
-
-    return float(hypergeom.cdf(reached, n + of, reached + claimed, n))
+    good, bad = reached + claimed, n + of - reached - claimed
+    ways = sum(math.comb(good, k) * math.comb(bad, n - k) for k in range(reached + 1))
+    return ways / math.comb(n + of, n)
 
 
 def rounded(value: float) -> float:
