@@ -534,7 +534,10 @@ def _better(row: Row, base: str) -> str:
 
 def table(comparison: Comparison) -> Table:
     """Each variant with all that was measured of it: the time to the target, the result, speed and interval, the rest."""
-    rows, verdicts, scale = comparison.rows, [row.verdict for row in comparison.rows], _Scale(comparison.rows)
+    rows, verdicts = comparison.rows, [row.verdict for row in comparison.rows]
+    ratios = [value for row in rows if row.ratio is not None for value in row.ratio if value and math.isfinite(value)]
+    # Logarithmic, so that twice as fast lies as far from 1 as half as fast.
+    axis = charts.Axis(min([0.9, *ratios]) / 1.03, max([1.1, *ratios]) * 1.03, MARGIN, BAR_WIDTH - MARGIN, log=True)
     columns: dict[str, Sequence[Cell]] = {"variant": names(comparison)}
     if comparison.target is not None:
         times = comparison.times()
@@ -543,14 +546,16 @@ def table(comparison: Comparison) -> Table:
         metric = next((verdict.metric for verdict in verdicts if verdict is not None), "the metric")
         columns[f"{metric} of the validation set"] = [_difference(v) if v is not None else "–" for v in verdicts]
     columns["speed"] = [figure(row.ratio and row.ratio.middle, "{:.2f} ×") for row in rows]
-    columns["95 % interval"] = [Drawn(row.interval() if n else "–", scale.bar(row, not n)) for n, row in enumerate(rows)]
+    columns["95 % interval"] = [Drawn(row.interval() if n else "–", _bar(axis, row, not n)) for n, row in enumerate(rows)]
     if comparison.settings.quality:
         columns["no worse?"] = ["–" if v is None else "" if v.outcome == FIRST else v.outcome for v in verdicts]
         columns["seeds"] = ["–" if v is None else str(len(v.runs)) for v in verdicts]
     prose = [name for name in columns if name.endswith("validation set")]
     figures = [row.figures() for row in rows]
     columns |= {name: [each[name] for each in figures] for name in figures[0]}
-    found = Table.of(columns, name="The variants", prose=prose, sortable=True, below={"95 % interval": scale.axis()}, spare=LEAST)
+    found = Table.of(
+        columns, name="The variants", prose=prose, sortable=True, below={"95 % interval": _numbers(axis)}, spare=LEAST
+    )
     order, best = comparison.order(), winner(comparison)
     ordered = replace(found, rows=[found.rows[n] for n in order], winner=None if best is None else order.index(best))
     return ordered.used(1 + list(columns).index("95 % interval"))
@@ -613,40 +618,29 @@ def _difference(verdict: Verdict) -> str:
     return in_words(*found)
 
 
-class _Scale:
-    """A logarithmic scale of ratios, on which twice as fast lies as far from 1 as half as fast."""
+def _numbers(axis: charts.Axis) -> str:
+    """The drawing of an axis of ratios."""
+    ticks: list[float] = []
+    for tick in sorted((t for t in TICKS if axis.low <= t <= axis.high), key=lambda t: t != 1):  # 1 has the first place
+        if all(abs(axis.at(tick) - axis.at(other)) >= TICK_WIDTH for other in ticks):
+            ticks.append(tick)
+    texts = "".join(f'<text x="{axis.at(t):.1f}" y="11" text-anchor="middle">{t:g} ×</text>' for t in ticks)
+    return f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 14" role="img" aria-label="logarithmic axis">{texts}</svg>'
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        shown = [value for row in rows if row.ratio is not None for value in row.ratio if value and math.isfinite(value)]
-        self.low, self.high = min([0.9, *shown]) / 1.03, max([1.1, *shown]) * 1.03
 
-    def x(self, ratio: float) -> float:
-        """Return the pixel of a ratio."""
-        share = math.log(ratio / self.low) / math.log(self.high / self.low)
-        return MARGIN + (BAR_WIDTH - 2 * MARGIN) * share
-
-    def axis(self) -> str:
-        """Return the drawing of the scale's numbers."""
-        ticks: list[float] = []
-        for tick in sorted((t for t in TICKS if self.low <= t <= self.high), key=lambda t: t != 1):  # 1 has the first place
-            if all(abs(self.x(tick) - self.x(other)) >= TICK_WIDTH for other in ticks):
-                ticks.append(tick)
-        texts = "".join(f'<text x="{self.x(t):.1f}" y="11" text-anchor="middle">{t:g} ×</text>' for t in ticks)
-        return f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 14" role="img" aria-label="logarithmic axis">{texts}</svg>'
-
-    def bar(self, row: Row, first: bool) -> str:
-        """Return the drawing of a variant's ratio and its interval, beside the line of 1."""
-        line = f'<line class="one" x1="{self.x(1):.1f}" x2="{self.x(1):.1f}" y1="0" y2="18"/>'
-        if row.ratio is None:
-            return f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 18" role="img" aria-label="not measured">{line}</svg>'
-        low, middle, high = row.ratio.low, row.ratio.middle, row.ratio.high  # without an interval 0 or None, and infinite
-        kind = "same" if first or not low or low <= 1 <= high else "faster" if low > 1 else "slower"
-        drawn = f'<line x1="{self.x(low):.1f}" x2="{self.x(high):.1f}" y1="9" y2="9"/>' if low and not first else ""
-        said = f"{middle:.2f}" + (f", 95 % interval {low:.3f} to {high:.3f}" if low and not first else "")
-        return (
-            f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 18" role="img" aria-label="{said}"><title>{said}</title>{line}'
-            f'<g class="{kind}">{drawn}<circle cx="{self.x(middle):.1f}" cy="9" r="4.5"/></g></svg>'
-        )
+def _bar(axis: charts.Axis, row: Row, first: bool) -> str:
+    """The drawing of a variant's ratio and its interval, beside the line of 1."""
+    line = f'<line class="one" x1="{axis.at(1):.1f}" x2="{axis.at(1):.1f}" y1="0" y2="18"/>'
+    if row.ratio is None:
+        return f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 18" role="img" aria-label="not measured">{line}</svg>'
+    low, middle, high = row.ratio.low, row.ratio.middle, row.ratio.high  # without an interval 0 or None, and infinite
+    kind = "same" if first or not low or low <= 1 <= high else "faster" if low > 1 else "slower"
+    drawn = f'<line x1="{axis.at(low):.1f}" x2="{axis.at(high):.1f}" y1="9" y2="9"/>' if low and not first else ""
+    said = f"{middle:.2f}" + (f", 95 % interval {low:.3f} to {high:.3f}" if low and not first else "")
+    return (
+        f'<svg class="ratio" viewBox="0 0 {BAR_WIDTH} 18" role="img" aria-label="{said}"><title>{said}</title>{line}'
+        f'<g class="{kind}">{drawn}<circle cx="{axis.at(middle):.1f}" cy="9" r="4.5"/></g></svg>'
+    )
 
 
 def run(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> tuple[Comparison, list[VariantSpec]]:

@@ -104,10 +104,9 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     worst = sorted(samples, key=lambda sample: -sample.loss)[:count]
     looked_at = f"{len(samples):,}{f' at random of {total:,}' if len(samples) < total else ''} of the {OF_SET} set"
     measured = remarks(f"The worst are those with the largest loss, of {looked_at}.")
-    show = _shown_as(loaded)
-    shown = under(title, measured, *under("The worst", show(worst), level=3))
+    shown = under(title, measured, *under("The worst", _shown(worst, loaded), level=3))
     if others := [sample for sample in samples if not any(sample is each for each in worst)][:count]:
-        shown += under("Others at random", show(others), level=3)  # they came in random order
+        shown += under("Others at random", _shown(others, loaded), level=3)  # they came in random order
     counted = plots.of_result(run.result.tables)[1] if run.result is not None else {}
     if loaded.kind == "class" and not any(map(plots.is_confusion, counted.values())):
         return [*shown, *charts.sections({"confusion_matrix": _confusion(samples, loaded.classes)}, looked_at)]
@@ -194,26 +193,20 @@ def _judged(reads: Sequence[inputs.Sample], predicted: Predictions, loaded: Load
             yield Sample(one.name, one.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
 
 
-def _shown_as(loaded: LoadedRun) -> Callable[[Sequence[Sample]], Section]:
-    """The function that shows samples of this run: as pictures, texts, or names alone."""
-    shape = loaded.transforms.shape
-    if loaded.transforms.tokens:
-        return lambda samples: _samples_table(samples, lambda sample: loaded.text_of(sample.x), "text")
-    if shape is not None and len(shape) == 3 and shape[0] in (1, 3):
-        top = loaded.transforms.option.max_value
-        return lambda samples: Part(f'<ul class="tiles">{"".join(_tile(sample, top) for sample in samples)}</ul>')
-    return lambda samples: _samples_table(samples, lambda sample: sample.name, "sample")
-
-
-def _samples_table(samples: Sequence[Sample], text: Callable[[Sample], str | None], header: str) -> Table:
-    has_target = any(sample.target for sample in samples)
+def _shown(samples: Sequence[Sample], loaded: LoadedRun) -> Section:
+    """Samples of this run: as pictures, texts, or names alone."""
+    shape, tokens = loaded.transforms.shape, loaded.transforms.tokens
+    if not tokens and shape is not None and len(shape) == 3 and shape[0] in (1, 3):
+        tiles = [_tile(sample, loaded.transforms.option.max_value) for sample in samples]
+        return Part(f'<ul class="tiles">{"".join(tiles)}</ul>')
+    target = ["is"] if any(sample.target for sample in samples) else []
     rows = []
     for sample in samples:
-        shown = str(text(sample) or sample.name)
+        shown = str((loaded.text_of(sample.x) if tokens else None) or sample.name)
         shown = shown if len(shown) <= CHARACTERS else f"{shown[:CHARACTERS]} …"
-        rows.append([shown, *([sample.target] if has_target else []), sample.prediction, f"{sample.loss:.4g}"])
-    columns = [header, *(["is"] if has_target else []), "predicted", "loss"]
-    return Table(columns, rows, "Samples with predictions", ("is", "predicted") if header == "text" else ())
+        rows.append([shown, *([sample.target] if target else []), sample.prediction, f"{sample.loss:.4g}"])
+    columns = ["text" if tokens else "sample", *target, "predicted", "loss"]
+    return Table(columns, rows, "Samples with predictions", ("is", "predicted") if tokens else ())
 
 
 def _tile(sample: Sample, top: float | None) -> str:
