@@ -395,23 +395,20 @@ class Recorder(TorchDispatchMode):
         return operation, False
 
     def _forward_of(self, node: Node) -> Operation | None:
-        """Return the operation whose backward a node is; that of the last one, where a node only adds up gradients."""
-        number = node._sequence_nr()
-        if number not in self._visited:
-            self._visit(node)
-        self._last = self._of_node.get(number, self._last)
-        return self._last
+        """Return the operation whose backward a node is; that of the last one, where a node only adds up gradients.
 
-    def _visit(self, node: Node) -> None:
-        """Note a node and all that come after it in the backward."""
-        nodes = [node]
+        The node counts as visited, with all that come after it in the backward.
+        """
+        nodes = [node] if node._sequence_nr() not in self._visited else []
         while nodes:
-            node = nodes.pop()
-            number = node._sequence_nr()
+            visited = nodes.pop()
+            number = visited._sequence_nr()
             if number in self._visited and number < 2**63:
                 continue
             self._visited.add(number)
-            nodes += [following for following, _ in node.next_functions if following is not None]
+            nodes += [following for following, _ in visited.next_functions if following is not None]
+        self._last = self._of_node.get(node._sequence_nr(), self._last)
+        return self._last
 
     @contextmanager
     def recording(self) -> Iterator[None]:
