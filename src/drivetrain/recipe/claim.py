@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
-
-import yaml
 
 from drivetrain.core.overrides import format_value
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import sections
-from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
+from drivetrain.recipe.safe_yaml import Entry, code_refusal, names_code, printable
 from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
@@ -45,18 +42,13 @@ class Against(JsonObject):
 class AgainstRule(Rule):
     """Keys and values under the same rules as a recipe's own."""
 
-    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Against:
+    def read(self, entry: Entry) -> Against:
         found = Against({})
-        if not isinstance(node, yaml.MappingNode) or not node.value:
-            where = f"{path}:{key_node.start_mark.line + 1}"
-            problems.append(f"{where}: {key} must be a mapping of what the baseline has instead, as {{precision: fp32}}")
-            return found
-        for k, v in node.value:
-            name, at = str(k.value), f"{path}:{k.start_mark.line + 1}"
-            if allowed_in_recipe(name, at, problems) and is_plain_key(name, at, problems):
-                found[name], found.lines[name] = plain_value(v, at, name, problems), k.start_mark.line + 1
-                if names_code(name, found[name]):  # the command line could not give it to the baseline alone
-                    problems.append(f"{at}: {code_refusal(name)}")
+        for inner in entry.mapping("what the baseline has instead, as {precision: fp32}", at_least=1) or ():
+            if inner.may_be_set():
+                found[inner.key], found.lines[inner.key] = inner.value(), inner.line
+                if names_code(inner.key, found[inner.key]):  # the command line could not give it to the baseline alone
+                    inner.refuse(code_refusal(inner.key))
         return found
 
 

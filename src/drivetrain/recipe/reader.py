@@ -17,7 +17,7 @@ from drivetrain.core.overrides import redact
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import safe_yaml
-from drivetrain.recipe.safe_yaml import allowed_in_recipe, code_refusal, is_plain_key, names_code, plain_value, printable
+from drivetrain.recipe.safe_yaml import Entry, code_refusal, names_code
 from drivetrain.recipe.write import FORMS, Header, read_header
 
 MAX_JOBS = 1000
@@ -84,6 +84,14 @@ class Recipe:
         values = {key: value for key, value in self.values.items() if key not in self.unchanged}
         return replace(self, choices=choices, values=values, header=Header(), unchanged=frozenset())
 
+    def add(self, defaults: Recipe) -> None:
+        """Add what was a mere default. What the recipe says itself goes before it, and may have been changed by hand."""
+        kept = {key: value for key, value in defaults.values.items() if holds_for(key, defaults.choices, self.choices)}
+        self.unchanged = frozenset({*defaults.choices, *kept} - {*self.choices, *self.values})
+        self.choices = {**defaults.choices, **self.choices}
+        self.values = {**kept, **self.values}
+        self.lines = {**defaults.lines, **self.lines}
+
     def baseline(self, groups: Container[str]) -> Recipe:
         """The recipe that the claim of speed compares with, itself where it has none; from the same file, so checked like any.
 
@@ -107,22 +115,17 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     """Read and check a recipe file, or its bytes. Raises UserError with every problem and its line."""
     root = safe_yaml.load(path, raw)
     name = f"of run {path.parent.name}" if path.name == "recipe.yaml" else path.stem
-    recipe = Recipe(name, path)
-    problems: list[str] = []
-    problems += [_twice(path, key_node) for key_node in safe_yaml.duplicate_keys(root)]
-    recipe.header = read_header(path, root, problems)
-    below = Recipe(name, path)
-    for key_node, node in root.value if root is not None else []:
-        key = str(key_node.value)  # a key may be a list
-        if key == "unchanged":
-            _unchanged(below, key_node, node, problems)
-        elif key not in FORMS:
-            _section(recipe, key, key_node, node, problems)
-    _take_unchanged(recipe, below)
+    recipe, defaults = Recipe(name, path, header=read_header(root)), Recipe(name, path)
+    for entry in root.entries():
+        if entry.key == "unchanged":
+            _unchanged(defaults, entry)
+        elif entry.key not in FORMS:
+            _section(recipe, entry)
+    recipe.add(defaults)
     if recipe.claim is not None and recipe.sweep:
-        problems.append(f"{path}: a recipe with sweep: cannot have claim:, which is about a single config")
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+        root.problems.append(f"{path}: a recipe with sweep: cannot have claim:, which is about a single config")
+    if root.problems:
+        raise UserError(dict.fromkeys(root.problems))
     return recipe
 
 
@@ -140,44 +143,28 @@ def raw_of_run(run_dir: Path) -> bytes:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
 
 
-def _section(recipe: Recipe, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
-    where = f"{recipe.path}:{key_node.start_mark.line + 1}"
-    if key == "description":
-        recipe.description = str(plain_value(node, where, key, problems))
-    elif key == "defaults":
-        _defaults(recipe, node, where, problems)
-    elif key == "claim":
-        recipe.claim = claims.Claim.read(recipe.path, key, key_node, node, problems)
-    elif key == "sweep":
-        for k, v in node.value if isinstance(node, yaml.MappingNode) else []:
-            _axis(recipe, str(k.value), k, v, problems)
-        if not isinstance(node, yaml.MappingNode) or not node.value:
-            problems.append(f"{where}: sweep: must be a mapping of key → list of values")
-    elif allowed_in_recipe(key, where, problems):
-        _values(recipe, key, key_node, node, problems)
+def _section(recipe: Recipe, entry: Entry) -> None:
+    """Read one of a recipe's keys."""
+    if entry.key == "description":
+        recipe.description = str(entry.value())
+    elif entry.key == "defaults":
+        _defaults(recipe, entry)
+    elif entry.key == "claim":
+        recipe.claim = claims.Claim.read(entry)
+    elif entry.key == "sweep":
+        for axis in entry.mapping("key → list of values", at_least=1) or ():
+            _axis(recipe, axis)
+    else:
+        _values(recipe, entry)
 
 
-def _unchanged(below: Recipe, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
+def _unchanged(recipe: Recipe, entry: Entry) -> None:
     """Read options and values that were mere defaults, under the same rules as the rest of the file."""
-    if not isinstance(node, yaml.MappingNode):
-        where = f"{below.path}:{key_node.start_mark.line + 1}"
-        problems.append(f"{where}: unchanged: must be a mapping of 'defaults:' and 'group: {{key: value}}' entries")
-        return
-    for inner, value in node.value:
-        key = str(inner.value)
-        if key in (*FORMS, "description", "claim", "sweep", "unchanged"):
-            problems.append(f"{below.path}:{inner.start_mark.line + 1}: '{key}' cannot be in unchanged:, but beside it")
+    for inner in entry.mapping("'defaults:' and 'group: {key: value}' entries") or ():
+        if inner.key in (*FORMS, "description", "claim", "sweep", "unchanged"):
+            inner.refuse(f"'{inner.key}' cannot be in unchanged:, but beside it")
         else:
-            _section(below, key, inner, value, problems)
-
-
-def _take_unchanged(recipe: Recipe, below: Recipe) -> None:
-    """Add what was a mere default. What the recipe says above goes before it, and may have been changed by hand."""
-    kept = {key: value for key, value in below.values.items() if holds_for(key, below.choices, recipe.choices)}
-    recipe.unchanged = frozenset({*below.choices, *kept} - {*recipe.choices, *recipe.values})
-    recipe.choices = {**below.choices, **recipe.choices}
-    recipe.values = {**kept, **recipe.values}
-    recipe.lines = {**below.lines, **recipe.lines}
+            _section(recipe, inner)
 
 
 def holds_for(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:
@@ -191,61 +178,56 @@ def holds_for(key: str, before: Mapping[str, object], now: Mapping[str, object])
     return False
 
 
-def _axis(recipe: Recipe, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
+def _axis(recipe: Recipe, entry: Entry) -> None:
     """Read one key of the sweep's grid, under the same rules as the rest of the file."""
-    where = f"{recipe.path}:{key_node.start_mark.line + 1}"
-    if not allowed_in_recipe(key, where, problems) or not is_plain_key(key, where, problems):
+    if not entry.may_be_set():
         return
-    choices = plain_value(node, where, key, problems)
-    recipe.sweep[key], recipe.lines[key] = choices if isinstance(choices, list) else [choices], key_node.start_mark.line + 1
-    if any(names_code(key, choice) for choice in recipe.sweep[key]):  # the command line would take the place of the axis
-        problems.append(f"{where}: {code_refusal(key)}")
-    if not recipe.sweep[key]:
-        problems.append(f"{where}: '{key}' has no values to sweep over")
+    given = entry.value()
+    recipe.sweep[entry.key], recipe.lines[entry.key] = given if isinstance(given, list) else [given], entry.line
+    if any(names_code(entry.key, choice) for choice in recipe.sweep[entry.key]):  # the command line would take the axis's place
+        entry.refuse(code_refusal(entry.key))
+    if given == []:
+        entry.refuse(f"'{entry.key}' has no values to sweep over")
 
 
-def _defaults(recipe: Recipe, node: yaml.Node, where: str, problems: list[str]) -> None:
-    if not isinstance(node, yaml.SequenceNode):
-        problems.append(f"{where}: defaults: must be a list such as '- override /optimizer: sgd'")
+def _defaults(recipe: Recipe, given: Entry) -> None:
+    if not isinstance(given.node, yaml.SequenceNode):
+        given.refuse("defaults: must be a list such as '- override /optimizer: sgd'")
         return
-    for entry in node.value:
-        at = f"{recipe.path}:{entry.start_mark.line + 1}"
-        if isinstance(entry, yaml.ScalarNode) and entry.value == "_self_":
-            continue
-        pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
-        match = _OVERRIDE.match(str(pairs[0][0].value)) if len(pairs) == 1 else None
-        if match is None:
-            text = entry.value if isinstance(entry, yaml.ScalarNode) else str(pairs[0][0].value) if pairs else ""
-            if str(text).lstrip("/").startswith(("override /hydra", "hydra")):
-                problems.append(f"{at}: a recipe cannot set '{text}' (Hydra's settings): set it on the command line")
-            else:
-                problems.append(f"{at}: {text!r} in defaults: a recipe chooses options as '- override /group: option'")
-            continue
-        group, option = match[1], plain_value(pairs[0][1], at, match[1], problems)
-        if not allowed_in_recipe(group, at, problems):
-            continue
-        if group in recipe.choices:
-            problems.append(f"{at}: {group} is chosen twice: here and in line {recipe.lines[group]}")
-        elif all(isinstance(o, str) and _OPTION.match(o) for o in (option if isinstance(option, list) else [option])):
-            recipe.choices[group], recipe.lines[group] = option, entry.start_mark.line + 1
-        else:
-            given = "no option is given" if option is None else f"{option!r} is not the name of an option"
-            problems.append(f"{at}: {group}: {given}: names are plain, never paths")
+    for node in given.node.value:
+        entry = replace(given, line=node.start_mark.line + 1, node=node)
+        pairs = entry.entries()
+        text = pairs[0].key if pairs else str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+        if match := _OVERRIDE.match(text) if len(pairs) == 1 else None:
+            _choice(recipe, replace(entry, key=match[1], node=pairs[0].node))
+        elif text.lstrip("/").startswith(("override /hydra", "hydra")):
+            entry.refuse(f"a recipe cannot set '{text}' (Hydra's settings): set it on the command line")
+        elif text != "_self_":
+            entry.refuse(f"{text!r} in defaults: a recipe chooses options as '- override /group: option'")
 
 
-def _twice(path: Path, key_node: yaml.Node) -> str:
-    return f"{path}:{key_node.start_mark.line + 1}: '{printable(str(key_node.value)):.60}' is given twice"
-
-
-def _values(recipe: Recipe, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> None:
-    where = f"{recipe.path}:{key_node.start_mark.line + 1}"
-    if not is_plain_key(key, where, problems):
+def _choice(recipe: Recipe, entry: Entry) -> None:
+    """Read the option of a group."""
+    group, option = entry.key, entry.value()
+    if not entry.may_be_set():
         return
-    if isinstance(node, yaml.MappingNode) and node.value:
-        for k, v in node.value:
-            _values(recipe, f"{key}.{k.value}", k, v, problems)
-    elif key in recipe.values:  # once as `a: {b: …}` and once as `a.b: …`
-        if _twice(recipe.path, key_node) not in problems:
-            problems.append(f"{where}: '{key}' is given twice: here and in line {recipe.lines[key]}")
+    if group in recipe.choices:
+        entry.refuse(f"{group} is chosen twice: here and in line {recipe.lines[group]}")
+    elif all(isinstance(o, str) and _OPTION.match(o) for o in (option if isinstance(option, list) else [option])):
+        recipe.choices[group], recipe.lines[group] = option, entry.line
     else:
-        recipe.values[key], recipe.lines[key] = plain_value(node, where, key, problems), key_node.start_mark.line + 1
+        given = "no option is given" if option is None else f"{option!r} is not the name of an option"
+        entry.refuse(f"{group}: {given}: names are plain, never paths")
+
+
+def _values(recipe: Recipe, entry: Entry) -> None:
+    """Read a value, or each value of a mapping, which has dotted keys."""
+    if not entry.may_be_set():
+        return
+    inner = entry.entries()
+    for each in inner:
+        _values(recipe, each.under(entry.key))
+    if entry.key in recipe.values:  # once as `a: {b: …}` and once as `a.b: …`
+        entry.refuse(f"'{entry.key}' is given twice: here and in line {recipe.lines[entry.key]}")
+    elif not inner:
+        recipe.values[entry.key], recipe.lines[entry.key] = entry.value(), entry.line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,66 @@ def read_bytes(path: Path) -> bytes:
     return raw
 
 
-def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
-    """The YAML tree of a recipe file, or of its bytes where they are not in a file; None if empty. Raises UserError.
+@dataclass(frozen=True)
+class Entry:
+    """A key of a recipe file with its value, or a whole file. `problems` are those of the file: every reason to refuse it."""
 
-    It is made only after its events were checked: aliases, tags and deep nesting are refused there.
+    path: Path
+    key: str
+    line: int
+    node: yaml.Node
+    problems: list[str] = field(default_factory=list)
+
+    def refuse(self, problem: str) -> None:
+        """Note what is wrong with it."""
+        self.problems.append(f"{self.path}:{self.line}: {problem}")
+
+    def entries(self) -> list[Entry]:
+        """The entries of a mapping, each key once; [] of anything else."""
+        found: dict[str, Entry] = {}
+        for node, value in self.node.value if isinstance(self.node, yaml.MappingNode) else []:
+            entry = replace(self, key=str(node.value), line=node.start_mark.line + 1, node=value)  # a key may be a list
+            if entry.key in found:
+                entry.refuse(f"'{printable(entry.key):.60}' is given twice")
+            found.setdefault(entry.key, entry)
+        return [*found.values()]
+
+    def mapping(self, of: str, at_least: int = 0) -> list[Entry] | None:
+        """The entries of what must be a mapping of something; None where it is none, or has fewer."""
+        if isinstance(self.node, yaml.MappingNode) and len(self.node.value) >= at_least:
+            return self.entries()
+        self.refuse(f"{self.key}: must be a mapping of {of}")
+        return None
+
+    def under(self, key: str) -> Entry:
+        """The entry by its dotted key, below this one."""
+        return replace(self, key=f"{key}.{self.key}")
+
+    def may_be_set(self) -> bool:
+        """True if a recipe may set the key, or choose an option of the group; the reason is noted where it may not."""
+        if problem := _key_problem(self.key):
+            self.refuse(problem)
+        return not problem
+
+    def value(self) -> Any:
+        """The value in plain Python. The only interpolation allowed is `${key.of.the.config}`."""
+        if isinstance(self.node, yaml.SequenceNode):
+            return [replace(self, node=node).value() for node in self.node.value]
+        if isinstance(self.node, yaml.MappingNode):
+            for each in (entries := self.entries()):
+                if each.key.startswith("_"):
+                    self.refuse(f"'{printable(each.key):.60}': a recipe chooses options and sets values, never a target")
+            return {each.key: replace(self, node=each.node).value() for each in entries}
+        value, problem = scalar(self.node, several_lines=self.key == "description")
+        if problem:
+            self.refuse(f"{self.key}: {problem}")
+        return None if problem else value
+
+
+def load(path: Path, raw: bytes | None = None) -> Entry:
+    """A recipe file, or its bytes where they are not in a file. Raises UserError.
+
+    It is composed only after its events were checked: aliases, tags and deep nesting are refused there.
     """
     raw = read_bytes(path) if raw is None else raw
     try:
@@ -69,7 +125,7 @@ def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
                 )
             if nodes > MAX_NODES or depth > MAX_DEPTH:
                 raise UserError(f"{where}: a recipe has at most {MAX_NODES} values, {MAX_DEPTH} deep: this is more")
-        node = yaml.compose(text, Loader=_Loader)
+        node = yaml.compose(text, Loader=_Loader) or yaml.MappingNode("", [])
     except UnicodeDecodeError:
         raise UserError(f"recipe {path} is not UTF-8 text") from None
     except yaml.YAMLError as error:
@@ -77,38 +133,16 @@ def load(path: Path, raw: bytes | None = None) -> yaml.MappingNode | None:
         line = f":{mark.line + 1}" if mark else ""
         reason = str(getattr(error, "problem", None) or error).splitlines()[0]
         raise UserError(f"{path}{line}: not valid YAML: {reason}") from None
-    if node is not None and not isinstance(node, yaml.MappingNode):
+    if not isinstance(node, yaml.MappingNode):
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
         raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
-    return node
+    return Entry(path, "", 1, node)
 
 
 def deceiving(text: str) -> tuple[int, str]:
     """The line and the name of the first character by which a text looks other than a program reads it; (0, "") without one."""
     found = _DECEIVING.search(text)
     return (text.count("\n", 0, found.start()) + 1, f"U+{ord(found[0]):04X}") if found else (0, "")
-
-
-def duplicate_keys(node: yaml.Node | None) -> Iterator[yaml.Node]:
-    """The keys that a mapping has already, at any depth."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key_node, value in node.value:
-            if str(key_node.value) in seen:
-                yield key_node
-            seen.add(str(key_node.value))
-            yield from duplicate_keys(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            yield from duplicate_keys(value)
-
-
-def allowed_in_recipe(key: str, where: str, problems: list[str]) -> bool:
-    """True if a recipe may set a key or choose an option of a group; if not, `problems` gets the reason."""
-    first = re.split(r"[./]", key)[0]
-    if first in OPERATOR_KEYS:
-        problems.append(f"{where}: a recipe cannot set '{key}' ({OPERATOR_KEYS[first]}): set it on the command line")
-    return first not in OPERATOR_KEYS
 
 
 def names_code(group: str, option: object) -> bool:
@@ -123,35 +157,16 @@ def code_refusal(group: str) -> str:
     )
 
 
-def is_plain_key(key: str, where: str, problems: list[str]) -> bool:
-    """True if a key consists of plain names; if not, `problems` gets the reason."""
+def _key_problem(key: str) -> str:
+    """The reason why no recipe may set this key, or choose an option of this group; "" where it may."""
+    first, shown = re.split(r"[./]", key)[0], f"'{printable(key):.60}'"
+    if first in OPERATOR_KEYS:
+        return f"a recipe cannot set '{key}' ({OPERATOR_KEYS[first]}): set it on the command line"
     if any(part.startswith("_") for part in key.split(".")):
-        text = f"'{printable(key):.60}'"
-        problems.append(f"{where}: {text}: a recipe chooses options and sets values, never a target or another key of Hydra's")
-    elif not re.fullmatch(r"[A-Za-z0-9_.*?]+", key) or len(key) > MAX_KEY:  # * and ? in patterns of parameters' names
-        problems.append(f"{where}: '{printable(key):.60}' is not a key: keys are plain names of at most {MAX_KEY} characters")
-    else:
-        return True
-    return False
-
-
-def plain_value(node: yaml.Node, where: str, key: str, problems: list[str]) -> Any:
-    """The value of `key` in plain Python. The only interpolation allowed is `${key.of.the.config}`."""
-    if isinstance(node, yaml.MappingNode):
-        result = {}
-        for k, v in node.value:
-            if str(k.value).startswith("_"):
-                text = f"'{printable(str(k.value)):.60}'"
-                problems.append(f"{where}: {text}: a recipe chooses options and sets values, never a target")
-            result[str(k.value)] = plain_value(v, where, key, problems)
-        return result
-    if isinstance(node, yaml.SequenceNode):
-        return [plain_value(v, where, key, problems) for v in node.value]
-    value = _scalar(node)
-    if problem := _scalar_problem(value, node.value, several_lines=key == "description"):
-        problems.append(f"{where}: {key}: {problem}")
-        return None
-    return value
+        return f"{shown}: a recipe chooses options and sets values, never a target or another key of Hydra's"
+    if not re.fullmatch(r"[A-Za-z0-9_.*?]+", key) or len(key) > MAX_KEY:  # * and ? in patterns of parameters' names
+        return f"{shown} is not a key: keys are plain names of at most {MAX_KEY} characters"
+    return ""
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
@@ -167,6 +182,12 @@ def _scalar(node: yaml.ScalarNode) -> object:
         return node
     finally:
         loader.dispose()
+
+
+def scalar(node: yaml.ScalarNode, several_lines: bool = False) -> tuple[object, str]:
+    """A scalar in plain Python, and the reason why a recipe may not hold it; "" where it may."""
+    value = _scalar(node)
+    return value, _scalar_problem(value, node.value, several_lines)
 
 
 def _scalar_problem(value: object, text: str, several_lines: bool) -> str:

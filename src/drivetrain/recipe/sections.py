@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Self, TypeGuard, get_args, get_type_hints
 
-import yaml
-
 from drivetrain.core.errors import did_you_mean
-from drivetrain.recipe.safe_yaml import plain_value, printable
+from drivetrain.recipe.safe_yaml import Entry, printable
 from drivetrain.recipe.write import flow
 
 MAX_CHARACTERS = 200  # of a text
@@ -30,12 +27,11 @@ class Rule:
     about: str = ""  # what the value is, for whoever left it out
     comment: str = ""  # behind the written value
 
-    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> object:
-        """The value below a key, or anything where `problems` got the reason why it is wrong."""
-        at, before = f"{path}:{key_node.start_mark.line + 1}", len(problems)
-        value = plain_value(node, at, key, problems)
-        if len(problems) == before and (wrong := self.check(value)):
-            problems.append(f"{at}: {key}={shown(value)}: {wrong}")
+    def read(self, entry: Entry) -> object:
+        """The value of an entry, or anything where it was refused."""
+        before, value = len(entry.problems), entry.value()
+        if len(entry.problems) == before and (wrong := self.check(value)):
+            entry.refuse(f"{entry.key}={shown(value)}: {wrong}")
         return tuple(value) if isinstance(value, list) else value
 
     def problems(self, key: str, value: object) -> Iterator[str]:
@@ -50,8 +46,8 @@ class SectionRule(Rule):
 
     kind: type[Section] = field(kw_only=True)
 
-    def read(self, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> object:
-        return self.kind.read(path, key, key_node, node, problems)
+    def read(self, entry: Entry) -> object:
+        return self.kind.read(entry)
 
     def problems(self, key: str, value: object) -> Iterator[str]:
         if isinstance(value, Section):
@@ -68,26 +64,23 @@ class Section:
     """A mapping in a recipe: a dataclass, each field of which is Annotated with its Rule. One with a default may be left out."""
 
     @classmethod
-    def read(cls, path: Path, key: str, key_node: yaml.Node, node: yaml.Node, problems: list[str]) -> Self | None:
-        """The section below a key, or None with every reason, and its line, in `problems`."""
-        where, before, rules = f"{path}:{key_node.start_mark.line + 1}", len(problems), rules_of(cls)
-        if not isinstance(node, yaml.MappingNode):
-            problems.append(f"{where}: {key}: must be a mapping of {', '.join(rules)}")
+    def read(cls, entry: Entry) -> Self | None:
+        """The section below a key, or None where it was refused, for every reason and with its line."""
+        key, before, rules = entry.key, len(entry.problems), rules_of(cls)
+        if (given := entry.mapping(", ".join(rules))) is None:
             return None
         found: dict[str, Any] = {}
-        for k, v in node.value:
-            name = str(k.value)
-            if name in rules:
-                found[name] = rules[name].read(path, f"{key}.{name}", k, v, problems)
+        for inner in given:
+            if inner.key in rules:
+                found[inner.key] = rules[inner.key].read(inner.under(key))
             else:
-                hint = did_you_mean(name[:SHOWN], rules)
-                problems.append(f"{path}:{k.start_mark.line + 1}: {key} has no '{shown(name)}': {hint}")
-        missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]  # type: ignore[arg-type]
-        problems += [f"{where}: {key} has no {name}: {rules[name].about}" for name in missing]
-        if len(problems) == before:
-            made = cls(**found)
-            problems += [f"{where}: {wrong}" for wrong in made.contradictions(key)]
-        return made if len(problems) == before else None
+                inner.refuse(f"{key} has no '{shown(inner.key)}': {did_you_mean(inner.key[:SHOWN], rules)}")
+        for name in [f.name for f in fields(cls) if f.default is MISSING and f.name not in found]:  # type: ignore[arg-type]
+            entry.refuse(f"{key} has no {name}: {rules[name].about}")
+        made = cls(**found) if len(entry.problems) == before else None
+        for wrong in made.contradictions(key) if made is not None else ():
+            entry.refuse(wrong)
+        return made if len(entry.problems) == before else None
 
     def problems(self, key: str) -> Iterator[str]:
         """The problems that a reader would find in this section, which was made and not read."""

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import yaml
 
 from drivetrain.core import process
 from drivetrain.core.errors import UserError
 from drivetrain.core.typed import JsonMapping, JsonObject
-from drivetrain.recipe.safe_yaml import plain_value, printable
+from drivetrain.recipe.safe_yaml import Entry, printable, scalar
 
 SCHEMA = 1  # the form that is written and read here
 HASH_DIGITS = 16
@@ -46,41 +45,35 @@ class Header:
         return [f"schema: {self.schema}", f'drivetrain: "{self.drivetrain}"', f'hash: "{self.hash}"', *left_out]
 
 
-def read_header(path: Path, root: yaml.MappingNode | None, problems: list[str]) -> Header:
+def read_header(root: Entry) -> Header:
     """The header among a recipe's keys. Raises UserError for a form that is newer than this drivetrain."""
+    given = {entry.key: entry for entry in root.entries() if entry.key in FORMS}
     found: dict[str, list[str]] = {}
-    where: dict[str, str] = {}
-    for key_node, node in root.value if root is not None else []:
-        if (key := str(key_node.value)) in FORMS:
-            where[key] = f"{path}:{key_node.start_mark.line + 1}"
-            found[key] = _READ.get(key, _text)(node)
-            if not found[key] or not all(re.fullmatch(FORMS[key][0], text) for text in found[key]):
-                shown = f"{key}: {printable(str(node.value)):.40}" if isinstance(node, yaml.ScalarNode) else f"{key}:"
-                problems.append(f"{where[key]}: {shown} must be {FORMS[key][1]}")
-                del found[key]
+    for key, entry in given.items():
+        form, words = FORMS[key]
+        texts = _texts(entry.node, is_list=key == "left_out")
+        if texts and all(re.fullmatch(form, text) for text in texts):
+            found[key] = texts
+        else:
+            shown = f" {printable(entry.node.value):.40}" if isinstance(entry.node, yaml.ScalarNode) else ""
+            entry.refuse(f"{key}:{shown} must be {words}")
     schema, version, digest = (found.get(key, [None])[0] for key in ("schema", "drivetrain", "hash"))
     header = Header(int(schema) if schema else None, version, digest, frozenset(found.get("left_out", ())))
     if header.schema is not None and header.schema > SCHEMA:
         version = f">={header.drivetrain}" if header.drivetrain else ""
         raise UserError(
-            f"{where['schema']}: schema: {header.schema}: {header.writer} wrote this recipe in a newer form, and drivetrain "
-            f"{process.__version__} reads schema {SCHEMA}: pip install --upgrade 'drivetrain{version}'"
+            f"{root.path}:{given['schema'].line}: schema: {header.schema}: {header.writer} wrote this recipe in a newer form, "
+            f"and drivetrain {process.__version__} reads schema {SCHEMA}: pip install --upgrade 'drivetrain{version}'"
         )
-    if "hash" in where and "schema" not in where:
-        problems.append(f"{where['hash']}: hash: says nothing without the schema that it was made by: give schema:, or remove it")
+    if "hash" in given and "schema" not in given:
+        given["hash"].refuse("hash: says nothing without the schema that it was made by: give schema:, or remove it")
     return header
 
 
-def _text(node: yaml.Node) -> list[str]:
-    """The text of a scalar as it stands in the file, whatever YAML would read it as."""
-    return [node.value] if isinstance(node, yaml.ScalarNode) else []
-
-
-def _texts(node: yaml.Node) -> list[str]:
-    return [text for entry in node.value for text in _text(entry) or [""]] if isinstance(node, yaml.SequenceNode) else []
-
-
-_READ: dict[str, Callable[[yaml.Node], list[str]]] = {"left_out": _texts}
+def _texts(node: yaml.Node, is_list: bool) -> list[str]:
+    """A scalar, or each of a list, as it stands in the file, whatever YAML would read it as; "" in place of anything else."""
+    nodes = ([node] if not is_list else node.value) if isinstance(node, yaml.SequenceNode) == is_list else []
+    return [each.value if isinstance(each, yaml.ScalarNode) else "" for each in nodes]
 
 
 UNCHANGED = "unchanged:  # the defaults of that time, spelled out: the run stays the same when defaults change"
@@ -162,7 +155,7 @@ def _list(dumper: yaml.SafeDumper, value: Sequence[object]) -> yaml.Node:
 
 def _string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     node = dumper.represent_str(value)
-    if plain_value(yaml.ScalarNode(dumper.resolve(yaml.ScalarNode, value, (True, False)), value), "", "", []) != value:
+    if scalar(yaml.ScalarNode(dumper.resolve(yaml.ScalarNode, value, (True, False)), value)) != (value, ""):
         node.style = "'"
     return node
 
