@@ -165,7 +165,7 @@ def trained(variant: Variant, seed: int) -> TrainedRun:
     job = _job(variant.overrides)
     job.run, job.attach = job.run.with_parts(runtime=job.run.runtime.with_values(seed=seed)), variant.plant
     with tempfile.TemporaryDirectory() as folder, StopFlag() as stop:
-        result, _ = run_rank(job, World(), Path(folder), stop, quiet=True)
+        result = run_rank(job, World(), Path(folder), stop, quiet=True)
         run = read(Path(folder))
     run.result, run.status = result, result.status
     return trained_run(run, seed)

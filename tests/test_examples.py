@@ -172,9 +172,9 @@ def test_an_options_file_is_its_classs_signature(option, my_pkg):
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "parallel=local_sgd"])
 def test_an_option_trains_saves_and_resumes(option, job):
-    first = launcher.launch(job(option, *OPTIONS[option]), quiet=True).result
+    first = launcher.launch(job(option, *OPTIONS[option]), quiet=True)
     assert (first.status, first.updates) == ("completed", 2), first.error
-    again = launcher.launch(prepare([f"resume={first.run_dir}", "updates=3"]), quiet=True).result
+    again = launcher.launch(prepare([f"resume={first.run_dir}", "updates=3"]), quiet=True)
     assert (again.status, again.updates) == ("completed", 3), again.error
 
 
@@ -282,7 +282,7 @@ def test_averaging_every_update_is_plain_sgd_on_the_whole_batch(tiny, job, tmp_p
     local = tiny(*settings, "parallel=local_sgd", "parallel.every=1", "output_dir=local")
     done = run("train", "-q", "--config-dir", CONF, *local, cwd=tmp_path)
     assert done.code == 0, done
-    single = launcher.launch(job(*settings), quiet=True).result
+    single = launcher.launch(job(*settings), quiet=True)
     weights = [
         safetensors.torch.load_file(checkpoints(run_dir)[-1] / "model.safetensors")
         for run_dir in (only_run(tmp_path / "local"), Path(single.run_dir))
@@ -307,7 +307,7 @@ def test_when_local_sgd_averages(my_pkg):
 
 def test_the_tracker_holds_what_metrics_jsonl_holds_once(job):
     """Also of a run that was killed after its last checkpoint: a resume takes back what it writes again."""
-    run_dir = Path(launcher.launch(job("logger=[sqlite]", "log_every=1"), quiet=True).result.run_dir)
+    run_dir = Path(launcher.launch(job("logger=[sqlite]", "log_every=1"), quiet=True).run_dir)
     with closing(sqlite3.connect("figures.db")) as database, database:
         database.execute("INSERT INTO figures VALUES (?, 3, 'train/loss', 9.9)", (run_dir.name,))
         database.execute("INSERT INTO figures VALUES ('another', 3, 'train/loss', 1.5)")
@@ -331,7 +331,7 @@ def test_the_verb_counts_parameters(tiny, my_pkg, capsys):
 
 def test_the_callback_logs_the_norm_of_the_weights(tiny, my_pkg):
     words = tiny("trust=[my_pkg]", "callbacks=[my_pkg.callback.WeightNorm]")
-    result = launcher.launch(prepare(words), quiet=True).result
+    result = launcher.launch(prepare(words), quiet=True)
     weights = safetensors.torch.load_file(checkpoints(Path(result.run_dir))[-1] / "model.safetensors")
     norm = sum(float(w.square().sum()) for w in weights.values()) ** 0.5
     logged = [record["weight_norm"] for record in records(Path(result.run_dir), "callback")]

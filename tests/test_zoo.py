@@ -71,7 +71,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
     assert claim.target is not None
     job = prepare([f"recipe={name}", f"runtime.seed={max(claim.seeds or ()) + 1}", "saving=none", *zoo.COMMON])
     with StopFlag() as stop:
-        result, _ = run_rank(job, World(), tmp_path, stop, quiet=True)
+        result = run_rank(job, World(), tmp_path, stop, quiet=True)
     run = replace(read(tmp_path), result=result, status=result.status)
     facts = Facts.of(run, 0, Reach.parse(claim.target.reach))
     differ = Differences.of(claim, facts.kind, facts.device, facts.data)

@@ -167,7 +167,7 @@ def train(overrides: Sequence[str], attach: Callable[[Any], None] | None = None,
 
     job = launcher.prepare(list(overrides))
     job.attach = attach
-    result = launcher.launch(job, quiet=True).result
+    result = launcher.launch(job, quiet=True)
     if result.status != ends:
         logs = sorted(result.run_dir.glob("**/*.txt")) if result.run_dir is not None else []
         said = [f"== {log.name}\n{log.read_text(errors='replace')}" for log in logs]

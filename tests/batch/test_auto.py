@@ -278,7 +278,7 @@ def measured(monkeypatch):
 @pytest.fixture
 def here(tiny):
     """Train in this process, where the trials are those of the test."""
-    return lambda *words: launcher.launch(launcher.prepare(tiny(*words)), quiet=True).result
+    return lambda *words: launcher.launch(launcher.prepare(tiny(*words)), quiet=True)
 
 
 CHOSEN = [
@@ -363,7 +363,7 @@ def test_a_resumed_run_goes_on_with_its_batch(here, measured):
     whole = here(*WORDS)
     half = here(*WORDS, "updates=1")  # within the first epoch
     asked = measured(6.0)
-    resumed = launcher.launch(launcher.prepare_run([f"resume={half.run_dir}", "updates=null"]), quiet=True).result
+    resumed = launcher.launch(launcher.prepare_run([f"resume={half.run_dir}", "updates=null"]), quiet=True)
     assert asked == []
     assert resumed.status == "completed", resumed.error
     assert resumed.updates == whole.updates == 4

@@ -537,5 +537,5 @@ def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(train, mo
     said = (result.run_dir / "log.txt").read_text()
     assert f"0 of {read['blocks']} blocks recomputed in the backward: the step is forecast" in said
     monkeypatch.setattr(Trials, "fewest_blocks", lambda *given: pytest.fail("it is not asked again"))
-    again = launcher.launch(launcher.prepare_run([f"resume={result.run_dir}", "updates=3"]), quiet=True).result
+    again = launcher.launch(launcher.prepare_run([f"resume={result.run_dir}", "updates=3"]), quiet=True)
     assert again.status == "completed"

@@ -91,7 +91,7 @@ def test_a_forked_process_leaves_its_parents_garbage():
 def test_ranks_compute_after_this_process_has(tiny):
     """As in a notebook, where torch's launcher forks."""
     launched = launcher.launch(launcher.prepare(tiny("parallel=ddp", "parallel.nproc=2", "runtime.threads=2")), quiet=True)
-    assert launched.result.status == "completed", launched.result.error
+    assert launched.status == "completed", launched.error
     compute()
 
 

@@ -94,7 +94,7 @@ def test_seeds_after_the_first_do_not_repeat_the_advice(tiny, monkeypatch, caplo
     def run_here(job, folder, signals, quiet):
         folder.mkdir(parents=True, exist_ok=True)
         job.job.notices.append("a notice of composing")
-        return launcher.launch(job.job, folder, quiet).result
+        return launcher.launch(job.job, folder, quiet)
 
     monkeypatch.setattr(variants, "run_one", run_here)
     with variants.trainings("compare", spec.job) as train:

@@ -110,15 +110,15 @@ def _run(job: Job, quiet: bool) -> int:
 
     if launcher.started_from_python():
         end_with_parent(signal.SIGTERM)  # so that the run of a program that was killed is saved, and ends
-    ended = launcher.launch(job, quiet=quiet)
-    if ended.result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
-        terminal.show_result(ended.result, noted=not quiet)
+    result = launcher.launch(job, quiet=quiet)
+    if result.run_dir is not None and not launcher.started_from_python():  # this is rank 0
+        terminal.show_result(result, noted=not quiet)
         if not quiet:
-            report.add_samples(ended.result)
-    if ended.result.error and (ended.result.run_dir is not None or launched() is None):  # else rank 0 prints it
-        for line in ended.result.error.splitlines():
+            report.add_samples(result)
+    if result.error and (result.run_dir is not None or launched() is None):  # else rank 0 prints it
+        for line in result.error.splitlines():
             terminal.say(f"error: {line}")
-    return ended.code
+    return result.code
 
 
 def _show_config(given: argparse.Namespace) -> int:

@@ -67,15 +67,14 @@ def evaluate(
     kind = finished.job.run.target_kind
     finished.job.work = lambda trainer: _restore_and_evaluate(trainer, checkpoint, choice, kind)
     with tempfile.TemporaryDirectory(prefix="drivetrain-evaluate-") as folder:
-        ended = launcher.launch(finished.job, Path(folder), quiet=True)
+        result = launcher.launch(finished.job, Path(folder), quiet=True)
         told: JsonObject = (
             read_json(Path(folder) / TOLD) if (Path(folder) / TOLD).is_file() else {"samples": 0, "origin": "", "shares": {}}
         )  # of rank 0
-    if ended.result.status == "interrupted":
-        raise Interrupted(str(ended.result.error))
-    if ended.code:
-        raise UserError(str(ended.result.error).splitlines())
-    result = ended.result
+    if result.status == "interrupted":
+        raise Interrupted(str(result.error))
+    if result.code:
+        raise UserError(str(result.error).splitlines())
     return Evaluation(
         str(run_dir), int(checkpoint.name), choice.average, choice.split, result.metrics[choice.split]["final"],
         list(overrides), result.world_size, result.device, told["samples"], _source(finished.job, told["origin"]),

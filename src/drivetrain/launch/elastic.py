@@ -26,7 +26,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from drivetrain.core import files, process
-from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, INTERRUPTED, PEER_GONE, UserError, is_peer_failure
+from drivetrain.core.errors import BAD_CONFIG, DIVERGED, FAILED, INTERRUPTED, UserError, is_peer_failure
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.forking import NoAnswer, answer_of, disown_garbage, end_openmp_threads, end_with_parent
 from drivetrain.core.signals import StopFlag, comes_again, handled_by
@@ -395,21 +395,20 @@ def raised_as_torch_does() -> Iterator[None]:
         yield
 
 
-FINAL_CODES = {BAD_CONFIG, EXIT_OF_STATUS["diverged"], INTERRUPTED}  # a rank that ended so would do it again: no restart
+FINAL_CODES = {BAD_CONFIG, DIVERGED, INTERRUPTED}  # a rank that ended so would do it again: no restart
 PEERS_GONE = "the ranks of another machine are gone, or cannot be reached"
 ANSWER_S = 10  # within which the rendezvous answers
 SHUTDOWN_S = 5  # for ranks that wait for one that died
 
 logger = logging.getLogger(__name__)
-OnAbandoned = Callable[[Result, int], int]  # writes the result, and returns the process's exit code
 
 
-def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None = None) -> tuple[Result, int]:
-    """Run the job on the ranks of this machine; the run's result and exit code, or those of the rank that failed first.
+def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], None] | None = None) -> Result:
+    """Run the job on the ranks of this machine; the run's result, or that of the rank that failed first.
 
     The ranks are forked: this process has imported torch and run nothing of it, so they start in 0.1 s. Of several machines
-    the one that gets rank 0 has the run's directory. Where torch's launcher waits for a machine that is gone,
-    `on_abandoned` is called and this process exits with the code that it returns.
+    the one that gets rank 0 has the run's directory. Where torch's launcher waits for one that is gone, this process tells
+    `on_abandoned` and exits.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -429,12 +428,13 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: OnAbandoned | None =
         failures = FailureRecorder(folder, monitor)
 
         def abandon() -> None:
-            ended = _result_of_ranks(folder, run_dir, parallel, {}, monitor.ended)
-            code = on_abandoned(*ended) if on_abandoned else FAILED
+            result = _result_of_ranks(folder, run_dir, parallel, {}, monitor.ended)
+            if on_abandoned is not None:
+                on_abandoned(result)
             shutil.rmtree(folder, ignore_errors=True)
-            os._exit(code)
+            os._exit(result.code)
 
-        if parallel.nnodes > 1:
+        if on_abandoned is not None:
             monitor.abandoned = abandon
         with monitor, failures, _rendezvous_errors(parallel):
             try:
@@ -556,13 +556,13 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
                 stack.enter_context(logs.to_file(run_dir / "log.txt"))
             if restarts:
                 _restart_from_newest(job, run_dir, failures.reason or "a rank of another machine was lost", restarts)
-        result, code = run_rank(job, world, run_dir, stop, quiet)
+        result = run_rank(job, world, run_dir, stop, quiet)
     with contextlib.suppress(OSError):  # a full disk, or a directory that was removed: the exit code tells that it failed
         folder = held.folder() or folder
-        write_json(folder / f"{world.rank}.json", {**asdict(result), "code": code, "time": process.now(), "run_dir": None})
-    if code:
+        write_json(folder / f"{world.rank}.json", {**asdict(result), "time": process.now(), "run_dir": None})
+    if result.code:
         sys.stdout.flush()
-        os._exit(code)  # at once: the launcher ends the ranks that wait for this one
+        os._exit(result.code)  # at once: the launcher ends the ranks that wait for this one
 
 
 def _restart_from_newest(job: Job, run_dir: Path, reason: str, restarts: int) -> None:
@@ -582,54 +582,44 @@ def _final_code(folder: Path) -> int:
 
 def _result_of_ranks(
     folder: Path, run_dir: Path, parallel: ProcessGroupStrategy, failed_first: dict[int, int], ended_by_monitor: dict[int, str]
-) -> tuple[Result, int]:
-    """The result and exit code of this machine's ranks; torch's launcher ended the others because of `failed_first`.
+) -> Result:
+    """The result of this machine's ranks; torch's launcher ended the others because of `failed_first`.
 
     These have their processes' exit codes.
     """
     results = _read_results(folder)
     begun = sorted({*_begun(folder), *ended_by_monitor})
     lost = sorted(set(begun) - set(results))
-    failed = {rank: result for rank, result in results.items() if result["code"]}
-    alone = all(is_peer_failure(result["error"]) for result in failed.values())  # none failed of its own accord
+    failed = {rank: found for rank, found in results.items() if found["code"]}
+    alone = all(is_peer_failure(found["error"]) for found in failed.values())  # none failed of its own accord
     main = results.get(0) or (None if parallel.nnodes == 1 else next(iter(results.values()), None))
-    content: JsonObject = main or next(iter(failed.values()), {"world_size": parallel.ranks()})
-    if main is None or (main["code"] != INTERRUPTED and (lost or failed)):
+    content: JsonObject = main or next(iter(failed.values()), {"world_size": parallel.ranks(), "code": FAILED})
+    result = Result(**{key: value for key, value in content.items() if key not in ("code", "signal", "time")})
+    result.run_dir, result.code = run_dir if 0 in begun else None, content["code"]
+    if main is None or (result.code != INTERRUPTED and (lost or failed)):
         if alone and (lost or not failed):
             first = {rank: code for rank, code in failed_first.items() if rank in lost} or dict.fromkeys(lost, 0)
             why = "; ".join(ended_by_monitor[rank] for rank in lost if rank in ended_by_monitor) or ended_without_result(first)
-            content = {**content, "status": "failed", "error": why, "code": FAILED}
+            result.status, result.error, result.code = "failed", why, FAILED
+        elif alone and parallel.nnodes > 1:
+            end_without_peers(result, run_dir, PEERS_GONE)
         else:
-            ending = _without_peers(run_dir, PEERS_GONE) if alone and parallel.nnodes > 1 else _first_failure(failed)
-            content = {**content, **ending}
+            result.status, result.error, result.code = _first_failure(failed)
     if lost and manifest.checkpoints(run_dir):
-        content["error"] = f"{content['error']}: go on with resume={run_dir}"
-    code = content["code"]
-    result = Result(**{key: value for key, value in content.items() if key not in ("code", "time")})
-    result.run_dir = run_dir if 0 in begun else None
-    return result, code
+        result.error = f"{result.error}: go on with resume={run_dir}"
+    return result
 
 
-def _first_failure(failed: RankResults) -> JsonObject:
-    """The result to take over from the rank that failed first of its own accord; the error names it where that tells anything."""
-    own = {rank: result for rank, result in failed.items() if not is_peer_failure(result["error"])} or failed
+def _first_failure(failed: RankResults) -> tuple[str, str, int]:
+    """Status, error and code of the rank that failed first of its own accord; the error names it where that tells anything."""
+    own = {rank: found for rank, found in failed.items() if not is_peer_failure(found["error"])} or failed
     rank = min(own, key=lambda rank: own[rank]["time"])
-    content = {key: own[rank][key] for key in ("status", "error", "code", "world_size", "overrides", "config_hash")}
-    if len({result["error"] for result in own.values()}) > 1 or (len(own) == 1 and rank):
-        content["error"] = f"rank {rank}: {content['error']}"
-    return content
+    named = len({found["error"] for found in own.values()}) > 1 or (len(own) == 1 and rank)
+    return own[rank]["status"], f"rank {rank}: {own[rank]['error']}" if named else own[rank]["error"], own[rank]["code"]
 
 
-def result_under_other_launcher(result: Result, code: int, run_dir: Path) -> tuple[Result, int]:
-    """A rank's result under torchrun or Slurm, whose ranks outlive a peer that is gone: only torch's error tells."""
-    if code == FAILED and is_peer_failure(result.error):
-        content = _without_peers(run_dir, PEER_GONE)
-        result.status, result.error, code = content["status"], content["error"], content["code"]
-    return result, code
-
-
-def _without_peers(run_dir: Path, error: str) -> JsonObject:
-    """Status, error and code of ranks that failed only because others were gone."""
-    if not manifest.checkpoints(run_dir):
-        return {"status": "failed", "error": error, "code": FAILED}
-    return {"status": "interrupted", "error": f"{error}: go on with resume={run_dir}", "code": INTERRUPTED}
+def end_without_peers(result: Result, run_dir: Path, error: str) -> None:
+    """Fill in status, error and code of ranks that failed only because others were gone."""
+    result.status, result.error, result.code = "failed", error, FAILED
+    if manifest.checkpoints(run_dir):
+        result.status, result.error, result.code = "interrupted", f"{error}: go on with resume={run_dir}", INTERRUPTED

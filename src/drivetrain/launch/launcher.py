@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +20,7 @@ from drivetrain.config.catalog import LISTS, content, option_files
 from drivetrain.config.keys import OPEN
 from drivetrain.core import process
 from drivetrain.core.context import NO_RUN_DIR
-from drivetrain.core.errors import BAD_CONFIG, UserError, did_you_mean
+from drivetrain.core.errors import BAD_CONFIG, FAILED, PEER_GONE, UserError, did_you_mean, is_peer_failure
 from drivetrain.core.forking import end_with_users_parent
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
@@ -46,15 +45,6 @@ RUN_DIR_FILE = "DRIVETRAIN_RUN_DIR_FILE"  # in a child's environment: a file to 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Ended:
-    """The end of a run."""
-
-    result: Result
-    code: int
-    signal: int = 0  # that told this process to stop the run
-
-
 def train(
     config: Sequence[str] | Mapping[str, object], config_dirs: Sequence[str] = (), keywords: Mapping[str, object] | None = None
 ) -> Result:
@@ -75,7 +65,7 @@ def train(
         ended = launch(job)
         if ended.signal:
             signal.raise_signal(ended.signal)
-        return ended.result
+        return ended
     # Ranks and trials are forked, and only from a process that has run nothing of torch; this one may have.
     with tempfile.TemporaryDirectory() as folder, SignalForwarder() as signals:
         run_dir_file = Path(folder) / "run_dir"
@@ -121,7 +111,7 @@ def _into_hydras_directory(config: Mapping[str, object]) -> list[str]:
     return [] if any(directory.cannot_take(folder, "hydra.run.dir")) else [f"hydra.run.dir={format_value(str(folder))}"]
 
 
-def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
+def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Result:
     """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files."""
     world = world_of_environment()
     logs.configure(quiet, world.rank)
@@ -135,7 +125,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
-            return Ended(*run_rank(job, world, NO_RUN_DIR, stop, quiet=True))
+            return run_rank(job, world, NO_RUN_DIR, stop, quiet=True)
     if world.size == 1 and job.work is None:  # which does not train
         trials.choose(job)
     run_dir = job.run_dir or run_dir
@@ -145,20 +135,19 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Ended:
         run_dir = job.make_run_dir()
     try:
         with directory.locked(run_dir):
-            ended = _launch_in(run_dir, job, world, quiet)
+            result = _launch_in(run_dir, job, world, quiet)
     except (NoRoom, KeyboardInterrupt):
         if is_new and not (run_dir / "metrics.jsonl").exists():  # nothing was trained
             directory.remove(run_dir)
         raise
-    if ended.code == BAD_CONFIG and not ended.result.updates and is_new:
+    if result.code == BAD_CONFIG and not result.updates and is_new:
         directory.remove(run_dir)  # it never was a run
-        raise UserError(str(ended.result.error).splitlines())
-    return ended
+        raise UserError(str(result.error).splitlines())
+    return result
 
 
-def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
+def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Result:
     """Run a job on this machine, in a directory that this process has locked."""
-    raised = 0
     held = RunDirHandle(run_dir)
     with space.reserved(run_dir):
         job.write_files(run_dir)
@@ -167,15 +156,16 @@ def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Ended:
     with logs.to_file(run_dir / "log.txt"):
         _announce(job, quiet)
         if job.run.parallel.distributed and launched() is None:
-            result, code = elastic.run(job, run_dir, quiet)
+            result = elastic.run(job, run_dir, quiet)
         else:
             with StopFlag() as stop:  # from now on a signal is an interruption, with a result
-                result, code = run_rank(job, world, run_dir, stop, quiet)
-            raised = stop.raised
-            if world.size > 1:
-                result, code = elastic.result_under_other_launcher(result, code, run_dir)
+                result = run_rank(job, world, run_dir, stop, quiet)
+            result.signal = stop.raised
+            # Under torchrun or Slurm a rank outlives a peer that is gone, and only torch's error tells.
+            if world.size > 1 and result.code == FAILED and is_peer_failure(result.error):
+                elastic.end_without_peers(result, run_dir, PEER_GONE)
     _write_end(result, job, held)
-    return Ended(result, code, raised)
+    return result
 
 
 def _write_end(result: Result, job: Job, held: RunDirHandle) -> None:
@@ -192,29 +182,28 @@ def _write_end(result: Result, job: Job, held: RunDirHandle) -> None:
         logger.error("result.json could not be written to %s (%s)", held.path, error.strerror)
 
 
-def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Ended:
+def _launch_on_several_machines(job: Job, run_dir: Path, quiet: bool) -> Result:
     """Run this machine's ranks. The process that becomes rank 0 makes the run's directory on its machine."""
     _announce(job, quiet)
     directory.remember_missing_folders(run_dir)
 
-    def end_process(result: Result, code: int) -> int:
+    def before_exit(result: Result) -> None:
         if result.run_dir is not None:  # rank 0 was here
             _write_result(result, job, run_dir)
-        if code:
+        if result.code:
             logger.error("%s", result.error)
         sys.stdout.flush()
-        return code
 
-    result, code = elastic.run(job, run_dir, quiet, end_process)
-    if code == BAD_CONFIG and not result.updates:
+    result = elastic.run(job, run_dir, quiet, before_exit)
+    if result.code == BAD_CONFIG and not result.updates:
         if job.run_dir is None and run_dir.is_dir():
             directory.remove(run_dir)
         raise UserError(str(result.error).splitlines())
     if result.run_dir is not None:
         _write_result(result, job, run_dir)
-    elif not code:
+    elif not result.code:
         logger.warning("this machine's ranks are done; the run's directory is where rank 0 is")
-    return Ended(result, code)
+    return result
 
 
 def _announce(job: Job, quiet: bool) -> None:

@@ -14,7 +14,8 @@ from drivetrain.compile import Compile
 from drivetrain.core import accelerators, files, process, stages, user_code
 from drivetrain.core.errors import (
     BAD_CONFIG,
-    EXIT_OF_STATUS,
+    DIVERGED,
+    DONE,
     FAILED,
     INTERRUPTED,
     PEER_GONE,
@@ -242,8 +243,8 @@ class RunWriter(LogWriter, Protocol):
         """The run has ended: completed, failed, diverged or interrupted."""
 
 
-def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> tuple[Result, int]:
-    """Train one rank to its end; its result and exit code. Every exception becomes a result.
+def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool) -> Result:
+    """Train one rank to its end; its result. Every exception becomes one.
 
     A rank other than 0 that another launcher started does not know the run's directory: its `run_dir` is NO_RUN_DIR.
     """
@@ -264,10 +265,9 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
             _train(staged, stop, result)
         else:
             job.work(staged.trainer)
-        result.status = "completed"
-        code = EXIT_OF_STATUS["completed"]
+        result.status, result.code = "completed", DONE
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        code = _record_failure(result, error, job, world, run_dir)
+        result.status, result.error, result.code = _failure(error, job, run_dir)
     if staged is not None:
         trainer = staged.trainer
         _end_callbacks(trainer, result)
@@ -279,9 +279,9 @@ def run_rank(job: Job, world: World, run_dir: Path, stop: StopFlag, quiet: bool)
         writer.close(result.status)
     context.on_exit.close()
     _report(context.findings(), world, run_dir)
-    if staged is not None and code == EXIT_OF_STATUS["completed"]:
+    if staged is not None and not result.code:
         staged.trainer.parallel.shutdown()  # a failed rank must not wait here for the others
-    return result, code
+    return result
 
 
 def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
@@ -345,8 +345,8 @@ def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:
     return accelerators.total([first for first, _ in readings], [last for _, last in readings])
 
 
-def _record_failure(result: Result, error: BaseException, job: Job, world: World, run_dir: Path) -> int:
-    """Fill in status and error of a rank that an exception ended; its exit code."""
+def _failure(error: BaseException, job: Job, run_dir: Path) -> tuple[str, str, int]:
+    """The status, error and exit code of a rank that an exception ended."""
     if wants_traceback():
         echo_traceback(error)
     if isinstance(error, RuntimeError):
@@ -355,36 +355,32 @@ def _record_failure(result: Result, error: BaseException, job: Job, world: World
         except Interrupted as interrupted:
             error = interrupted
     if refusal := _refusal(error, job.run):
-        result.error = refusal
-        return BAD_CONFIG
+        return "failed", refusal, BAD_CONFIG
     if isinstance(error, Diverged):
-        result.status, result.error = "diverged", str(error)
-        return EXIT_OF_STATUS["diverged"]
+        return "diverged", str(error), DIVERGED
     if isinstance(error, Interrupted | KeyboardInterrupt):
+        why = str(error) or "stopped by the keyboard"
         if job.work is not None:  # which had nothing to save, and is done again as a whole
-            result.status, result.error = "interrupted", str(error) or "stopped by the keyboard"
-            return INTERRUPTED
+            return "interrupted", why, INTERRUPTED
         saved = isinstance(error, Interrupted) and error.saved
         can_resume = saved or bool(manifest.checkpoints(run_dir))
         hint = f": go on with resume={run_dir}" if can_resume else "" if job.run.saving.active else ": saving=none kept nothing"
-        result.status, result.error = "interrupted", (str(error) or "stopped by the keyboard") + hint
-        return INTERRUPTED if can_resume else FAILED
+        return "interrupted", why + hint, INTERRUPTED if can_resume else FAILED
     if (explained := machine_limits.explain(error) or space.explain(error, run_dir)) is not None:
-        result.error = explained
-        return FAILED
+        return "failed", explained, FAILED
     place = user_code.place_of(error)
-    result.error = f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}{Compile.of(job.run).advice(error)}"
+    told = f"{place and place + ': '}{type(error).__name__}: {first_lines(error)}{Compile.of(job.run).advice(error)}"
     if run_dir.is_dir():
         with contextlib.suppress(OSError), files.opened(run_dir / "log.txt", "a") as file:
             echo_traceback(error, file)
-        result.error += f" (traceback in {run_dir / 'log.txt'})"
+        told += f" (traceback in {run_dir / 'log.txt'})"
         if isinstance(error, CallbackError) and manifest.checkpoints(run_dir):
-            result.error += f": the run is saved, go on with resume={run_dir}"
-    elif is_peer_failure(result.error):
+            told += f": the run is saved, go on with resume={run_dir}"
+    elif is_peer_failure(told):
         logger.error(PEER_GONE)
     elif not wants_traceback():
         echo_traceback(error)
-    return FAILED
+    return "failed", told, FAILED
 
 
 def _refusal(error: BaseException, run: RunSpec) -> str:

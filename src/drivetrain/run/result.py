@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from drivetrain.core.errors import EXIT_OF_STATUS, FAILED
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.selection import Figure
 from drivetrain.core.typed import JsonMapping, JsonObject, fits, is_number, is_table
@@ -68,13 +69,14 @@ class Result:
     device_name: str | None = None
     overrides: list[str] = field(default_factory=list)
     config_hash: str | None = None
-    run_dir: Path | None = None  # its directory; not in the file
+    # Not in the file.
+    run_dir: Path | None = None  # its directory
+    code: int = field(default=FAILED, init=False, repr=False, compare=False)  # the exit code of its process
+    signal: int = field(default=0, init=False, repr=False, compare=False)  # that told this process to stop it
 
     def write(self, run_dir: Path) -> None:
         """Write run_dir/result.json atomically."""
-        content = asdict(self)
-        del content["run_dir"]
-        write_json(run_dir / "result.json", content)
+        write_json(run_dir / "result.json", {k: v for k, v in asdict(self).items() if k not in ("run_dir", "code", "signal")})
 
     @property
     def in_short(self) -> str:
@@ -216,6 +218,7 @@ class Result:
             result = cls(**read_json(run_dir / "result.json"), run_dir=run_dir)
         except (OSError, ValueError, TypeError, RecursionError):
             return None
+        result.code = EXIT_OF_STATUS.get(str(result.status), FAILED)
         return result if result._fits() else None
 
     def _fits(self) -> bool:

@@ -333,7 +333,7 @@ def _exit_code(sweep: Sweep, searches: bool, signals: SignalForwarder, running: 
         logger.warning("stopped: resume by %s", command)
     if signals.raised:
         return INTERRUPTED
-    codes = [e.code for e in sweep.entries if e.result is not None]
+    codes = [e.result.code for e in sweep.entries if e.result is not None]
     failed = [code for code in codes if code]
     if failed:
         logger.warning("%d of %d jobs did not complete", len(failed), len(codes))

@@ -159,16 +159,16 @@ def run_job(entry: Entry, quiet: bool) -> int:
     try:
         job = entry.composed()
         job.attach = job.attach or _write_length
-        ended = launcher.launch(job, entry.run_dir, quiet)
+        result = launcher.launch(job, entry.run_dir, quiet)
     except UserError as error:
         for problem in error.problems:
             logger.error(problem)
         if not directory.is_locked(entry.run_dir):  # else another process writes there
             Result(error=str(error), overrides=entry.job.overrides).write(entry.run_dir)
         return BAD_CONFIG
-    if ended.result.error:
-        logger.error(ended.result.error)
-    return ended.code
+    if result.error:
+        logger.error(result.error)
+    return result.code
 
 
 def _write_length(trainer: Trainer) -> None:

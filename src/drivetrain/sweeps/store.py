@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from drivetrain.config.catalog import options
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.core import user_state
-from drivetrain.core.errors import BAD_CONFIG, EXIT_OF_STATUS, FAILED, UserError
+from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.core.paths import add_import_paths
@@ -161,7 +161,6 @@ class Entry:
     job: SweepJob
     run_dir: Path
     result: Result | None = None
-    code: int = FAILED
     began: float = 0.0
     before: float = 0.0  # share of its updates that were done when this process began it
 
@@ -170,7 +169,7 @@ class Entry:
         found = Result.read(self.run_dir)
         if found is None or found.status not in statuses:
             return False
-        self.result, self.code = found, EXIT_OF_STATUS[found.status]
+        self.result = found
         return True
 
     def prepare_folder(self) -> None:
@@ -194,13 +193,12 @@ class Entry:
 
     def close(self, code: int | None, error: str, status: str = "failed") -> None:
         """Record the job's end: its exit code, if known, and its result; `error` and `status` where it wrote no result."""
-        found = Result.read(self.run_dir)
-        if found is not None:
-            self.result = found
-            self.code = EXIT_OF_STATUS.get(found.status, FAILED) if code is None else code
+        self.result = Result.read(self.run_dir)
+        if self.result is not None:
+            self.result.code = self.result.code if code is None else code
             return
-        self.code = code if code is not None and code > 0 else FAILED
         self.result = Result(status=status, error=error, overrides=self.job.overrides, run_dir=self.run_dir)
+        self.result.code = code if code is not None and code > 0 else FAILED
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)  # it may have been moved away
             self.result.write(self.run_dir)

@@ -342,9 +342,9 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
             if (trace := record.Recorder(trainer, options).run()) is not None:
                 answer(trace)
 
-        ended = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)
-        if ended.code:
-            raise UserError(str(ended.result.error).partition(" (traceback in")[0])  # that file is removed
+        result = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)
+        if result.code:
+            raise UserError(str(result.error).partition(" (traceback in")[0])  # that file is removed
 
     try:
         with ended_by_signals():
