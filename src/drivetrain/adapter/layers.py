@@ -18,7 +18,7 @@ from torch.nn.functional import dropout, linear
 
 from drivetrain.core import files
 from drivetrain.core.allowed import check_patterns, matches
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
 from drivetrain.core.modules import run_once, taken_over
 from drivetrain.core.trees import Tree
@@ -134,8 +134,7 @@ def choose(model: nn.Module, example: Tree, targets: Sequence[str] | None, heads
             for name, layer in found.items()
             if (why := _obstacle(model, name, layer, called))
         ]
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from drivetrain.cli.arguments import Command
 from drivetrain.config import catalog, plugins
 from drivetrain.config.elsewhere import suggestion
-from drivetrain.core.errors import DONE, UserError, did_you_mean
+from drivetrain.core.errors import DONE, UserError, did_you_mean, refuse
 from drivetrain.core.option import Option
 from drivetrain.core.user_code import import_name
 from drivetrain.ui.output import echo
@@ -50,8 +50,7 @@ command = Command("list", _show, HELP, takes_paths=True, offers=_offers)
 def show(word: str | None = None, config_dirs: Sequence[str] = ()) -> None:
     """Print the options of all groups or of one, a line each, or one option with its keys. Raises UserError."""
     of_plugins = plugins.problems()
-    if problems := [problem for problem in catalog.problems(config_dirs) if problem not in of_plugins]:
-        raise UserError(problems)
+    refuse(problem for problem in catalog.problems(config_dirs) if problem not in of_plugins)
     for problem in of_plugins:  # the other options are there all the same
         logger.warning("%s", problem)
     groups = catalog.option_files(config_dirs)

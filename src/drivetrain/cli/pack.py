@@ -14,7 +14,7 @@ from typing import Any
 
 from drivetrain.cli.arguments import FLAG, NUMBER, Command
 from drivetrain.config.compose import compose
-from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.errors import DONE, UserError, refuse
 from drivetrain.core.limits import usable_cores
 from drivetrain.data import Data, packed, stored
 from drivetrain.launch.job import Job, prepare
@@ -70,8 +70,7 @@ command = Command("pack", _command, HELP, {
 def _pack(source: str, out: Path, overrides: list[str], given: argparse.Namespace) -> None:
     job = _job(source, overrides, given)
     data = Data.of(job.run)
-    if problems := list(data.validate_device(job.run)):
-        raise UserError(problems)
+    refuse(data.validate_device(job.run))
     if (out / "index.json").exists():
         raise UserError(f"{out} is packed already: remove it, or give another folder")
     try:

@@ -15,7 +15,7 @@ from drivetrain.config import catalog
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core import files
-from drivetrain.core.errors import DONE, OperatorGives, UserError, did_you_mean
+from drivetrain.core.errors import DONE, OperatorGives, UserError, collecting, did_you_mean, refuse
 from drivetrain.core.overrides import key_of
 from drivetrain.launch.job import checked
 from drivetrain.recipe import fetch, places, write
@@ -123,12 +123,9 @@ def _check(given: argparse.Namespace) -> int:
     trust = [word for word in given.overrides if key_of(word) == "trust"]  # in own code, which the check imports
     problems = []
     for name in (word for word in given.overrides if word not in trust):
-        try:
+        with collecting(problems):
             echo("\n  ".join([f"{name}: valid", *check(places.read(name), given.config_dir, trust)]))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
     return DONE
 
 
@@ -157,8 +154,7 @@ def _schema(given: argparse.Namespace) -> int:
 
     if len(given.overrides) > 1:
         raise UserError(f"drivetrain recipe schema writes one file: leave out {' '.join(given.overrides[1:])}")
-    if problems := catalog.problems(given.config_dir):
-        raise UserError(problems)
+    refuse(catalog.problems(given.config_dir))
     text = json.dumps(recipe_schema(given.config_dir), indent=1, ensure_ascii=False) + "\n"
     if not given.overrides:
         echo(text, end="")

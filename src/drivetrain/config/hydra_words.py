@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from drivetrain.config.catalog import EXPERIMENTS, LISTS, options
 from drivetrain.config.composed import Composed
 from drivetrain.config.schema import Schema
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import UserError, did_you_mean, refuse
 from drivetrain.core.overrides import format_value, key_of, parse, redact, single_values
 from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import places
@@ -232,6 +232,5 @@ def split(overrides: Sequence[str]) -> tuple[HydraSettings, list[str]]:
         problems.append(instead("hydra.job.chdir=true"))
     else:
         problems += Schema("Hydra", HONOURED).problems("hydra", given)
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return HydraSettings(given, tuple(own)), [o for o in overrides if o not in own]

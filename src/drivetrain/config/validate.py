@@ -26,7 +26,7 @@ from drivetrain.config.schema import Schema, Where
 from drivetrain.config.stage_configs import Planned
 from drivetrain.core import paths, phases, selection, user_code
 from drivetrain.core import stages as core_stages
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, collecting, refuse
 from drivetrain.core.files import read_yaml
 from drivetrain.core.model_call import ForwardInput
 from drivetrain.core.option import Count, Option
@@ -60,8 +60,7 @@ def validate(composed: Composed, own: bool = False, used: Collection[str] | None
     problems += told
     if not problems and used is None:
         problems += core_stages.problems(run)
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
     run.not_for_recipes = set(recipe_checks.not_for_recipes(composed.plain, whole.classes))
     if any(set(recipe_checks.not_for_recipes(m.plan.composed.plain, m.classes)) - run.not_for_recipes for m in stages):
         run.not_for_recipes.add("stages")
@@ -191,8 +190,7 @@ def validate_device(run: RunSpec, used: Collection[str] | None = None) -> None:
     """
     problems = [problem for option in options_of(run, used) for problem in option.validate_device(run)]
     problems += callbacks.problems(run)
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
 
 
 def options_of(run: RunSpec, used: Collection[str] | None = None) -> Iterator[Option]:
@@ -224,10 +222,8 @@ def _classes(
     found = {}
     for group, of_group in sections.items():
         for prefix, section in of_group.items():
-            try:
+            with collecting(problems):
                 found[prefix] = _class(group, prefix, str(section.get("_target_")), trusted)
-            except UserError as error:
-                problems += error.problems
     return found
 
 

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import did_you_mean, refuse
 
 SHOWN = 8  # names in a message
 
@@ -33,8 +33,7 @@ def check_patterns(names: Collection[str], patterns: Mapping[str, Collection[str
         for pattern in given
         if not any(matches(name, pattern) for name in names)
     ]
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
 
 
 def _near(pattern: str, names: Collection[str]) -> str:

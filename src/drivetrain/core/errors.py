@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 DONE, FAILED, BAD_CONFIG, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 75
@@ -28,6 +29,21 @@ def _shown(text: str) -> str:
         begin, end = text[: 2 * MOST_SHOWN // 3], text[-MOST_SHOWN // 4 :]
         text = f"{begin} … {len(text) - len(begin) - len(end):,} characters … {end}"
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise UserError with these problems, each once, where there are any."""
+    if each := [*dict.fromkeys(problems)]:
+        raise UserError(each)
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Within the context a UserError is caught, and its problems are added to these."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems
 
 
 class OperatorGives(str):

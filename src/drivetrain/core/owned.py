@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from drivetrain.core import groups
 from drivetrain.core.context import BuildContext
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.typed import StateDict
 
@@ -100,8 +100,7 @@ class OwnState:
 
     def check(self) -> None:
         """Raise UserError where a checkpoint cannot hold a state: it is loaded without code."""
-        if problems := [problem for name, owner in self.owners.items() for problem in unsavable(name, owner)]:
-            raise UserError(problems)
+        refuse(problem for name, owner in self.owners.items() for problem in unsavable(name, owner))
 
     def state_dict(self) -> StateDict:
         """Return `ranks`, the states of all ranks by name, or one that all have. Called on all ranks; for rank 0."""

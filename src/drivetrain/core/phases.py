@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, Text, check_patterns, matches
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import refuse
 from drivetrain.core.option import Count, Positive, RunSpec
 
 Phases = Annotated[
@@ -63,6 +63,5 @@ def divided(found: Mapping[str, Phase], names: Collection[str]) -> dict[str, lis
         for name, by in trained.items()
         if len(by) != 1
     ]
-    if wrong:
-        raise UserError(wrong)
+    refuse(wrong)
     return {phase: [name for name, by in trained.items() if by == [phase]] for phase in found}

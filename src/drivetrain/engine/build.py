@@ -17,7 +17,7 @@ from drivetrain.compile import Compile
 from drivetrain.core import files, owned, stages
 from drivetrain.core import horizon as horizons
 from drivetrain.core.device import clock_for
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.limits import check_batch
 from drivetrain.core.model_call import ModelCall
@@ -259,8 +259,7 @@ def _load_data(context: RunContext, debug: Debug, loaded: Splits | None) -> Batc
     )
     context.batch, context.horizon = batch, _horizon(context, batch, known_before)
     steps = tuple(Augment.all_of(run)) if run.debug.augments else ()
-    if refusals := _cannot_augment(context, steps, shape_as_loaded):
-        raise UserError(refusals)
+    refuse(_cannot_augment(context, steps, shape_as_loaded))
     drawn = loss.steps(data)
     about: JsonObject = {"images": data.images, "views": run.data.views, "masks": run.data.targets == "mask"}
     train = Pipeline(data.train, (*drawn, *steps), data.normalize, context.seed, data.classes, batch.pad_to, **about)
@@ -389,8 +388,7 @@ def _horizon(context: RunContext, batch: Batch, known_before: bool) -> Horizon:
     if horizon is None:
         raise UserError(facts.too_few_samples(batch, run.values["epochs"], samples))
     if not known_before and run.debug.updates is None:
-        if problems := [*stages.boundary_problems(run, horizon), *Scheduler.of(run).horizon_problems(horizon)]:
-            raise UserError(problems)
+        refuse([*stages.boundary_problems(run, horizon), *Scheduler.of(run).horizon_problems(horizon)])
         _log(Scheduler.of(run).horizon_advice(horizon, run))
     return horizon.at_most(run.debug.updates)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from drivetrain.core import stages as core
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, collecting, refuse
 from drivetrain.core.horizon import Progress
 from drivetrain.core.protocols import LogWriter
 from drivetrain.core.run_spec import Stage
@@ -193,13 +193,9 @@ class StagedRun:
         for number, stage in enumerate(self.stages[1:], 1):
             context = copy.copy(self.context)
             context.run = stage.run
-            try:
-                with _named(number):
-                    Optimizer.of(stage.run).check_names(Model.of(stage.run).trained(model, context))
-            except UserError as error:
-                problems += error.problems
-        if problems:
-            raise UserError(problems)
+            with collecting(problems), _named(number):
+                Optimizer.of(stage.run).check_names(Model.of(stage.run).trained(model, context))
+        refuse(problems)
 
 
 @contextmanager

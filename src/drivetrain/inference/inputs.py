@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.errors import DataError, UserError, collecting, refuse
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.source import Source
 from drivetrain.core.trees import Tree, leaves, map_tensors, unflatten
@@ -57,12 +57,9 @@ def given(words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], 
         raise UserError([f"{word}: there is no such file or folder" for word in missing])
     found, problems = list[Iterable[Block]](), list[str]()
     for path in (Path(word) for word in words if word != "-"):
-        try:
+        with collecting(problems):
             found.append(_of_folder(path, transforms, size) if path.is_dir() else _of_file(path, transforms, size))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     if "-" not in words:
         known = [sum(len(block.names) for block in blocks) for blocks in found if isinstance(blocks, list)]
         return chain.from_iterable(found), sum(known) if len(known) == len(found) else None

@@ -18,7 +18,7 @@ from drivetrain.config.composed import Composed, flatten
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
 from drivetrain.core import files, user_state
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, collecting, refuse
 from drivetrain.core.files import MB, read_json
 from drivetrain.core.option import RunSpec
 from drivetrain.core.overrides import format_value, key_of, redact
@@ -101,8 +101,7 @@ class Job:
     def make_run_dir(self) -> Path:
         """Create the run's directory: the one that hydra.run.dir names, or a new one. Raises UserError."""
         run_dir = self.new_run_dir()
-        if wrong := list(directory.cannot_take(run_dir, "hydra.run.dir")):
-            raise UserError(wrong)
+        refuse(directory.cannot_take(run_dir, "hydra.run.dir"))
         directory.make(run_dir, exist_ok="run.dir" in self.hydra.given)
         return run_dir
 
@@ -209,10 +208,8 @@ def device_problems(jobs: Iterable[Job | None]) -> list[str]:
     """The problems of torch, this machine's device or a library that make any of these jobs, or their stages, impossible."""
     problems: list[str] = []
     for run in (run for job in jobs if job is not None for run in _all_runs(job.run)):
-        try:
+        with collecting(problems):
             check.validate_device(run)
-        except UserError as error:
-            problems += error.problems
     return problems
 
 

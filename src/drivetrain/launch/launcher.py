@@ -20,7 +20,7 @@ from drivetrain.config.catalog import LISTS, content, option_files
 from drivetrain.config.keys import OPEN
 from drivetrain.core import process
 from drivetrain.core.context import NO_RUN_DIR
-from drivetrain.core.errors import BAD_CONFIG, FAILED, PEER_GONE, UserError, did_you_mean, is_peer_failure
+from drivetrain.core.errors import BAD_CONFIG, FAILED, PEER_GONE, UserError, collecting, did_you_mean, is_peer_failure, refuse
 from drivetrain.core.forking import end_with_users_parent
 from drivetrain.core.overrides import format_value, words_of
 from drivetrain.core.paths import add_import_paths
@@ -115,8 +115,7 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Result
     """Run a job to its end, in `run_dir` or a new directory. Raises UserError where it cannot begin; then it leaves no files."""
     world = world_of_environment()
     logs.configure(quiet, world.rank)
-    if problems := device_problems([job]):
-        raise UserError(problems)
+    refuse(device_problems([job]))
     if world.size > 1 and (tried := {group: option for group, option in job.run.tried().items() if option.needs_trial}):
         raise UserError(
             f"{job.run.named(group)} has settings that trials choose before the ranks start, and another launcher has started "
@@ -249,12 +248,9 @@ def overrides_of(config: Mapping[str, object] | DictConfig, config_dirs: Sequenc
     words: list[str] = []
     problems: list[str] = []
     for key, value in plain.items():
-        try:
+        with collecting(problems):
             words += _group(key, value, config_dirs) if key in option_files(config_dirs) else _values(key, value)
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return words
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, NamedTuple, cast
 from annotated_types import Ge, Le
 
 from drivetrain.core import groups, owned, rng, trees
-from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.errors import Interrupted, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.limits import too_many, usable_cores
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -227,8 +227,7 @@ class Loader(Option, groups.Loader):
 
     def check(self, pipelines: Iterable[Pipeline]) -> None:
         """Raise UserError where the samples of one of them cannot be read by this loader."""
-        if problems := [problem for problem in dict.fromkeys(map(self.refusal, pipelines)) if problem is not None]:
-            raise UserError(problems)
+        refuse(problem for problem in dict.fromkeys(map(self.refusal, pipelines)) if problem is not None)
 
     def autotune(self, pipeline: Pipeline, size: int, batches: int, device: torch.device) -> list[str]:
         """Choose what must be measured before a run of so many batches of `size` starts; return a line for each choice."""

@@ -9,7 +9,7 @@ from typing import Any
 from drivetrain.config import catalog, plugins, recipe_checks, schema
 from drivetrain.config.validate import read_config
 from drivetrain.core import limits, low_rank, streams, user_code
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.option import BuildContext, Positive, RunSpec, Share
@@ -100,11 +100,9 @@ def trained_model(path: Path, key: str, context: BuildContext) -> torch.nn.Modul
         if named is None or named in catalog.shipped_targets("model"):
             continue
         trusted = {*plugins.trusted_packages(), *context.run.values["trust"]}
-        if problems := list(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted)):
-            raise UserError(problems)
+        refuse(user_code.trust_problems(f"{key}={path}: its model {named}", str(named), trusted))
     option = user_code.import_name(target)
-    if problems := list(schema.of(option).problems(f"{key}={path}: model", section)):
-        raise UserError(problems)
+    refuse(schema.of(option).problems(f"{key}={path}: model", section))
     if keys := sorted(recipe_checks.not_for_recipes({"model": section}, {"model": option})):  # anybody may have written it
         raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
     weights = low_rank.merged(_weights(path, key))

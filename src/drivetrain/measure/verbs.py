@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from drivetrain.config import schema
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.files import write_json
 from drivetrain.core.overrides import key_of, single_values
 from drivetrain.launch.job import Job
@@ -51,8 +51,7 @@ def split(arguments: Sequence[str], kind: type[T], verb: str = "", recipe: Path 
     own = [argument for argument in arguments if key_of(argument) in takes.hints and "=" in argument]
     values = single_values(own, "command", problems)
     problems += takes.problems("", values)
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     check_file(recipe)
     overrides = [argument for argument in arguments if argument not in own]
     if verb:

@@ -16,7 +16,7 @@ import torch
 
 from drivetrain.core import low_rank
 from drivetrain.core.allowed import check_patterns, matches
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.option import needs_extra
 from drivetrain.saving import checkpoint_io, manifest
 
@@ -154,8 +154,7 @@ def _adapt_first_convolution(
             continue
         if (given.shape[0], *given.shape[2:]) != (wanted.shape[0], *wanted.shape[2:]):
             continue
-        if missing := list(needs_extra("timm", "timm", f"a file with {given.shape[1]} input channels for data with {shape[0]}")):
-            raise UserError(missing)
+        refuse(needs_extra("timm", "timm", f"a file with {given.shape[1]} input channels for data with {shape[0]}"))
         from timm.models import adapt_input_conv
 
         weights[name] = adapt_input_conv(shape[0], given, base_chans=given.shape[1])

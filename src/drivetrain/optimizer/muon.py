@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from drivetrain.core import torch_patches
 from drivetrain.core.allowed import NamePattern, check_patterns, matches
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
 from drivetrain.core.option import BuildContext, Few, Momentum, NonNegative, Positive
 from drivetrain.optimizer.base import Implementation, Optimizer
@@ -83,12 +83,11 @@ class Muon(Optimizer):
             if name in names and (p.ndim <= 1 or kind != "scalar_lr"):
                 kinds[kind].append(name)
         given = {kind: rate for kind in kinds if (rate := getattr(self, kind)) is not None}
-        if problems := [
+        refuse(
             f"optimizer.{kind}={rate}: the model has no trainable {WHAT[kind]}: set optimizer.{kind}=null"
             for kind, rate in given.items()
             if not kinds[kind]
-        ]:
-            raise UserError(problems)
+        )
         return {name: rate for kind, rate in given.items() for name in kinds[kind]}
 
     def make(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:

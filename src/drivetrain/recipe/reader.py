@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from drivetrain.core import files
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.overrides import redact
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import claim as claims
@@ -124,8 +124,7 @@ def read(path: Path, raw: bytes | None = None) -> Recipe:
     recipe.add(defaults)
     if recipe.claim is not None and recipe.sweep:
         root.problems.append(f"{path}: a recipe with sweep: cannot have claim:, which is about a single config")
-    if root.problems:
-        raise UserError(dict.fromkeys(root.problems))
+    refuse(root.problems)
     return recipe
 
 

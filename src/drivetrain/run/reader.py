@@ -10,7 +10,7 @@ from typing import Any
 
 from drivetrain.config.composed import flatten
 from drivetrain.core import files
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.paths import expanded
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonObject, fits, is_number
@@ -123,8 +123,7 @@ def put_on_one_clock(runs: Sequence[RunFiles], target: Reach) -> bool:
 def find(folders: Sequence[Path]) -> list[RunFiles]:
     """The runs in these folders and below, the oldest first. Raises UserError for a folder that is missing or has no run."""
     problems = [f"{folder}: there is no such folder" for folder in folders if not folder.is_dir()]
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     places = sorted({place for folder in folders for place in _places(folder)})
     if not places:
         raise UserError(f"no run in {', '.join(map(str, folders))}: a run's folder holds environment.json or result.json")

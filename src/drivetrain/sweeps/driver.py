@@ -20,7 +20,7 @@ from rich.text import Text
 
 from drivetrain.config.hydra_words import is_hydra_override
 from drivetrain.core import accelerators, files
-from drivetrain.core.errors import DONE, FAILED, INTERRUPTED, UserError
+from drivetrain.core.errors import DONE, FAILED, INTERRUPTED, UserError, collecting, refuse
 from drivetrain.core.limits import usable_cores
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import add_import_paths
@@ -190,8 +190,7 @@ def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool =
             return _run_in(found, plan, quiet)
         logger.warning("resume=auto: there is no unfinished sweep with these overrides: a new one starts")
     path = named or directory.new(root, "multirun")
-    if wrong := list(directory.cannot_take(path, "hydra.sweep.dir", "-m resume")):
-        raise UserError(wrong)
+    refuse(directory.cannot_take(path, "hydra.sweep.dir", "-m resume"))
     if path.is_dir() and any(path.iterdir()):  # a job clears its folder, which could be one of these
         raise UserError(f"hydra.sweep.dir={path} is not empty: a sweep needs a folder of its own")
     directory.make(path, exist_ok=named is not None)
@@ -219,10 +218,8 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
     problems: list[str] = []
     settings, own = None, [o for o in overrides if not is_hydra_override(o)]
     source: Grid | Search | None = None
-    try:
+    with collecting(problems):
         settings, _ = split(overrides)
-    except UserError as error:
-        problems += error.problems
     try:
         if settings is not None and isinstance(settings.sweeper, Optuna):
             from drivetrain.sweeps.optuna import Search  # a package that may be missing

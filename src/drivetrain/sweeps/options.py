@@ -10,7 +10,7 @@ from typing import Literal
 from drivetrain.config import schema
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, is_hydra_override
 from drivetrain.config.hydra_words import split as split_hydra
-from drivetrain.core.errors import UserError, did_you_mean
+from drivetrain.core.errors import collecting, did_you_mean, refuse
 from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
 from drivetrain.core.overrides import key_of, single_values
 
@@ -110,10 +110,8 @@ def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[
     own = [o for o in words if key_of(o).startswith(LAUNCH_KEYS)]
     values = single_values(own, "sweep", problems)
     hydra, others = HydraSettings(), list[str]()
-    try:
+    with collecting(problems):
         hydra, others = split_hydra([o for o in words if o not in own])
-    except UserError as error:
-        problems += error.problems
     problems += [instead(o) for o in others]
     if "run.dir" in hydra.given:
         problems.append(
@@ -124,8 +122,7 @@ def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[
         problems.append(
             "hydra/launcher=joblib with hydra/sweeper=optuna: hydra.sweeper.n_jobs says how many trials run at a time"
         )
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return Settings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]
 
 

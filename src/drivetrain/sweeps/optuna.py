@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.overrides import key_of, parse_each
 from drivetrain.core.selection import selected
 from drivetrain.core.typed import JsonObject
@@ -50,8 +50,7 @@ def read(overrides: Sequence[str]) -> tuple[list[str], JsonObject]:
         )
     keys = [key_of(override) for override in overrides]
     problems += [f"{key} is searched over and also given: leave one of them out" for key in axes if keys.count(key) > 1]
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
     return words, axes
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from drivetrain.config.catalog import options
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.core import user_state
-from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError
+from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError, collecting, refuse
 from drivetrain.core.files import read_json, write_json
 from drivetrain.core.overrides import format_value, key_of, parse_each
 from drivetrain.core.paths import add_import_paths
@@ -104,12 +104,9 @@ def _axes(overrides: Sequence[str]) -> list[list[str]]:
     axes: list[list[str]] = []
     problems: list[str] = []
     for text, override in parse_each(overrides, "key=value, group=option or key=value,value", problems):
-        try:
+        with collecting(problems):
             axes.append(_values(text, override) if override.is_sweep_override() else [text])
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return axes
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.option import Count, Effect, Positive, RunSpec
 from drivetrain.core.selection import Figure as EvaluatedFigure
 from drivetrain.core.selection import Reach, Selection, evaluated, problems, selected
@@ -312,8 +312,7 @@ def check(plan: Plan, job: Job, quality: bool) -> None:
         raise UserError(f"{' '.join(given)} is for verdicts on quality, which need quality=true")
     if quality:
         reach_of(plan, job.run)
-    if wrong := [problem for name in plan.judge or [] for problem in problems(job.run, "judge", name)]:
-        raise UserError(wrong)
+    refuse(problem for name in plan.judge or [] for problem in problems(job.run, "judge", name))
 
 
 def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
@@ -322,6 +321,5 @@ def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
     metric = selected(run)
     if isinstance(given, float | int):
         return Reach(metric.name, metric.maximize, given)
-    if wrong := list(target_problems(run, given)):
-        raise UserError(wrong)
+    refuse(target_problems(run, given))
     return Reach.parse(given) if given is not None else None

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
 from drivetrain.core import accelerators
-from drivetrain.core.errors import Interrupted, UserError
+from drivetrain.core.errors import Interrupted, UserError, refuse
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Figure, Reach
 from drivetrain.core.signals import SignalForwarder
@@ -109,8 +109,7 @@ def baseline_job(specs: Sequence[VariantSpec]) -> Job:
 def refuse_bad(specs: Sequence[VariantSpec]) -> None:
     """Raise UserError with the problems of all variants that cannot run, before the first one starts."""
     problems = [problem for spec in specs for problem in spec.problems]
-    if problems := problems or device_problems(spec.job for spec in specs):
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems or device_problems(spec.job for spec in specs))
 
 
 def swept(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> tuple[list[VariantSpec], list[str]]:

@@ -24,7 +24,7 @@ from functools import partial
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.config.hydra_words import recipe_word, translated
-from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.errors import DONE, FAILED, UserError, refuse
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
@@ -521,8 +521,7 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
             sides.append(read_side(word, words[2:], config_dirs))
         except UserError as error:
             problems += [problem if word in problem else f"{word}: {problem}" for problem in error.problems]
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
     good, bad = (baseline_job([side]) for side in sides)
     skipped = {*NEVER_TRIED, *(NOT_OF_QUALITY if quality else NOT_OF_SPEED)}
     changes = Changes(good, bad, skipped)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from omegaconf import OmegaConf
 
-from drivetrain.core.errors import DONE, UserError
+from drivetrain.core.errors import DONE, UserError, collecting, refuse
 from drivetrain.core.overrides import key_of
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import prepare as prepare_job
@@ -40,12 +40,9 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         raise UserError("drivetrain recipe diff takes recipes by their names alone: leave recipe= out")
     sides, problems = [], []
     for name in names:
-        try:
+        with collecting(problems):
             sides.append(_read(name, overrides, config_dirs))
-        except UserError as error:
-            problems += error.problems
-    if problems:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problems)
     both = [run for run, _ in sides]
     if not differing(both):
         echo("the configs are the same")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from drivetrain.config.composed import flatten
-from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean
+from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean, refuse
 from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonObject
@@ -293,8 +293,7 @@ def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
     if target is not None and reach is None:
         raise UserError(f"target={sections.shown(target)}: give a metric and a value, as 'target=accuracy>=0.98'")
     found = [Facts.of(run, _seed(run), reach) for run in runs]
-    if wrong := [*_refusals(runs, found)] or [*_without_figures(found, settings, reach)]:
-        raise UserError(wrong)
+    refuse([*_refusals(runs, found)] or [*_without_figures(found, settings, reach)])
     device, date = Device(found[0].kind or "", found[0].device or ""), None
     if any(device.problems("device")):
         return None

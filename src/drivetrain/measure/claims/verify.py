@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.config.catalog import options
-from drivetrain.core.errors import DONE, FAILED, UserError
+from drivetrain.core.errors import DONE, FAILED, UserError, refuse
 from drivetrain.core.groups import Better
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.selection import Reach, evaluated
@@ -324,8 +324,7 @@ def verify(
             problems.append(f"'{word}' is what the claim is about ({as_overrides(against)}): leave it out")
         if "=" not in word or key_of(word) == "recipe":
             problems.append(f"'{word}': one recipe is verified at a time, and what follows it has the form key=value")
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     *base, spec = both_sides(recipe, claim.speed, overrides, config_dirs)
     job = variants.baseline_job([spec])
     asked = [kind for kind in ALL if kind.key in claim.kinds()]
@@ -355,8 +354,7 @@ def both_sides(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], co
         base.overrides[1:1] = [f"{key}={format_value(value)}" for key, value in speed.against.items()]  # for compare.json
         specs.append(base)
     specs.append(variants.compose(recipe.name, given, config_dirs, recipe, own_saving))
-    if problems := [problem for spec in specs for problem in spec.problems]:
-        raise UserError(dict.fromkeys(problems))
+    refuse(problem for spec in specs for problem in spec.problems)
     return specs
 
 
