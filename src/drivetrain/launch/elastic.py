@@ -253,9 +253,7 @@ def own_address() -> str:
     for host in ("localhost", "127.0.0.1", "::1"):
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind) as listener, socket.socket(family, kind) as client:
-                listener.bind(address)
-                listener.listen()
+            with socket.create_server(address, family=family) as listener, socket.socket(family, kind) as client:
                 client.settimeout(LOOPBACK_S)
                 client.connect(listener.getsockname())
         except OSError as error:

@@ -16,7 +16,7 @@ from drivetrain.core.selection import Reach
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import sections
 from drivetrain.recipe.safe_yaml import Entry, code_refusal, names_code, printable
-from drivetrain.recipe.sections import Rule, Section, SectionRule, one_of, rules_of
+from drivetrain.recipe.sections import Rule, Section, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
 SETS = ("validation", "test")
@@ -189,13 +189,13 @@ class Device(Section):
 class Claim(Section):
     """All that a recipe claims, each kind only where it was measured."""
 
-    speed: Annotated[Speed | None, SectionRule(kind=Speed)] = None
-    quality: Annotated[Quality | None, SectionRule(kind=Quality)] = None
-    target: Annotated[Target | None, SectionRule(kind=Target)] = None
-    memory: Annotated[Memory | None, SectionRule(kind=Memory)] = None
-    energy: Annotated[Energy | None, SectionRule(kind=Energy)] = None
-    data: Annotated[Data | None, SectionRule(kind=Data)] = None
-    device: Annotated[Device, SectionRule(kind=Device, about="what it was measured on, as {kind: cpu, name: …}")]
+    speed: Annotated[Speed | None, Rule(Speed)] = None
+    quality: Annotated[Quality | None, Rule(Quality)] = None
+    target: Annotated[Target | None, Rule(Target)] = None
+    memory: Annotated[Memory | None, Rule(Memory)] = None
+    energy: Annotated[Energy | None, Rule(Energy)] = None
+    data: Annotated[Data | None, Rule(Data)] = None
+    device: Annotated[Device, Rule(Device, about="what it was measured on, as {kind: cpu, name: …}")]
     versions: Annotated[
         dict[str, str], Rule(sections.texts_by_name, "the software that it was measured with, as {torch: 2.15.0}")
     ]
@@ -224,7 +224,7 @@ class Claim(Section):
         return f"{'; '.join(map(str, self.kinds().values()))}; on {self.device.name} with {software}{when}"
 
 
-KINDS = tuple(name for name, rule in rules_of(Claim).items() if isinstance(rule, SectionRule) and issubclass(rule.kind, Kind))
+KINDS = tuple(name for name, rule in rules_of(Claim).items() if isinstance(rule.takes, type) and issubclass(rule.takes, Kind))
 
 
 def times(middle: float, low: float, high: float) -> str:

@@ -10,6 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -179,22 +180,18 @@ def _fetch(address: str, place: Address) -> tuple[str, bytes]:
 
 def _within_time(work: Callable[[], tuple[Address, Fetched]]) -> tuple[Address, Fetched]:
     """Do it in a thread, and wait for that no longer than TOTAL_S, wherever it hangs. Raises Refused."""
-    done: list[tuple[Address, Fetched] | Exception] = []
+    done: Future[tuple[Address, Fetched]] = Future()
 
     def run() -> None:
         try:
-            done.append(work())
+            done.set_result(work())
         except Exception as error:
-            done.append(error)
+            done.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="fetching")
-    thread.start()
-    thread.join(TOTAL_S)
-    if not done:
+    threading.Thread(target=run, daemon=True, name="fetching").start()  # a pool's threads would keep the process
+    if not wait([done], TOTAL_S).done:
         raise Refused(f"it was not delivered within {TOTAL_S:g} s")
-    if isinstance(done[0], Exception):
-        raise done[0]
-    return done[0]
+    return done.result()
 
 
 def _from_hub(place: Address) -> tuple[Address, Fetched]:

@@ -194,11 +194,11 @@ def _defaults(recipe: Recipe, given: Entry) -> None:
         given.refuse("defaults: must be a list such as '- override /optimizer: sgd'")
         return
     for node in given.node.value:
-        entry = replace(given, line=node.start_mark.line + 1, node=node)
+        entry = given._replace(line=node.start_mark.line + 1, node=node)
         pairs = entry.entries()
         text = pairs[0].key if pairs else str(node.value) if isinstance(node, yaml.ScalarNode) else ""
         if match := _OVERRIDE.match(text) if len(pairs) == 1 else None:
-            _choice(recipe, replace(entry, key=match[1], node=pairs[0].node))
+            _choice(recipe, entry._replace(key=match[1], node=pairs[0].node))
         elif text.lstrip("/").startswith(("override /hydra", "hydra")):
             entry.refuse(f"a recipe cannot set '{text}' (Hydra's settings): set it on the command line")
         elif text != "_self_":

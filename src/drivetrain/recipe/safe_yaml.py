@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -44,15 +43,14 @@ def read_bytes(path: Path) -> bytes:
     return raw
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A key of a recipe file with its value, or a whole file. `problems` are those of the file: every reason to refuse it."""
 
     path: Path
     key: str
     line: int
     node: yaml.Node
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
 
     def refuse(self, problem: str) -> None:
         """Note what is wrong with it."""
@@ -62,7 +60,7 @@ class Entry:
         """The entries of a mapping, each key once; [] of anything else."""
         found: dict[str, Entry] = {}
         for node, value in self.node.value if isinstance(self.node, yaml.MappingNode) else []:
-            entry = replace(self, key=str(node.value), line=node.start_mark.line + 1, node=value)  # a key may be a list
+            entry = self._replace(key=str(node.value), line=node.start_mark.line + 1, node=value)  # a key may be a list
             if entry.key in found:
                 entry.refuse(f"'{printable(entry.key):.60}' is given twice")
             found.setdefault(entry.key, entry)
@@ -77,7 +75,7 @@ class Entry:
 
     def under(self, key: str) -> Entry:
         """The entry by its dotted key, below this one."""
-        return replace(self, key=f"{key}.{self.key}")
+        return self._replace(key=f"{key}.{self.key}")
 
     def may_be_set(self) -> bool:
         """True if a recipe may set the key, or choose an option of the group; the reason is noted where it may not."""
@@ -88,12 +86,12 @@ class Entry:
     def value(self) -> Any:
         """The value in plain Python. The only interpolation allowed is `${key.of.the.config}`."""
         if isinstance(self.node, yaml.SequenceNode):
-            return [replace(self, node=node).value() for node in self.node.value]
+            return [self._replace(node=node).value() for node in self.node.value]
         if isinstance(self.node, yaml.MappingNode):
             for each in (entries := self.entries()):
                 if each.key.startswith("_"):
                     self.refuse(f"'{printable(each.key):.60}': a recipe chooses options and sets values, never a target")
-            return {each.key: replace(self, node=each.node).value() for each in entries}
+            return {each.key: self._replace(node=each.node).value() for each in entries}
         value, problem = scalar(self.node, several_lines=self.key == "description")
         if problem:
             self.refuse(f"{self.key}: {problem}")
@@ -136,7 +134,7 @@ def load(path: Path, raw: bytes | None = None) -> Entry:
     if not isinstance(node, yaml.MappingNode):
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
         raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
-    return Entry(path, "", 1, node)
+    return Entry(path, "", 1, node, [])
 
 
 def deceiving(text: str) -> tuple[int, str]:

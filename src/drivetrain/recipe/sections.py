@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import Any, Self, TypeGuard, get_args, get_type_hints
 
 from drivetrain.core.errors import did_you_mean
@@ -21,39 +22,30 @@ Check = Callable[[object], str]  # what is wrong with a value; "" where nothing 
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule for the value of a field."""
+    """The rule for the value of a field: a check, or the section that it is."""
 
-    check: Check = lambda _: ""
+    takes: Check | type[Section] = lambda _: ""
     about: str = ""  # what the value is, for whoever left it out
     comment: str = ""  # behind the written value
 
     def read(self, entry: Entry) -> object:
         """The value of an entry, or anything where it was refused."""
+        if isinstance(self.takes, type):
+            return self.takes.read(entry)
         before, value = len(entry.problems), entry.value()
-        if len(entry.problems) == before and (wrong := self.check(value)):
+        if len(entry.problems) == before and (wrong := self.takes(value)):
             entry.refuse(f"{entry.key}={shown(value)}: {wrong}")
         return tuple(value) if isinstance(value, list) else value
 
     def problems(self, key: str, value: object) -> Iterator[str]:
         """The problems of a value that was not read from a file."""
-        if wrong := self.check(list(value) if isinstance(value, tuple) else value):
+        if isinstance(value, Section):
+            yield from value.problems(key)
+        elif not isinstance(self.takes, type) and (wrong := self.takes(list(value) if isinstance(value, tuple) else value)):
             yield f"{key}={shown(value)}: {wrong}"
 
 
-@dataclass(frozen=True)
-class SectionRule(Rule):
-    """The value is a section of its own."""
-
-    kind: type[Section] = field(kw_only=True)
-
-    def read(self, entry: Entry) -> object:
-        return self.kind.read(entry)
-
-    def problems(self, key: str, value: object) -> Iterator[str]:
-        if isinstance(value, Section):
-            yield from value.problems(key)
-
-
+@cache
 def rules_of(section: type) -> dict[str, Rule]:
     """The rule of each field of a section, by its key in the file."""
     hints = get_type_hints(section, include_extras=True)

@@ -142,7 +142,7 @@ def _flow(value: object) -> str:
 _name = lru_cache(maxsize=1024)(_flow)  # every recipe names an option of each group
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # a class without types
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # PyYAML's in C, where it was built with one
     """Writes lists in one line, and quotes every text that the recipe's reader would read as something else."""
 
     def ignore_aliases(self, data: object) -> bool:

@@ -92,10 +92,8 @@ def prepare_one(
         of_cell = recipe.cell(cell, options(config_dirs)) if recipe.sweep else recipe
     extra = [f"{k}={format_value(v)}" for k, v in cell.items()]
     made = SweepJob(" ".join([*label, *extra]), [*overrides, *extra], None, cell=cell)
-    try:
+    with collecting(made.problems):
         made.job = prepare_job(overrides, config_dirs, of_cell, extra)
-    except UserError as error:
-        made.problems = error.problems
     return made
 
 
