@@ -44,6 +44,7 @@ class Launcher:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots  # jobs at a time
+        self._running: dict[Any, Entry] = {}  # own jobs, each by what it is waited for with
         self._elsewhere: list[Entry] = []
 
     def attach(self, entry: Entry) -> bool:
@@ -89,36 +90,34 @@ class Forked(Launcher):
     def __init__(self, slots: int = 1, quiet: bool = False, captured: bool = False) -> None:
         super().__init__(slots)
         self.quiet, self.captured = quiet, captured or slots > 1
-        self._running: dict[Any, tuple[Any, Entry, int]] = {}  # by the process's sentinel: it, its job and its slot
         self._told = 0  # the signal that the jobs got
-        self._free_slots = list(range(slots))
 
     def start(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until it is known which process has the job
             try:
-                slot = self._free_slots.pop(0)
-                process: Any = ForkedProcess(target=self._child, args=(entry, slot), parents_end=signal.SIGTERM)  # so it saves
-                process.start()
-                self._running[process.sentinel] = process, entry, slot
+                slot = min({*range(self.slots)} - {child.slot for child in self._running})
+                new: Any = ForkedProcess(target=self._child, args=(entry, slot), parents_end=signal.SIGTERM)  # so it saves
+                new.start()
+                new.slot, self._running[new] = slot, entry
                 if self._told:  # the signal came after it was asked whether there was one
-                    os.kill(process.pid, self._told)
+                    os.kill(new.pid, self._told)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
-        for sentinel in connection.wait(list(self._running), seconds):
-            process, entry, slot = self._running.pop(sentinel)
-            process.join()
-            self._free_slots.append(slot)
-            code = process.exitcode
+        done = connection.wait([child.sentinel for child in self._running], seconds)
+        for child in [child for child in self._running if child.sentinel in done]:
+            entry = self._running.pop(child)
+            child.join()
+            code = child.exitcode
             how = f"killed by signal {-code}" if code < 0 else f"ended with code {code}"
             yield entry, code, f"the job's process was {how}"
 
     def signal(self, number: int) -> None:
         self._told = number
-        for job, *_ in list(self._running.values()):
-            os.kill(job.pid, number)
+        for child in list(self._running):
+            os.kill(child.pid, number)
 
     def _child(self, entry: Entry, slot: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -235,7 +234,6 @@ class Submitit(Launcher):
         folder = sweep.absolute() / "submitit" / "%j"
         self._executor = submitit.AutoExecutor(folder, cluster="slurm" if self.detached else "local")
         self._executor.update_parameters(name=name, **_parameters(option))
-        self._running: dict[Any, Entry] = {}
         # For jobs of a checkout that is not installed.
         os.environ["PYTHONPATH"] = process.import_path()
 
@@ -308,7 +306,6 @@ class OnRay(Launcher):
             ) from None
         task = ray.remote(num_cpus=option.num_cpus, num_gpus=option.num_gpus, max_calls=1, max_retries=0)
         self._task = task(_on_ray)
-        self._running: dict[Any, Entry] = {}
 
     def start(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

@@ -256,7 +256,6 @@ class Grid:
     def __init__(self, jobs: Sequence[SweepJob]) -> None:
         self.jobs, self.total = jobs, len(jobs)
         self.kept: list[Entry] = []  # ended before this process began
-        self._entries: list[Entry] = []
         self._waiting: list[Entry] = []
 
     @property
@@ -272,9 +271,9 @@ class Grid:
 
     def begin(self, sweep: Sweep) -> None:
         """Put the jobs into a sweep's folder, which may have results of them."""
-        self._entries = sweep.add(self.jobs)
-        self.kept = [entry for entry in self._entries if entry.load_result()]
-        self._waiting = [entry for entry in self._entries if entry.result is None]
+        self._sweep, entries = sweep, sweep.add(self.jobs)
+        self.kept = [entry for entry in entries if entry.load_result()]
+        self._waiting = [entry for entry in entries if entry.result is None]
 
     def ask(self, count: int) -> list[Entry]:
         """The next jobs, at most `count`."""
@@ -286,7 +285,7 @@ class Grid:
 
     def is_finished(self) -> bool:
         """True if no job is left to run."""
-        return all(e.result is not None and e.result.status in FINAL for e in self._entries)
+        return all(e.result is not None and e.result.status in FINAL for e in self._sweep.entries)
 
 
 def read(path: Path) -> JsonObject:
