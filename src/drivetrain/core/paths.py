@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import refuse
 from drivetrain.core.process import PACKAGE
 
 
@@ -45,9 +45,7 @@ added: set[str] = set()  # what `add_import_paths` put on sys.path: the user's f
 
 def add_import_paths(config_dirs: Sequence[str]) -> None:
     """Make the user's own classes importable from beside their options. Raises UserError."""
-    missing = [d for d in config_dirs if not Path(d).is_dir()]
-    if missing:
-        raise UserError(f"--config-dir {d} is no directory" for d in missing)
+    refuse(f"--config-dir {d} is no directory" for d in config_dirs if not Path(d).is_dir())
     for folder in (str(Path(config_dir).resolve().parent) for config_dir in config_dirs):
         if folder not in sys.path:
             sys.path.insert(0, folder)

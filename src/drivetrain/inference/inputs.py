@@ -52,9 +52,7 @@ def given(words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], 
 
     Rows come in blocks of up to `size`. Raises UserError.
     """
-    missing = [word for word in words if word != "-" and not os.path.lexists(word)]
-    if missing:
-        raise UserError([f"{word}: there is no such file or folder" for word in missing])
+    refuse(f"{word}: there is no such file or folder" for word in words if word != "-" and not os.path.lexists(word))
     found, problems = list[Iterable[Block]](), list[str]()
     for path in (Path(word) for word in words if word != "-"):
         with collecting(problems):

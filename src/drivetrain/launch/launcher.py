@@ -116,12 +116,12 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Result
     world = world_of_environment()
     logs.configure(quiet, world.rank)
     refuse(device_problems([job]))
-    if world.size > 1 and (tried := {group: option for group, option in job.run.tried().items() if option.needs_trial}):
-        raise UserError(
-            f"{job.run.named(group)} has settings that trials choose before the ranks start, and another launcher has started "
-            f"them: let drivetrain start them (parallel=ddp alone), or set {option.untried}"
-            for group, option in tried.items()
-        )
+    refuse(
+        f"{job.run.named(group)} has settings that trials choose before the ranks start, and another launcher has started "
+        f"them: let drivetrain start them (parallel=ddp alone), or set {option.untried}"
+        for group, option in job.run.tried().items()
+        if world.size > 1 and option.needs_trial
+    )
     if world.rank != 0:  # another launcher started it beside rank 0, which has the run's directory
         with StopFlag() as stop:
             return run_rank(job, world, NO_RUN_DIR, stop, quiet=True)

@@ -7,7 +7,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import refuse
 from drivetrain.core.world import World
 
 PORTS = range(20_000, 30_000)  # MASTER_PORT of a Slurm step is one of these, by the step's number
@@ -28,8 +28,11 @@ def world_of_environment() -> World:
     together = environ.get("WORLD_SIZE", "1") if "LOCAL_RANK" in environ else "1"
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": together}
     values = {name: environ.get(name, default) for name, default in defaults.items()}
-    if wrong := {name: value for name, value in values.items() if not value.isdecimal()}:
-        raise UserError([f"{n}={v} in the environment is no number: a launcher sets it, else unset it" for n, v in wrong.items()])
+    refuse(
+        f"{name}={value} in the environment is no number: a launcher sets it, else unset it"
+        for name, value in values.items()
+        if not value.isdecimal()
+    )
     if launched() is None:
         return World()
     if slurm is not None:

@@ -527,12 +527,12 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
     changes = Changes(good, bad, skipped)
     found = changes.found()
     of_data = {*SAME_DATA, *(key for key in good.machine_local_keys | bad.machine_local_keys if key.startswith("data."))}
-    if different := [change for change in found if change.key in of_data]:
-        raise UserError(
-            f"the two are about different data: {c.key}={c.good} and {c.key}={c.bad}: give both the same, as {c.key}={c.bad} "
-            "after them"
-            for c in different
-        )
+    refuse(
+        f"the two are about different data: {c.key}={c.good} and {c.key}={c.bad}: give both the same, as {c.key}={c.bad} "
+        "after them"
+        for c in found
+        if c.key in of_data
+    )
     not_tried = [key for key in changes.not_made if key not in NOT_TOLD]
     if not found:
         raise UserError(_same(words, not_tried, quality))
