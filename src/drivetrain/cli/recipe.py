@@ -121,7 +121,7 @@ def _check(given: argparse.Namespace) -> int:
     if not given.overrides:
         raise UserError("drivetrain recipe check needs the name or path of a recipe")
     trust = [word for word in given.overrides if key_of(word) == "trust"]  # in own code, which the check imports
-    problems = []
+    problems: list[str] = []
     for name in (word for word in given.overrides if word not in trust):
         with collecting(problems):
             echo("\n  ".join([f"{name}: valid", *check(places.read(name), given.config_dir, trust)]))

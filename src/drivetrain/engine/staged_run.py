@@ -189,7 +189,7 @@ class StagedRun:
 
     def _check_names(self) -> None:
         """Refuse settings of later stages that name parameters which the model does not have, all at once."""
-        model, problems = self.context.model, []
+        model, problems = self.context.model, list[str]()
         for number, stage in enumerate(self.stages[1:], 1):
             context = copy.copy(self.context)
             context.run = stage.run

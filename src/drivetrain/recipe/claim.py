@@ -189,13 +189,13 @@ class Device(Section):
 class Claim(Section):
     """All that a recipe claims, each kind only where it was measured."""
 
-    speed: Annotated[Speed | None, Rule(Speed)] = None
-    quality: Annotated[Quality | None, Rule(Quality)] = None
-    target: Annotated[Target | None, Rule(Target)] = None
-    memory: Annotated[Memory | None, Rule(Memory)] = None
-    energy: Annotated[Energy | None, Rule(Energy)] = None
-    data: Annotated[Data | None, Rule(Data)] = None
-    device: Annotated[Device, Rule(Device, about="what it was measured on, as {kind: cpu, name: …}")]
+    speed: Annotated[Speed | None, Rule(kind=Speed)] = None
+    quality: Annotated[Quality | None, Rule(kind=Quality)] = None
+    target: Annotated[Target | None, Rule(kind=Target)] = None
+    memory: Annotated[Memory | None, Rule(kind=Memory)] = None
+    energy: Annotated[Energy | None, Rule(kind=Energy)] = None
+    data: Annotated[Data | None, Rule(kind=Data)] = None
+    device: Annotated[Device, Rule(kind=Device, about="what it was measured on, as {kind: cpu, name: …}")]
     versions: Annotated[
         dict[str, str], Rule(sections.texts_by_name, "the software that it was measured with, as {torch: 2.15.0}")
     ]
@@ -224,7 +224,7 @@ class Claim(Section):
         return f"{'; '.join(map(str, self.kinds().values()))}; on {self.device.name} with {software}{when}"
 
 
-KINDS = tuple(name for name, rule in rules_of(Claim).items() if isinstance(rule.takes, type) and issubclass(rule.takes, Kind))
+KINDS = tuple(name for name, rule in rules_of(Claim).items() if rule.kind is not None and issubclass(rule.kind, Kind))
 
 
 def times(middle: float, low: float, high: float) -> str:

@@ -22,18 +22,19 @@ Check = Callable[[object], str]  # what is wrong with a value; "" where nothing 
 
 @dataclass(frozen=True)
 class Rule:
-    """The rule for the value of a field: a check, or the section that it is."""
+    """The rule for the value of a field."""
 
-    takes: Check | type[Section] = lambda _: ""
+    check: Check = lambda _: ""
     about: str = ""  # what the value is, for whoever left it out
     comment: str = ""  # behind the written value
+    kind: type[Section] | None = None  # the section that the value is, which has a check for each of its own
 
     def read(self, entry: Entry) -> object:
         """The value of an entry, or anything where it was refused."""
-        if isinstance(self.takes, type):
-            return self.takes.read(entry)
+        if self.kind is not None:
+            return self.kind.read(entry)
         before, value = len(entry.problems), entry.value()
-        if len(entry.problems) == before and (wrong := self.takes(value)):
+        if len(entry.problems) == before and (wrong := self.check(value)):
             entry.refuse(f"{entry.key}={shown(value)}: {wrong}")
         return tuple(value) if isinstance(value, list) else value
 
@@ -41,15 +42,17 @@ class Rule:
         """The problems of a value that was not read from a file."""
         if isinstance(value, Section):
             yield from value.problems(key)
-        elif not isinstance(self.takes, type) and (wrong := self.takes(list(value) if isinstance(value, tuple) else value)):
+        elif wrong := self.check(list(value) if isinstance(value, tuple) else value):
             yield f"{key}={shown(value)}: {wrong}"
 
 
-@cache
-def rules_of(section: type) -> dict[str, Rule]:
+def _rules_of(section: type) -> dict[str, Rule]:
     """The rule of each field of a section, by its key in the file."""
     hints = get_type_hints(section, include_extras=True)
     return {each.name: next(r for r in get_args(hints[each.name]) if isinstance(r, Rule)) for each in fields(section)}
+
+
+rules_of: Callable[[type], dict[str, Rule]] = cache(_rules_of)  # which reads the annotations
 
 
 class Section:

@@ -38,7 +38,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
         )
     if any(key_of(override) == "recipe" for override in overrides):
         raise UserError("drivetrain recipe diff takes recipes by their names alone: leave recipe= out")
-    sides, problems = [], []
+    sides, problems = [], list[str]()
     for name in names:
         with collecting(problems):
             sides.append(_read(name, overrides, config_dirs))
