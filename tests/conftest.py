@@ -219,6 +219,36 @@ def problems(tiny: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 
 @pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """`refused(*words)`: what a command says that is refused: exit code 2, without a traceback, and nothing is written."""
+    from drivetrain.cli import main
+
+    def told(*words: object) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert main.main([*map(str, words)]) == 2
+        said = capsys.readouterr()
+        assert "Traceback" not in said.out + said.err
+        assert sorted(tmp_path.rglob("*")) == before
+        return said.err
+
+    return told
+
+
+@pytest.fixture
+def says(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`says(*words)`: what a command prints that ends well."""
+    from drivetrain.cli import main
+
+    def told(*words: object) -> str:
+        capsys.readouterr()
+        assert main.main([*map(str, words)]) == 0
+        return capsys.readouterr().out
+
+    return told
+
+
+@pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """`lacking(package)`: the package is not installed, whatever this machine has."""
     import importlib.util

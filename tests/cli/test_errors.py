@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
-from tests.support.command import OWN, ROOT, SRC_TRAIN, TINY, Done, empty, result, run, runs, train, with_own_nets
-from tests.support.fork_server import MODULES_TO
+from drivetrain.cli import main
+from drivetrain.core.errors import UserError
+from drivetrain.launch.job import prepare
+from tests.support.command import (
+    OWN,
+    PACKAGE,
+    ROOT,
+    SRC_TRAIN,
+    TINY,
+    Done,
+    empty,
+    environment,
+    result,
+    run,
+    runs,
+    train,
+    with_own_nets,
+)  # fmt: skip
 
-Command = Callable[..., tuple[Done, set[str]]]
 SECRET = "sesame-open-4711"
 WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # what it is: the words, what the answer must name
@@ -74,6 +94,24 @@ WITHOUT_A_MODEL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "two broken rules": (
         ("data=imagefolder", "batch.global_batch=3", "parallel=ddp"), ("data.root", "batch.global_batch=3"),
     ),
+    "too many epochs": (("epochs=1000001",), ("epochs=1000001",)),
+    "too many cycles": (("scheduler=cosine", "scheduler.cycles=10001"), ("scheduler.cycles=10001",)),
+    "cycles that grow beyond all numbers": (
+        ("scheduler=cosine", "scheduler.cycles=20", "scheduler.cycle_mult=1e30"), ("scheduler.cycle_mult=1e+30",),
+    ),
+    "cycles that shrink to nothing": (
+        ("scheduler=cosine", "scheduler.cycles=20", "scheduler.cycle_decay=1e-30"), ("scheduler.cycle_decay=1e-30",),
+    ),
+    "a number of 400 digits": ((f"updates={10**400}",), ("updates: a whole number must be below 2^63",)),
+    "an extra that is not installed": (("precision=fp8",), ("precision=fp8", "drivetrain[torchao]")),
+    # No word is ignored in silence.
+    "resume with a plus": (("+resume=.", *TINY), ("resume=.", "no run")),
+    "resume with two": (("++resume=.", *TINY), ("resume=.", "no run")),
+    "resume of several with a plus": (("-m", "+resume=.", "epochs=1,2", *TINY), ("resume=", "-m")),
+    "resolve without cfg": (("--resolve", *TINY), ("--resolve", "--cfg")),
+    "package without cfg": (("--package", "optimizer", *TINY), ("--package", "--cfg")),
+    "an interval in a grid": (("-m", "optimizer.lr=interval(0,1)", *TINY), ("optimizer.lr=interval(0,1)",)),
+    "glob": (("-m", "epochs=glob(*)", *TINY), ("epochs=glob(*)",)),
 }  # fmt: skip
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -124,11 +162,28 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
     "no date": ("optimizer:\n  lr: 2020-99-99\n", ("@:2", "optimizer.lr")),
     "an equals sign": ("optimizer:\n  lr: =\n", ("@:2", "optimizer.lr")),
     "a number of 5,000 digits": ("epochs: " + "1" * 5000 + "\n", ("@:1", "epochs")),
-    "a key given twice": ("epochs: 1\nepochs: 2\n", ("@:2", "epochs")),
+    "a key given twice": ("epochs: 1\nepochs: 2\n", ("@:2: 'epochs' is given twice",)),
+    "twice in a group": ("optimizer:\n  lr: 1\n  lr: 2\n", ("@:3: 'lr' is given twice",)),
+    "twice, once dotted": ("optimizer:\n  lr: 1\noptimizer.lr: 2\n", ("@:3: 'optimizer.lr' is given twice: here and in line 2",)),
+    "an empty group": ("optimizer:\n", ("as '- override /optimizer: adamw', or leave the empty line out",)),
     "a claim that sets what is not a recipe's": (
         "claim:\n  speed:\n    ratio: -1\n    against:\n      trust: [posix]\n      model._target_: posix.system\n  devise: x\n",
         ("@:3", "claim.speed.ratio=-1", "@:5", "'trust'", "@:6", "model._target_", "'device'", "claim.speed has no interval"),
     ),
+    "a key that is a list": ("? [a, b]\n: 1\n", ("is not a key",)),
+    "what is unchanged as a list": ("unchanged: [1]\n", ("@:1: unchanged: must be",)),
+    "a key of two lines": ('"a\\nerror: b": 1\n"a\\nerror: b": 2\n', ("@:1",)),  # no line of the message is the file's
+    "a tag of two lines": ("epochs: !%0Aerror 3\n", ("@:1", "tag")),
+    **{  # a number that YAML reads otherwise than a person
+        f"the number {text}": (f"epochs: {text}\n", (f"@:1: epochs: YAML reads {text} as ",))
+        for text in ("010", "0x1f", "0b11", "1:30", "+0_7", "1:30.5", "00.5")
+    },
+    **{  # YAML ends a comment at line breaks that editors do not show as such: it would hide a line
+        f"U+{ord(hidden):04X}": (
+            f"description: x\n# fast{hidden}epochs: 3\n", (f"@:2: a recipe may not have the character U+{ord(hidden):04X}",),
+        )
+        for hidden in ("\r", "\x85", "\u2028", "\u2029", "\u202e", "\ufeff")
+    },
     "an option chosen twice": ("defaults:\n  - override /optimizer: sgd\n  - override /optimizer: adamw\n", ("@:3", "optimizer")),
 }  # fmt: skip
 SWEPT = {  # a grid reaches the config as the command line does, and is still a stranger's
@@ -146,98 +201,67 @@ SWEPT = {  # a grid reaches the config as the command line does, and is still a 
 }
 
 
-def answered(done: Done, names: tuple[str, ...]) -> None:
+def answered(done: Done, names: tuple[str, ...], case: str = "") -> None:
     """One clear answer."""
-    assert done.code == 2, done
-    assert not [name for name in names if name not in done.err], done.err
-    assert "Traceback" not in done.err + done.out
-    assert done.out == "", "a refusal says nothing on standard output"
+    assert done.code == 2, (case, done)
+    assert not [name for name in names if name not in done.err], (case, done.err)
+    assert "Traceback" not in done.err + done.out, case
+    assert done.out == "", f"{case}: a refusal says nothing on standard output"
 
 
-def imported(done: Done) -> set[str]:
-    """The packages and modules that `python -X importtime` reports; torch's own line may be missing, its parts' are not."""
-    modules = {line.rpartition("|")[2].strip() for line in done.err.splitlines() if line.startswith("import time:")}
-    return modules | {module.partition(".")[0] for module in modules}
+def asked(commands: Sequence[tuple[Path, tuple[str, ...]]]) -> list[tuple[Done, list[str]]]:
+    """What commands, each in its folder, came to in one interpreter, and the heavy packages that were imported by then."""
+    env = environment({"SECRET": SECRET, "PYTHONPATH": f"{PACKAGE}{os.pathsep}{ROOT}"})
+    program = [sys.executable, "-m", "tests.support.asked"]
+    given = json.dumps([(str(place), words) for place, words in commands])
+    done = subprocess.run(program, input=given, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return [(Done(*found), heavy) for *found, heavy in json.loads(done.stdout)]
 
 
-def timed(*words: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[Done, set[str]]:
-    """`drivetrain train …` and what it imported."""
-    done = run("train", *words, cwd=cwd, how=("-X", "importtime", "-m", "drivetrain"), env=env)
-    told = "".join(f"{line}\n" for line in done.err.splitlines() if not line.startswith("import time:"))
-    return Done(done.code, done.out, told), imported(done)
+def test_refusals(tmp_path: Path) -> None:
+    """Each is answered without torch, in short, and nothing is left; `recipe check` refuses what a run refuses.
 
+    A schedule is shown without torch, too.
+    """
+    given, commands, wanted = empty(tmp_path / "given"), list[tuple[Path, tuple[str, ...]]](), list[tuple[str, tuple[str, ...]]]()
 
-def forked(*words: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[Done, set[str]]:
-    """The same by a child of a process that has imported what commands import, and not torch."""
-    modules = cwd.with_name("modules")
-    done = run("train", *words, cwd=cwd, env={**(env or {}), MODULES_TO: str(modules)})
-    return done, set(modules.read_text().split())
+    def of_file(case: str, names: tuple[str, ...], content: bytes, *words: str) -> None:
+        file = given / f"{len(commands)}.yaml"
+        file.write_bytes(content)
+        refused(case, tuple(name.replace("@", str(file)) for name in names), *(word.replace("FILE", str(file)) for word in words))
 
+    def refused(case: str, names: tuple[str, ...], *words: str) -> None:
+        commands.append((empty(tmp_path / str(len(commands))), words))
+        wanted.append((case, names))
 
-def at_once(
-    tmp_path: Path, words: tuple[str, ...], names: tuple[str, ...], env: dict[str, str] | None = None, by: Command = forked
-) -> str:
-    """Answered without torch, and nothing is left; what was said."""
-    cwd = empty(tmp_path / "here")
-    done, modules = by(*words, cwd=cwd, env=env)
-    answered(done, names)
-    assert "drivetrain.core.errors" in modules, "the list of imports is there"
-    assert modules & {"torch", "timm", "torchvision", "sklearn"} == set()
-    assert list(cwd.rglob("*")) == []
-    return done.err
-
-
-@pytest.mark.parametrize("case", WITHOUT_A_MODEL)
-def test_bad_words(case: str, tmp_path: Path) -> None:
-    at_once(tmp_path, *WITHOUT_A_MODEL[case])
-
-
-def test_bad_words_in_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    """The list of imports is Python's own, from its start to its end."""
-    at_once(tmp_path, *WITHOUT_A_MODEL["two wrong words"], by=timed)
+    for case, (words, names) in WITHOUT_A_MODEL.items():
+        refused(case, names, "train", *words)
+    for case, (text, names) in RECIPES.items():
+        of_file(case, names, text.encode(), "train", "recipe=FILE")
+    of_file("no text", ("@", "UTF-8"), b"epochs: \xff\xfe\n", "train", "recipe=FILE")
+    words, names = ("precision=ampp", "epochs=0"), ("@:2", "precision=ampp", "epochs=0")
+    of_file("a wrong recipe and wrong words", names, b"optimizer:\n  lrr: 3\n", "train", "recipe=FILE", *words)
+    for case, axis in SWEPT.items():
+        at, content = (f"@:{6 if case == 'own code' else 3}: ",), f"epochs: 1\nsweep:\n  {axis}\n".encode()
+        of_file(f"{case}, swept", at, content, "train", "-q", "recipe=FILE", "updates=1")
+        of_file(f"{case}, swept and checked", at, content, "recipe", "check", "FILE")
+    *refusals, (shown, heavy) = asked([*commands, (tmp_path, ("show", "recipe=fast"))])
+    assert (shown.code, "scheduler=wsd optimizer=sgd" in shown.out, heavy) == (0, True, [])
+    for (done, heavy), (place, _), (case, names) in zip(refusals, commands, wanted, strict=True):
+        answered(done, names, case)
+        assert not heavy, case
+        assert SECRET not in done.err, case
+        assert len(done.err) < 2000, case
+        assert [*dict.fromkeys(done.errors)] == done.err.splitlines() != [], f"{case}: each line is a problem, and is told once"
+        assert not list(place.rglob("*")), case
 
 
 @pytest.mark.slow
 def test_a_good_command_imports_torch(tmp_path: Path) -> None:
     """The other side of every "without torch" above: the list would show it."""
-    done, modules = timed("-q", *TINY, "updates=1", cwd=empty(tmp_path / "here"))
+    ((done, heavy),) = asked([(tmp_path, ("train", "-q", *TINY, "updates=1"))])
     assert done.code == 0, done
-    assert {"torch", "drivetrain.engine.trainer"} <= modules
-    assert not modules & {"timm", "torchvision"}, "a model and data that need neither do not wait for them"
-
-
-@pytest.mark.parametrize("case", RECIPES)
-def test_bad_recipes(case: str, tmp_path: Path) -> None:
-    text, names = RECIPES[case]
-    file = empty(tmp_path / "given") / "recipe.yaml"
-    file.write_text(text)
-    said = at_once(tmp_path, (f"recipe={file}",), tuple(n.replace("@", str(file)) for n in names), env={"SECRET": SECRET})
-    assert SECRET not in said
-    assert len(said) < 2000, "a refusal is short"
-
-
-def test_recipe_that_is_no_text(tmp_path: Path) -> None:
-    file = empty(tmp_path / "given") / "recipe.yaml"
-    file.write_bytes(b"epochs: \xff\xfe\n")
-    at_once(tmp_path, (f"recipe={file}",), (str(file), "UTF-8"))
-
-
-@pytest.mark.parametrize("case", SWEPT)
-def test_a_recipe_sweeps_only_what_a_recipe_may_set(case: str, tmp_path: Path) -> None:
-    """`sweep:` is as untrusted as the rest of the file; `recipe check` refuses what a run refuses."""
-    file = empty(tmp_path / "given") / "recipe.yaml"
-    file.write_text(f"epochs: 1\nsweep:\n  {SWEPT[case]}\n")
-    cwd = empty(tmp_path / "here")
-    for words in (("train", "-q", f"recipe={file}", "updates=1"), ("recipe", "check", str(file))):
-        done = run(*words, cwd=cwd)
-        assert not list(cwd.rglob("*")), "nothing is written, least of all by the recipe's own code"
-        answered(done, (f"{file}:{6 if case == 'own code' else 3}: ",))
-
-
-def test_a_wrong_recipe_and_a_wrong_word_are_told_together(tmp_path: Path) -> None:
-    file = empty(tmp_path / "given") / "recipe.yaml"
-    file.write_text("optimizer:\n  lrr: 3\n")
-    at_once(tmp_path, (f"recipe={file}", "precision=ampp", "epochs=0"), (f"{file}:2", "precision=ampp", "epochs=0"))
+    assert {"torch"} <= {*heavy} <= {"torch", "sklearn"}, "a model and data that need neither do not wait for the others"
 
 
 @pytest.mark.parametrize("words", [("precision=ampp", "optimizer.lrr=3"), ("recipe=nope",), ("model=own",)])
@@ -250,36 +274,14 @@ def test_both_entries_answer_alike(words: tuple[str, ...], tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
 
 
-def test_fp8_without_its_extra(tmp_path: Path) -> None:
-    """As on a machine where torchao is not installed."""
-    (empty(tmp_path / "hides") / "sitecustomize.py").write_text("import sys\nsys.modules['torchao'] = None\n")
-    at_once(
-        tmp_path,
-        ("precision=fp8",),
-        ("precision=fp8", "drivetrain[torchao]"),
-        env={"PYTHONPATH": str(tmp_path / "hides")},
-        by=timed,
-    )
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_output_dir(tmp_path: Path) -> None:
-    empty(tmp_path / "locked").chmod(0o555)
-    at_once(tmp_path, (f"output_dir={tmp_path / 'locked' / 'runs'}",), ("output_dir",))
-
-
 def test_a_key_given_two_values_is_said(tmp_path: Path) -> None:
     """A shell that expands {a,b} gives both: the last holds, and not in silence."""
-    done = train(*TINY, "updates=1", "updates=2", cwd=empty(tmp_path / "here"))
-    assert done.code == 0, done
+    done = train(*TINY, "updates=1", "updates=2", cwd=empty(tmp_path / "here"), code=0)
     assert "updates is given 2 times: updates=2 holds" in done.err
 
 
 def test_a_place_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for whoever may write anywhere: what the system would say is put in its mouth."""
-    from drivetrain.core.errors import UserError
-    from drivetrain.launch.job import prepare
-
     locked, access = empty(tmp_path / "locked"), os.access
     monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != locked and access(path, *how))
     with pytest.raises(UserError) as refused:
@@ -287,22 +289,6 @@ def test_a_place_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest.
     assert [p for p in refused.value.problems if "output_dir" in p and "may not be written to" in p]
     assert [p for p in refused.value.problems if "precision=ampp" in p]
     assert not list(locked.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        (("+resume=.",), ("resume=.", "no run")),
-        (("++resume=.",), ("resume=.", "no run")),
-        (("-m", "+resume=.", "epochs=1,2"), ("resume=", "-m")),
-        (("--resolve",), ("--resolve", "--cfg")),
-        (("--package", "optimizer"), ("--package", "--cfg")),
-        (("-m", "optimizer.lr=interval(0,1)"), ("optimizer.lr=interval(0,1)",)),
-        (("-m", "epochs=glob(*)"), ("epochs=glob(*)",)),
-    ],
-)
-def test_no_word_is_ignored_silently(words: tuple[str, ...], names: tuple[str, ...], tmp_path: Path) -> None:
-    at_once(tmp_path, (*words, "-q", *TINY, "updates=1"), names)
 
 
 # What the model or the data must be asked for; torch is imported.
@@ -374,8 +360,7 @@ FOLDER = ("data=imagefolder", "data.size=8", "data.holdout=0.4", "batch.global_b
 
 def test_image_folder_that_is_whole(tmp_path: Path) -> None:
     """The other side of the four that follow."""
-    done = run("train", "-q", *FOLDER, f"data.root={folder(tmp_path / 'images')}", cwd=empty(tmp_path / "here"))
-    assert done.code == 0, done
+    run("train", "-q", *FOLDER, f"data.root={folder(tmp_path / 'images')}", cwd=empty(tmp_path / "here"), code=0)
 
 
 BROKEN = {
@@ -405,3 +390,34 @@ def test_corrupt_file_that_only_training_finds(tmp_path: Path) -> None:
     for run_dir in runs(cwd / "outputs"):  # none, if it was the first batch: a run that never began leaves nothing
         assert result(run_dir)["updates"] > 0
         assert (result(run_dir)["status"], str(images / "class1") in result(run_dir)["error"]) == ("failed", True)
+
+
+# A disk that is full, or may not be written, where no run trains: one line that says so, whichever library wrote.
+
+PLACE = "error: /mnt/{} cannot be written: {}"
+ROOM = "No space left on device. Make room, or give another place"
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/predictions.csv"), PLACE.format("predictions.csv", ROOM)),
+        (
+            SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+            f"error: what this command writes cannot be written: {ROOM}",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/mnt/m.onnx"), PLACE.format("m.onnx", "Read-only file system")),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), "error: FileNotFoundError: "),  # not the disk's
+    ],
+    ids=["full", "full, told by safetensors", "read-only", "another error"],
+)
+def test_a_disk_that_cannot_be_written_is_told(
+    error: Exception, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dispatch(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(main, "_dispatch", dispatch)
+    assert main.main(["export"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(says)

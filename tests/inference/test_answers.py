@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import drivetrain
 from drivetrain.cli.main import main
 from drivetrain.inference.answers import Answers, Drawing
+from drivetrain.inference.finished import Choice
 from drivetrain.inference.loaded import load
 from tests.data.test_instructions import TALKS, folder_of, words
 from tests.support import later
@@ -51,18 +53,21 @@ def predicted(capsys, *words: str) -> list[dict[str, str]]:
     return list(csv.DictReader(out.out.splitlines()))
 
 
+@cache
+def alone(run: Path, average: bool):
+    """The model and its tokenizer."""
+    return load(run, choice=Choice(average=average)).model, transformers.AutoTokenizer.from_pretrained("llama")
+
+
 def own(run: Path, prompt, most: int, average: bool = False) -> str:
     """The answer by transformers alone, to one prompt, without a cache or padding."""
-    loaded = load(
-        run, choice=None if not average else __import__("drivetrain.inference.finished", fromlist=["Choice"]).Choice(average=True)
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained("llama")
+    model, tokenizer = alone(run, average)
     messages = [{"role": "user", "content": prompt["prompt"]}] if "prompt" in prompt else prompt["messages"][:-1]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
     begin = ids.shape[1]
     for _ in range(most):
         with torch.no_grad():
-            ids = torch.cat([ids, loaded.model(ids)[:, -1].argmax(-1, keepdim=True)], 1)
+            ids = torch.cat([ids, model(ids)[:, -1].argmax(-1, keepdim=True)], 1)
         if ids[0, -1] == tokenizer.eos_token_id:
             break
     return tokenizer.decode(ids[0, begin:], skip_special_tokens=True)
@@ -137,28 +142,19 @@ def test_lines_of_standard_input_are_prompts(run, capsys, monkeypatch):
     assert [row["answer"] for row in rows] == [own(run, {"prompt": f"say {n}"}, 12) for n in (0, 2)]
 
 
-def test_a_changed_template_is_refused(run, capsys):
+def test_a_changed_template_is_refused(run, refused):
     file = Path("llama/chat_template.jinja")
     text = file.read_text()
     file.write_text(text + " ")
     try:
-        assert main(["predict", str(run), _one("a")]) == 2
+        assert "its chat template is not that of model.name=" in refused("predict", run, _one("a"))
     finally:
         file.write_text(text)
-    assert "its chat template is not that of model.name=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["--temperature", "-1"], ["--max-tokens", "0"]])
-def test_odd_settings_are_refused(given, run, capsys):
-    assert main(["predict", str(run), "prompts.jsonl", *given]) == 2
-    assert f"{given[0]} {given[1]}" in capsys.readouterr().err.replace("-1.0", "-1")
-
-
-def test_runs_that_write_no_answers_say_so(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = drivetrain.train(tiny("saving=last"))
-    assert main(["predict", str(result.run_dir), "--data", "test", "--temperature", "1"]) == 2
-    assert "--temperature is for runs that write answers: task=instruction" in capsys.readouterr().err
+def test_odd_settings_are_refused(given, run, refused):
+    assert f"{given[0]} {given[1]}" in refused("predict", run, "prompts.jsonl", *given).replace("-1.0", "-1")
 
 
 def test_an_export_has_the_template_and_answers_alike(run, capsys):

@@ -122,7 +122,7 @@ def test_other_data(digits, finished):
         evaluate(digits.run_dir, ["data=synthetic", "data.shape=[1,8,8]", "data.classes=4"])
 
 
-def test_a_folder_of_other_images_is_used_whole(finished, tmp_path, capsys):
+def test_a_folder_of_other_images_is_used_whole(finished, tmp_path, says):
     """The set, its size and its place are printed. A share of a folder is judged only where it is the run's own, or asked for."""
 
     def photos(name, each, shift=0):
@@ -137,8 +137,8 @@ def test_a_folder_of_other_images_is_used_whole(finished, tmp_path, capsys):
     result = finished("model=mlp", "model.hidden=[8]", "epochs=1", "data=imagefolder", *data)
 
     def judged(*words):
-        assert main.main(["evaluate", str(result.run_dir), *words, "--out", str(tmp_path / "e.json")]) == 0
-        return json.loads((tmp_path / "e.json").read_text())["samples"], capsys.readouterr().out
+        told = says("evaluate", result.run_dir, *words, "--out", tmp_path / "e.json")
+        return json.loads((tmp_path / "e.json").read_text())["samples"], told
 
     held_out, told = judged()
     assert 0 < held_out < 30
@@ -161,31 +161,12 @@ def test_two_ranks(tmp_path):
     trained = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]["final"]
     found = {}
     for name, more in (("two", ()), ("one", ("parallel=single",)), ("average", ("average=true",))):
-        done = run("evaluate", str(run_dir), "--out", f"{name}.json", *more, cwd=tmp_path)
-        assert done.code == 0, done
+        run("evaluate", str(run_dir), "--out", f"{name}.json", *more, cwd=tmp_path, code=0)
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     assert found["two"]["metrics"] == trained
     assert (found["two"]["world_size"], found["one"]["world_size"]) == (2, 1)
     assert found["average"]["metrics"] == {name: trained[f"ema_{name}"] for name in ("loss", "accuracy")}
     assert found["one"]["metrics"] == pytest.approx(trained, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["nowhere"], "nowhere is no run's directory"),
-        (["RUN", "update=7"], "no checkpoint of update 7"),
-        (["RUN", "update=newest"], "update=newest: must be a whole number, one of 'best' or 'last'"),
-        (["RUN", "data=digit"], "did you mean 'digits'"),
-        (["RUN", "average=true", "update=best", "extra"], "takes one run"),
-        ([], "needs a run's directory"),
-    ],
-)
-def test_bad_words(words, says, digits, capsys):
-    code = main.main(["evaluate", *(str(digits.run_dir) if word == "RUN" else word for word in words)])
-    told = capsys.readouterr()
-    assert says in told.err + told.out
-    assert (code, len(told.err.splitlines())) == (2, 1)
 
 
 def test_a_strangers_run_names_no_code(finished, tmp_path, monkeypatch):

@@ -11,12 +11,16 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import yaml
 
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.data.schema import Schema
-from drivetrain.inference import export
+from drivetrain.inference import card, export
+from drivetrain.run import reader
+from drivetrain.run.result import interval
+from tests.support import made_pages
 from tests.support.command import ROOT
 
 PAGE = ROOT / "docs" / "export.md"
@@ -58,13 +62,12 @@ SLOW = [
 
 
 @pytest.mark.parametrize(("kind", "form"), [("torchscript", WHOLE), *SLOW])
-def test_convolutions(kind, form, finished, tmp_path, samples, capsys):
+def test_convolutions(kind, form, finished, tmp_path, samples, says):
     """BatchNorm and convolutions, for any batch size, with and without the normalisation."""
     run = drivetrain.load(finished(*RESNET).run_dir)
     expected = run.predict(samples).output
     path, words = tmp_path / f"model{export.SUFFIX[kind]}", ["--with-normalize"] * (form == WHOLE)
-    assert main.main(["export", str(run.run_dir), str(path), "--format", kind, *words]) == 0
-    assert "matches the model's output to" in capsys.readouterr().out
+    assert "matches the model's output to" in says("export", run.run_dir, path, "--format", kind, *words)
     model, about = read(path, kind)
     mean, std = (torch.tensor(about["normalize"][key]).view(-1, 1, 1) for key in ("mean", "std"))
     given = samples if words else (samples - mean) / std
@@ -121,15 +124,13 @@ def test_a_file_has_the_schema_of_its_tables(kind, finished, tmp_path):
     assert (schema.columns["a"].type, schema.columns["b"].style["unit"]) == ("category", "%")
 
 
-def test_a_file_that_gives_another_output_is_not_kept(digits, tmp_path, monkeypatch):
+def test_a_file_that_gives_another_output_is_not_kept(digits, tmp_path, monkeypatch, refused):
     read_as_before = export._read_torchscript
     monkeypatch.setattr(export, "_read_torchscript", lambda path: lambda x: read_as_before(path)(x) + 0.001)
-    path = tmp_path / "m.ts"
-    assert main.main(["export", str(digits.run_dir), str(path), "--format", "torchscript"]) == 2
-    assert not list(tmp_path.iterdir())
+    assert "its output differs from the model's by" in refused("export", digits.run_dir, tmp_path / "m.ts")
 
 
-def test_what_an_exporter_cannot_express(finished, tmp_path, monkeypatch, capsys):
+def test_what_an_exporter_cannot_express(finished, tmp_path, refused):
     """One line, and no file."""
     (tmp_path / "odd_nets.py").write_text(
         "import torch\n"
@@ -140,30 +141,8 @@ def test_what_an_exporter_cannot_express(finished, tmp_path, monkeypatch, capsys
         "        return super().forward(x if float(x.detach().sum()) > 1e9 else x * 2)\n"
     )
     result = finished("model=own", "model.target=odd_nets.Odd", "trust=[odd_nets]", "updates=2", "scheduler=constant")
-    capsys.readouterr()
-    path = tmp_path / "m.pt2"
-    assert main.main(["export", str(result.run_dir), str(path), "--format", "torch.export"]) == 2
-    error = capsys.readouterr().err
-    assert "--format torch.export cannot express this model" in error
-    assert len(error.splitlines()) == 1
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--format", "tflite"], "--format tflite: there is safetensors, torch.export, onnx, torchscript"),
-        (["--with-normalize"], "safetensors holds weights"),
-        (["a", "b"], "needs a run's directory, and perhaps a file"),
-        (["update=3"], "no checkpoint of update 3"),
-        (["average=maybe"], "average=maybe: must be"),
-    ],
-)
-def test_bad_words(words, says, digits, capsys):
-    assert main.main(["export", str(digits.run_dir), *words]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert len(error.splitlines()) == 1
+    (line,) = refused("export", result.run_dir, tmp_path / "m.pt2").splitlines()
+    assert "--format torch.export cannot express this model" in line
 
 
 def test_sharded_checkpoints_are_one_file(finished, tmp_path):
@@ -215,3 +194,62 @@ def test_the_umask_says_who_can_read_a_file(tmp_path):
         os.umask(before)
     assert (tmp_path / "m.safetensors").stat().st_mode & 0o777 == 0o640
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+# --- `drivetrain card`: the model card of a finished run ---
+
+
+def parts(text: str) -> tuple[dict, str]:
+    """The front matter, and the rest."""
+    _, head, body = re.split(r"^---$", text, maxsplit=2, flags=re.M)
+    return yaml.safe_load(head), body
+
+
+def test_a_card_of_a_run(tiny, capsys):
+    assert main.main(["train", *tiny("saving=best"), "-q"]) == 0
+    (run_dir,) = (path.parent for path in Path("outputs").glob("*/*/result.json"))
+    assert main.main(["card", str(run_dir)]) == 0
+    head, body = parts((run_dir / "README.md").read_text())
+    result = json.loads((run_dir / "result.json").read_text())
+    found = result["metrics"]["test"]["best"]["accuracy"]
+    (index,) = head.pop("model-index")
+    named = {"library_name": "drivetrain", "license": "unknown", "tags": ["drivetrain"]}
+    assert head == named | {"pipeline_tag": "image-classification"}
+    assert index["results"][0]["dataset"] == {"name": "synthetic", "type": "synthetic", "split": "test"}
+    assert {each["type"]: each["value"] for each in index["results"][0]["metrics"]}["accuracy"] == found
+    low, high = interval(found, 20)
+    assert f"| `accuracy` | test | {found:.4f} | {low:.4f} to {high:.4f} (20 samples) |" in body
+    titles = ["Intended use", "Training data", "Training", "Results", "Limits", "Licence", "Recipe"]
+    assert re.findall(r"^## (.*)", body, re.M) == titles
+    assert "one of 4 classes" in body
+    assert "| `optimizer.lr` | `0.05` |" in body
+    assert "\n    schema: 1\n" in body  # the recipe, as code
+    assert "outputs" not in body  # no path of this machine
+
+
+def test_the_card_of_a_table_names_its_file_and_its_columns(tiny, tmp_path):
+    table = tmp_path / "houses.csv"
+    table.write_text("\n".join(["area,rooms,price", *(f"{n},{n % 3},{2 * n}" for n in range(60))]) + "\n")
+    words = ["task=regression", "data=tabular", f"data.path={table}", "data.target=price", "model=mlp", "loss=mse", "epochs=1"]
+    assert main.main(["train", *tiny(*words), "-q"]) == 0
+    (run_dir,) = (path.parent for path in Path("outputs").glob("*/*/result.json"))
+    assert main.main(["card", str(run_dir)]) == 0
+    head, body = parts((run_dir / "README.md").read_text())
+    assert head["model-index"][0]["results"][0]["dataset"] == {"name": "houses.csv", "type": "tabular", "split": "test"}
+    assert "It takes the columns `area`, `rooms` and gives 1 number" in body
+    assert "`data=tabular`, read from `houses.csv`, " in body
+    assert str(tmp_path) not in body
+    (run_dir / "table.json").write_text("[")
+    assert "It takes inputs of the shape" in card.text(reader.read(run_dir))
+
+
+def test_text_from_outside_is_text(tmp_path):
+    run = reader.read(made_pages.run_folder(tmp_path / "run", 0.1, "failed"))
+    run.config |= {"model": made_pages.HOSTILE, "data": f"{made_pages.HOSTILE}\n---\nlicense: mit"}
+    head, body = parts(card.text(run))
+    assert head["license"] == "unknown"
+    assert head["model-index"][0]["results"][0]["dataset"]["name"] == run.config["data"]
+    bare = re.sub(r"`[^`]*`", "", body[: body.index("## Recipe")])
+    assert not re.search(r"(?<!\\)[<&]", bare), bare
+    assert "\u202e" not in body
+    assert "\x1b" not in body

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -13,16 +14,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._pytree import tree_map
 
 import drivetrain
 from drivetrain.cli import completion, main
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DataError, UserError
+from drivetrain.core.trees import map_tensors
+from drivetrain.data.own import Own
+from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import MODEL_ALONE
 from drivetrain.inference.inputs import Block, read_in_batches
 from drivetrain.inference.predict import output
 from drivetrain.launch.job import checked
+from tests.support import command
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -215,32 +221,44 @@ def test_lines(digits, finished, tmp_path, images, asked, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["RUN"], "needs either inputs"),
-        (["RUN", "x.npy", "--data", "test"], "needs either inputs"),
-        (["RUN", "none.png", "x.npy"], "none.png: there is no such file"),
-        (["RUN", "wide.npy"], "wide.npy has the shape (2, 1, 9, 9), and the model takes (n, 1, 8, 8)"),
-        (["RUN", "broken.npy"], "broken.npy cannot be read as an array"),
-        (["RUN", "several.npz"], "it holds the arrays a, b: name the inputs 'x'"),
-        (["RUN", "empty"], "empty holds no image and no array"),
-        (["RUN", "-", "x.npy"], "give it alone"),
-        (["RUN", "x.npy", "--out", "p.xlsx"], "must end in .csv, .jsonl or .parquet"),
-        (["RUN", "x.npy", "--batch", "0"], "--batch 0"),
-        (["x.npy"], "needs either inputs"),
-        (["nowhere", "x.npy"], "nowhere is no run's directory"),
+        ("predict RUN", "needs either inputs"),
+        ("predict RUN x.npy --data test", "needs either inputs"),
+        ("predict RUN none.png x.npy", "none.png: there is no such file"),
+        ("predict RUN wide.npy", "wide.npy has the shape (2, 1, 9, 9), and the model takes (n, 1, 8, 8)"),
+        ("predict RUN broken.npy", "broken.npy cannot be read as an array"),
+        ("predict RUN several.npz", "it holds the arrays a, b: name the inputs 'x'"),
+        ("predict RUN empty", "empty holds no image and no array"),
+        ("predict RUN - x.npy", "give it alone"),
+        ("predict RUN x.npy --out p.xlsx", "must end in .csv, .jsonl or .parquet"),
+        ("predict RUN x.npy --batch 0", "--batch 0"),
+        ("predict RUN --data test --temperature 1", "--temperature is for runs that write answers: task=instruction"),
+        ("predict x.npy", "needs either inputs"),
+        ("predict nowhere x.npy", "nowhere is no run's directory"),
+        ("evaluate nowhere", "nowhere is no run's directory"),
+        ("evaluate RUN update=7", "no checkpoint of update 7"),
+        ("evaluate RUN update=newest", "update=newest: must be a whole number, one of 'best' or 'last'"),
+        ("evaluate RUN data=digit", "did you mean 'digits'"),
+        ("evaluate RUN average=true update=best extra", "takes one run"),
+        ("evaluate", "needs a run's directory"),
+        ("export RUN --format tflite", "--format tflite: there is safetensors, torch.export, onnx, torchscript"),
+        ("export RUN --with-normalize", "safetensors holds weights"),
+        ("export RUN a b", "needs a run's directory, and perhaps a file"),
+        ("export RUN update=3", "no checkpoint of update 3"),
+        ("export RUN average=maybe", "average=maybe: must be"),
+        ("export RUN --format transformers", "for runs with model=transformers, and this one has model=mlp"),
+        ("card nowhere", "nowhere is no run's directory"),
+        ("card a b c", "perhaps a file"),
+        ("card a x=1", "perhaps a file"),
     ],
 )
-def test_what_is_refused_before_anything_begins(words, says, digits, tmp_path, images, capsys):
+def test_what_is_refused_before_anything_begins(words, says, digits, tmp_path, images, refused):
     np.save(tmp_path / "x.npy", images)
     np.save(tmp_path / "wide.npy", np.zeros((2, 1, 9, 9), dtype="float32"))
     np.savez(tmp_path / "several.npz", a=images, b=images)
     (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY no")
     (tmp_path / "empty").mkdir()
-    before = sorted(tmp_path.rglob("*"))
-    assert main.main(["predict", *(str(digits.run_dir) if word == "RUN" else word for word in words)]) == 2
-    told = capsys.readouterr()
-    assert says in told.err
-    assert (told.out, len(told.err.splitlines())) == ("", 1)
-    assert sorted(tmp_path.rglob("*")) == before
+    (line,) = refused(*(digits.run_dir if word == "RUN" else word for word in words.split())).splitlines()
+    assert says in line
 
 
 def test_a_cell_of_csv_is_no_formula(tmp_path):
@@ -286,10 +304,8 @@ def test_memory_is_bounded_and_order_kept():
     assert seen[5].error == "five is broken"
 
 
-def test_help_and_completion(tmp_path, capsys):
+def test_completion(tmp_path):
     """Of the runs, and of what follows."""
-    assert main.main(["predict", "--help"]) == 0
-    assert "--data test" in capsys.readouterr().out
     place = tmp_path / "outputs" / "2026-11-21" / "one"
     place.mkdir(parents=True)
     (place / "environment.json").write_text("{}")
@@ -388,3 +404,42 @@ def test_texts_by_the_runs_own_tokenizer(label, finished, tmp_path, asked):
     code, found = asked(result, "-", lines=b"the cat\n\ncaf\xe9\nthe dog\n")
     assert (code, [bool(row["label"]) for row in found]) == (1, [True, True, False, True])
     assert "standard input:3: the byte 0xe9 is no UTF-8" in found[2]["error"]
+
+
+# --- runs whose samples are dicts, tuples and padded sequences: evaluated, predicted, loaded without their data, exported ---
+
+
+OWN = ("data=own", "trust=[tree_sets]", "model=own", "updates=5", "epochs=2", "data.drop_last=false", "scheduler=constant")
+RUNS = {
+    "dicts": ("data.target=tree_sets.Dicts", "model.target=tree_sets.Net"),
+    "tuples": ("data.target=tree_sets.Tuples", "model.target=tree_sets.Net"),
+    "padded": ("data.target=tree_sets.Words", "model.target=tree_sets.Reader"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(command.__file__).parent))
+    sys.modules.pop("tree_sets", None)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_figures_and_the_rows_are_those_of_training(name, finished, tmp_path, monkeypatch):
+    result = finished(*OWN, *RUNS[name])
+    assert evaluate(result.run_dir).metrics == result.tested("final")
+    assert main.main(["predict", str(result.run_dir), "--data", "test", "--batch", "3", "--out", str(tmp_path / "p.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    assert sum(row["label"] == row["target"] for row in rows) / len(rows) == result.tested("final")["accuracy"]
+    monkeypatch.setattr(Own, "load", lambda *_: pytest.fail("the data was read"))
+    run = drivetrain.load(result.run_dir)
+    assert len(run.predict(run.example())) == 2
+
+
+def test_a_dict_from_python_and_exports(finished, tmp_path, refused):
+    result = finished(*OWN, *RUNS["dicts"])
+    run = drivetrain.load(result.run_dir)
+    x = map_tensors(lambda t: torch.zeros(3, *t.shape[1:], dtype=t.dtype), run.example())
+    assert len(run.predict(tree_map(torch.Tensor.numpy, x))) == 3
+    assert main.main(["export", str(result.run_dir), str(tmp_path / "w.safetensors")]) == 0
+    assert "takes models of one input tensor" in refused("export", result.run_dir, "m.onnx", "--format", "onnx")
+    assert "there is no such file" in refused("predict", result.run_dir, "p.png")

@@ -130,9 +130,3 @@ def test_a_folder_of_peft_that_does_not_fit_is_refused(key, value, says, make, t
     (tmp_path / "theirs" / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=says):
         make("model.hidden=[8,8]", "adapter=lora", "adapter.rank=4", "adapter.alpha=8", f"adapter.weights={tmp_path / 'theirs'}")
-
-
-def test_other_models_have_no_such_folder(tiny):
-    run = drivetrain.train(tiny())
-    with pytest.raises(UserError, match="for runs with model=transformers, and this one has model=mlp"):
-        export([str(run.run_dir), "--format", "transformers"])

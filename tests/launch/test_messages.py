@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.cli import completion, verbs
 from drivetrain.core.errors import BAD_CONFIG, FAILED, Diverged, UserError
 from drivetrain.data.own import Own
 from drivetrain.engine.training_log import TrainingLog
@@ -84,12 +83,6 @@ def test_a_class_that_is_no_option(group, target, says, tmp_path):
     assert says in " ".join(refused.value.problems)
 
 
-def test_a_recipe_with_an_empty_group(tmp_path):
-    (tmp_path / "mine.yaml").write_text("optimizer:\n")
-    with pytest.raises(UserError, match="as '- override /optimizer: adamw', or leave the empty line out"):
-        prepare([f"recipe={tmp_path / 'mine.yaml'}"])
-
-
 class Numbers(torch.utils.data.Dataset):
     """Samples whose targets are numbers."""
 
@@ -108,13 +101,6 @@ def test_own_data_whose_targets_are_numbers_needs_no_number_of_classes():
     assert job.run.data.load(torch.device("cpu")).classes == 1
     with pytest.raises(UserError, match="targets are numbers such as 0: if they are no classes, set task=regression"):
         Own(target=f"{__name__}.Numbers").load(torch.device("cpu"))
-
-
-def test_internal_commands_are_not_suggested_and_completion_has_help(capsys):
-    with pytest.raises(UserError, match="did you mean 'completion'"):
-        verbs.find("complet")
-    assert completion.command(["--help"]) == 0
-    assert 'eval "$(drivetrain completion zsh)"' in capsys.readouterr().out
 
 
 # --- limits of a machine: a run that meets one names it, and what to set ---

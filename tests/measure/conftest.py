@@ -29,12 +29,13 @@ class Slow(torch.utils.data.Dataset):
 
 @pytest.fixture
 def command(tmp_path):
-    """A command of drivetrain's in a process of its own: it forks, which a process that has run torch may not."""
+    """A command of drivetrain's, with its exit code, in a process of its own: it forks, which one that has run torch may not."""
 
-    def run(*words: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+    def run(*words: str, code: int = 0) -> tuple[subprocess.CompletedProcess[str], dict]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}
         done = subprocess.run([sys.executable, "-m", "drivetrain", *words], env=env, capture_output=True, text=True, check=False)
-        files = sorted(Path("outputs", "ablate" if words[0] == "ablate" else "compare").rglob("*.json"))
+        assert done.returncode == code, done.stdout + done.stderr
+        files = sorted(Path("outputs").glob("*/*/*/*.json"))
         return done, json.loads(files[-1].read_text()) if files else {}
 
     return run

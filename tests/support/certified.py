@@ -18,6 +18,13 @@ SMALL = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20", "saving=none",
     "optimizer=sgd", "optimizer.lr=0.05", "batch.global_batch=12", "log_every=1", "epochs=2", "runtime.threads=1",
 ]  # fmt: skip
+MLP = [*SMALL, "model=mlp", "model.hidden=[16,16]", "scheduler=linear"]
+CONV = [*SMALL, "model=resnet9", "model.width=4", "scheduler=constant"]
+GPT = [
+    "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token", "model=gpt", "model.width=16",
+    "model.heads=2", "model.depth=2", "batch.global_batch=8", "saving=none", "scheduler=constant", "runtime.threads=1",
+    "updates=20", "optimizer=sgd", "optimizer.lr=0.1",
+]  # fmt: skip
 Break = Callable[[Any], None]
 
 

@@ -58,15 +58,17 @@ def start(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen[str]) -> Done:
-    """Wait for a command; one that hangs is killed with all its children, and the test fails."""
+def finish(process: subprocess.Popen[str], code: int | None = None) -> Done:
+    """Wait for a command, which must end with this exit code; one that hangs is killed with all its children: the test fails."""
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         kill_all(process)
         out, err = process.communicate()
         raise AssertionError(f"hung: {process.args}\n{out}\n{err}") from None
-    return Done(process.returncode, out, err)
+    done = Done(process.returncode, out, err)
+    assert code is None or (done.code == code and "Traceback" not in out + err), done
+    return done
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
@@ -75,23 +77,29 @@ def kill_all(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def run(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
-    """A command to its end."""
-    return finish(start(*words, cwd=cwd, how=how, env=env))
+def run(
+    *words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None, code: int | None = None
+) -> Done:
+    """A command to its end, with this exit code and without a traceback."""
+    return finish(start(*words, cwd=cwd, how=how, env=env), code)
 
 
-def train(*words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None) -> Done:
-    """`drivetrain train -q …` to its end."""
-    return run("train", "-q", *words, cwd=cwd, how=how, env=env)
+def train(
+    *words: str, cwd: Path, how: Sequence[str] = DRIVETRAIN, env: Mapping[str, str] | None = None, code: int | None = None
+) -> Done:
+    """`drivetrain train -q …` to its end, with this exit code."""
+    return run("train", "-q", *words, cwd=cwd, how=how, env=env, code=code)
 
 
 @contextmanager
-def at_the_gate(place: Path, at: str, *words: str, ranks: int = 1) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+def at_the_gate(
+    place: Path, at: str, *words: str, ranks: int = 1, env: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run of my_nets.Gated that waits, all its ranks at the gate; (process, the file that lets it go on)."""
     gate = empty(place.with_name(f"{place.name}-gate"))
-    process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at})
-    arrivals(gate, ranks, process)
+    process = start("train", "-q", *words, cwd=place, env={"GATE": str(gate), "GATE_AT": at, **(env or {})})
     try:
+        arrivals(gate, ranks, process)
         yield process, gate / "go"
     finally:
         kill_all(process)

@@ -47,7 +47,6 @@ WORKER = [sys.executable, "-u", "-c", "import sys;exec(eval(sys.stdin.readline()
 PROGRAM = "program.py"  # a user's own, in the working directory
 CHANNEL = "DRIVETRAIN_TEST_CHANNEL"  # the number of the file by which a worker asks the server for its commands
 LENGTH = 8  # bytes that hold the length of a request
-MODULES_TO = "DRIVETRAIN_TEST_MODULES_TO"  # the file that gets the names of all modules that a command had imported at its end
 TORCH = (
     "torch", "torch.distributed.elastic.agent.server.local_elastic_agent", "torch.distributed.fsdp", "torch._dynamo",
     "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "torch.distributed.launcher.api", "torch._inductor.config",
@@ -59,18 +58,17 @@ COMMAND = ("drivetrain.cli.main", "drivetrain.config.validate", "hydra", "omegac
 class Server:
     """The server, as the process sees it that starts commands."""
 
-    def __init__(self, package: Path, kind: str) -> None:
-        """`kind` is "torch", or "command" for a server that has not imported torch."""
+    def __init__(self, package: Path) -> None:
         self.lock = threading.Lock()
         self.owner = os.getpid()
         self.process = None
-        if kind == "torch" and (inherited := os.environ.pop(CHANNEL, None)):
+        if inherited := os.environ.pop(CHANNEL, None):
             self.channel = socket.socket(fileno=int(inherited))
             return
         self.channel, theirs = socket.socketpair()
         with theirs:
             self.process = _Popen(
-                [sys.executable, __file__, str(theirs.fileno()), str(package.parent), kind],
+                [sys.executable, __file__, str(theirs.fileno()), str(package.parent)],
                 env={k: v for k, v in AT_START.items() if k != "PYTHONPATH"},
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             )  # fmt: skip
@@ -105,7 +103,7 @@ class Popen(_Popen):  # type: ignore[type-arg]
     forking = True
     installed = False  # whether any interpreter of this environment finds the package, also in an editable installation
     package: Path
-    _servers: ClassVar[dict[str, Server]] = {}
+    _server: ClassVar[Server | None] = None
     _status: int | None = None  # the pipe that tells a forked command's end
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, *rest: Any) -> None:
@@ -123,7 +121,6 @@ class Popen(_Popen):  # type: ignore[type-arg]
         if not (plain and self.forking and (worker or self._may_fork(words, cwd, env, safe or bool(env.get("PYTHONSAFEPATH"))))):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
             return
-        server = self._server("command" if MODULES_TO in env else "torch")
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = pipes
         self._status, told = os.pipe()
         request = {
@@ -136,7 +133,7 @@ class Popen(_Popen):  # type: ignore[type-arg]
         }
         files = [p2cread if p2cread != -1 else 0, c2pwrite if c2pwrite != -1 else 1, errwrite if errwrite != -1 else 2, told]
         try:
-            self.pid = server.fork(request, files)
+            self.pid = self._own_server().fork(request, files)
         finally:
             os.close(told)
             for mine, theirs in ((p2cwrite, p2cread), (c2pread, c2pwrite), (errread, errwrite)):
@@ -146,10 +143,10 @@ class Popen(_Popen):  # type: ignore[type-arg]
                 os.close(null)
         self._child_created = True
 
-    def _server(self, kind: str) -> Server:
-        if kind not in self._servers or self._servers[kind].owner != os.getpid():
-            self._servers[kind] = Server(self.package, kind)
-        return self._servers[kind]
+    def _own_server(self) -> Server:
+        if Popen._server is None or Popen._server.owner != os.getpid():
+            Popen._server = Server(self.package)
+        return Popen._server
 
     def _may_fork(self, args: Any, cwd: str, env: dict[str, str], safe: bool) -> bool:
         if isinstance(args, (str, bytes, os.PathLike)) or args[0] != sys.executable:
@@ -286,15 +283,16 @@ def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
     sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]
     _open_standard_files()
     process.restart_clock()
+    process.of_one_run = True  # as one that has just started
     if request["module"] is None:
         sys.modules["tests.support.composed"] = sys.modules["composed_of_tests"]  # which is in the place of Hydra's already
         exec(WORKER[-1], {"__name__": "__main__"})
         return
     if "." in request["module"]:
         sys.modules.pop(request["module"], None)  # it was imported as another's part; now it is the program
+    OfCommand.path = path
+    subprocess.Popen = OfCommand  # type: ignore[misc]
     if request["module"] == PROGRAM:
-        OfProgram.path = path
-        subprocess.Popen = OfProgram  # type: ignore[misc]
         runpy.run_path(PROGRAM, run_name="__main__")
     else:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
@@ -313,18 +311,16 @@ def run(request: dict[str, Any], files: list[int], path: list[str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
         code = 1
-    if MODULES_TO in os.environ:
-        Path(os.environ[MODULES_TO]).write_text("".join(f"{name}\n" for name in sorted(sys.modules)))
     end(code)
 
 
-class OfProgram(_Popen):  # type: ignore[type-arg]
-    """subprocess.Popen of a user's program: it forks itself for `drivetrain train`, whose parent it then is."""
+class OfCommand(_Popen):  # type: ignore[type-arg]
+    """subprocess.Popen of a command, or of a user's program: it forks itself for `drivetrain train`, whose parent it then is."""
 
     path: ClassVar[list[str]]
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Any, *rest: Any) -> None:
-        if list(args[:4]) != [sys.executable, "-P", "-m", "drivetrain"]:
+        if list(args[:3]) != [sys.executable, "-P", "-m"] or args[3] not in MODULES:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)
             return
         cwd, env, _, _, _, *pipes = rest[:11]
@@ -373,26 +369,23 @@ def look_often() -> None:
     _utils.MP_STATUS_CHECK_INTERVAL = _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
 
 
-def preload(kind: str) -> None:
+def preload() -> None:
     """Import what the commands import; run nothing of it."""
     import drivetrain
 
     do_not_wait_for_the_disk()
-    for name in COMMAND:
+    for name in (*COMMAND, *TORCH):
         import_module(name)
     composed = _beside("composed")
     composed.install()
     composed.read_all()
-    words = ["data=digits", "model=mlp", "model.hidden=[8]", "optimizer.lr=1e-3"] if kind == "torch" else []
+    words = ["data=digits", "model=mlp", "model.hidden=[8]", "optimizer.lr=1e-3"]
     import_module("drivetrain.launch.job").prepare(words)  # what reads the config has then imported and parsed its grammars
-    if kind == "torch":
-        for name in TORCH:
-            import_module(name)
-        for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
-            if not found.name.endswith(("__main__", "torchao_adamw")):  # torchao asks for devices, and then no fork can use any
-                import_if_installed(found.name)
-        import_module("drivetrain.data.digits").read_table()
-        look_often()
+    for found in pkgutil.walk_packages(drivetrain.__path__, "drivetrain."):
+        if not found.name.endswith(("__main__", "torchao_adamw")):  # torchao asks for devices, and then no fork can use any
+            import_if_installed(found.name)
+    import_module("drivetrain.data.digits").read_table()
+    look_often()
     threads = Path("/proc/self/task")
     assert not threads.is_dir() or len(list(threads.iterdir())) == 1, "a process of several threads may not fork"
     gc.freeze()
@@ -458,7 +451,7 @@ def main() -> None:
     plain = sys.path[1:]  # [0] is this file's folder
     sys.path[0] = sys.argv[2]
     channel = socket.socket(fileno=int(sys.argv[1]))
-    preload(sys.argv[3])
+    preload()
     mine = serve(channel)
     if mine is None:  # the tests are over
         end(0)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import json
+import multiprocessing
+import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from drivetrain.cli.completion import candidates
-from drivetrain.cli.main import main
 from drivetrain.core import accelerators, limits
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.core.selection import Selection, selected
 from drivetrain.run import directory
 from drivetrain.run.result import Result
-from drivetrain.sweeps import optuna, store
+from drivetrain.sweeps import launchers, optuna, store
 from drivetrain.sweeps.driver import Display, progress, row
-from drivetrain.sweeps.launchers import _parameters, own_device
-from drivetrain.sweeps.options import Basic, Joblib, Optuna, SubmititLocal, SubmititSlurm, split
+from drivetrain.sweeps.launchers import OnRay, _parameters, own_device
+from drivetrain.sweeps.options import Basic, Joblib, Optuna, Ray, SubmititLocal, SubmititSlurm, split
 from drivetrain.sweeps.optuna import Search, choices, examples, setting
 from drivetrain.sweeps.optuna import read as read_space
 from drivetrain.sweeps.store import (
@@ -39,6 +44,8 @@ from drivetrain.sweeps.store import (
     write_summary,
 )
 from drivetrain.ui import terminal
+from tests.support import command
+from tests.support.waiting import until
 
 OPTUNA = "hydra/sweeper=optuna"
 SLURM = "hydra/launcher=submitit_slurm"
@@ -111,34 +118,6 @@ def test_an_extra_that_is_missing_is_named(word: str, package: str, monkeypatch:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (told,) = problems(lambda: split([word]))
     assert f"pip install 'drivetrain[{package}]'" in told
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        ([SLURM], "'hydra/launcher=submitit_slurm': it is for several runs: say -m"),
-        (["optimizer.lr=interval(1,2)"], "say -m hydra/sweeper=optuna before it, or give one value"),
-        (["-m", "optimizer.lr=interval(1,2)"], "or search by -m hydra/sweeper=optuna"),
-        (["-m", "epochs=1,2", SLURM], "there is no sbatch and no srun here"),
-        (["-m", "resume=there"], "no jobs.json in it"),
-        (["-m", "epochs=1,2", OPTUNA, "optimizer.lrr=interval(1,2)"], "did you mean 'lr'?"),
-        (["-m", "precision=fp32,bf17", OPTUNA], "did you mean 'bf16'?"),
-        (["-m", "epochs=1", OPTUNA], "has nothing to search"),
-    ],
-)
-def test_refused_before_anything_is_written(
-    words: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", *words]) == 2
-    told = capsys.readouterr().err
-    assert part in told
-    assert told.count("error: ") == 1
-    assert not list(tmp_path.iterdir())
-
-
-def test_completion_knows_them() -> None:
-    assert candidates(["drivetrain train -m hydra/sweeper="]) == ["hydra/sweeper=basic", "hydra/sweeper=optuna"]
-    assert "hydra.launcher.partition=" in candidates(["drivetrain train -m hydra.launcher.p"])
 
 
 def test_the_settings_reach_submitit_under_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,18 +233,15 @@ def test_beside_a_sweeps_folder_only_how_it_runs_may_be_said() -> None:
     assert told.endswith("leave out epochs=3")
 
 
-def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_not_gone_on_with_twice_at_once(tmp_path: Path, refused: Callable[..., str]) -> None:
     sweep, _ = a_sweep(tmp_path / "s", ["epochs=1,2"])
     with directory.locked(sweep.path):
-        assert main(["train", "-m", f"resume={sweep.path}"]) == 2
-    assert "is in use by another process" in capsys.readouterr().err
-    assert main(["train", f"resume={sweep.path}"]) == 2
-    assert "is a sweep: say -m" in capsys.readouterr().err
+        assert "is in use by another process" in refused("train", "-m", f"resume={sweep.path}")
+    assert "is a sweep: say -m" in refused("train", f"resume={sweep.path}")
     content = json.loads((sweep.path / "jobs.json").read_text())
     for damaged in ([], {**content, "overrides": 5}, {**content, "config_dirs": [5]}, {**content, "jobs": ["x"]}):
         (sweep.path / "jobs.json").write_text(json.dumps(damaged))
-        assert main(["train", "-m", f"resume={sweep.path}"]) == 2
-        assert "damaged, or of an older drivetrain" in capsys.readouterr().err
+        assert "damaged, or of an older drivetrain" in refused("train", "-m", f"resume={sweep.path}")
 
 
 # --- the objective ---
@@ -497,19 +473,22 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
 # --- a sweep that is too large or hopeless is refused at once ---
 
 
-@pytest.mark.parametrize("word", ["optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)"])
-def test_endless_ranges(word, monkeypatch):
+@pytest.mark.parametrize(
+    ("read", "words", "says"),
+    [
+        *(
+            (read, [word], "")
+            for read in (store.prepare, optuna.read)
+            for word in ("optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)")
+        ),
+        (store.prepare, [f"{key}=range(0,10000)" for key in ("epochs", "log_every")], "100,000,000 combinations"),
+        (store.prepare, ["epochs=range(1,4,0)"], r"'epochs=range\(1,4,0\)' is no sweep"),
+    ],
+)
+def test_endless_ranges(read, words, says, monkeypatch):
     monkeypatch.setattr(store, "prepare_one", None)  # nothing is composed
-    with pytest.raises(UserError):
-        store.prepare([word])
-    with pytest.raises(UserError):
-        optuna.read([word])
-
-
-def test_too_many_combinations(monkeypatch):
-    monkeypatch.setattr(store, "prepare_one", None)
-    with pytest.raises(UserError, match=r"100,000,000 combinations"):
-        store.prepare([f"{key}=range(0,10000)" for key in ("epochs", "log_every")])
+    with pytest.raises(UserError, match=says):
+        read(words)
 
 
 def test_a_hopeless_sweep_is_not_composed_to_its_end(monkeypatch):
@@ -539,6 +518,132 @@ def test_a_sweep_with_one_good_job_is_composed_to_its_end(monkeypatch):
     assert len(store.prepare(["epochs=range(0,80)"])) == 80
 
 
-def test_a_range_without_steps():
-    with pytest.raises(UserError, match=r"'epochs=range\(1,4,0\)' is no sweep"):
-        store.prepare(["epochs=range(1,4,0)"])
+# --- hydra/launcher=ray: jobs as tasks of a cluster; where Ray is not installed, what it is asked for is answered here ---
+
+
+SMALL = ["data=synthetic", "data.samples=64", "model=mlp", "model.hidden=[8]", "epochs=2", "batch.global_batch=16",
+         "runtime.threads=1"]  # fmt: skip
+
+
+class FakeRay(ModuleType):
+    """The calls of Ray that a launcher makes: a task is a forked process, as Ray's fresh workers are processes."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def __init__(self) -> None:
+        super().__init__("ray")
+        self.__spec__ = importlib.machinery.ModuleSpec("ray", None)
+        self.asked: dict[str, Any] = {}
+        self.cancelled: list[Any] = []
+
+    def init(self, **given: Any) -> None:
+        self.asked |= given
+        if given["address"] == "nowhere:1":
+            raise ConnectionError("ray.init\nfailed to connect")
+
+    def remote(self, **given: Any) -> Any:
+        self.asked |= given
+        return lambda function: SimpleNamespace(remote=lambda *args: self.start(function, args))
+
+    def start(self, function: Any, args: Any) -> Any:
+        process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(function(*args)))
+        process.start()
+        return process
+
+    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        multiprocessing.connection.wait([ref.sentinel for ref in refs], timeout)
+        done = [ref for ref in refs if not ref.is_alive()]
+        return done, [ref for ref in refs if ref not in done]
+
+    def get(self, ref: Any) -> int:
+        ref.join()
+        if ref.exitcode < 0:
+            raise self.exceptions.RayError("a worker\nThe worker died unexpectedly")
+        return int(ref.exitcode)
+
+    def cancel(self, ref: Any, force: bool) -> None:
+        self.cancelled.append((ref, force))
+        os.kill(ref.pid, signal.SIGINT)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    return fake
+
+
+def entry(folder: Path, ends: list[Any]) -> Any:
+    folder.mkdir()
+    return SimpleNamespace(number=folder.name, run_dir=folder, close=lambda *how: ends.append(how))
+
+
+def test_a_sweep_runs_in_a_cluster(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Each job is composed where it runs, has its output in its folder, and asks for what a job takes."""
+    from drivetrain.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    words = ["hydra/launcher=ray", "hydra.launcher.num_cpus=2", "hydra.launcher.num_gpus=0.5"]
+    assert main.main(["train", "-m", *SMALL, "optimizer=sgd,adamw", *words]) == 0
+    results = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("outputs/multirun/*/*/*/result.json"))]
+    assert [each["status"] for each in results] == ["completed"] * 2
+    assert {word for each in results for word in each["overrides"] if word.startswith("optimizer")} == {
+        "optimizer=sgd", "optimizer=adamw"
+    }  # fmt: skip
+    assert len([*tmp_path.glob("outputs/multirun/*/*/*/output.txt")]) == 2
+    assert {key: ray.asked[key] for key in ("address", "num_cpus", "num_gpus", "max_calls", "max_retries")} == {
+        "address": "local", "num_cpus": 2, "num_gpus": 0.5, "max_calls": 1, "max_retries": 0
+    }  # fmt: skip
+    assert "src" in ray.asked["runtime_env"]["env_vars"]["PYTHONPATH"]
+    assert "2 jobs in" in capfd.readouterr().out
+
+
+def test_a_job_whose_worker_dies_and_one_that_is_stopped(ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Any] = []
+
+    def job(sweep: Path, number: int, *_: Any) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a fork may drop what is raised while it begins
+        (sweep / f"{number}.up").touch()
+        signal.pause()
+        return 0
+
+    monkeypatch.setattr(launchers, "_on_ray", job)
+    launcher = OnRay(Ray(address="auto"), tmp_path, 2)
+    jobs = [entry(tmp_path / name, ends) for name in "ab"]
+    launcher.start(jobs)
+    until(lambda: len([*tmp_path.glob("*.up")]) == 2)
+    assert launcher.wait(0.0) == []
+    launcher.signal(signal.SIGTERM)
+    ended: list[Any] = []
+    while len(ended) < 2:
+        ended += launcher.wait(1.0, stopped=True)
+    assert {force for _, force in ray.cancelled} == {False}  # so that it saves
+    assert len(ends) == 2
+    for code, error, status in ends:
+        assert code is None or code > 0
+        assert status == "interrupted"
+        assert error.startswith("the job's task in Ray ended without a result")
+
+
+def test_a_cluster_that_is_not_there(ray: FakeRay, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="address=nowhere:1: no Ray cluster is reached there: failed to connect"):
+        OnRay(Ray(address="nowhere:1"), tmp_path, 1)
+
+
+def test_its_settings() -> None:
+    settings, words = split(["epochs=1", "hydra/launcher=ray", "hydra.launcher.address=auto"], check=False)
+    assert (settings.launcher, words) == (Ray("auto"), ["epochs=1"])
+    if importlib.util.find_spec("ray") is None:
+        with pytest.raises(UserError, match=r"needs the package 'ray', .* pip install 'drivetrain\[ray\]'"):
+            split(["hydra/launcher=ray"])
+
+
+@pytest.mark.slow
+def test_a_real_cluster_on_this_machine(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'drivetrain[ray]'")
+    command.train("-m", *SMALL, "optimizer=sgd,adamw", "hydra/launcher=ray", cwd=tmp_path, code=0)
+    results = [json.loads(file.read_text()) for file in tmp_path.glob("outputs/multirun/*/*/*/result.json")]
+    assert [each["status"] for each in results] == ["completed"] * 2

@@ -19,7 +19,6 @@ from drivetrain.inference import predict
 from drivetrain.launch.job import prepare
 from drivetrain.ui import logs, output, recipe_tree, terminal
 from drivetrain.ui.sheet import Table
-from tests.support.made_pages import run_folder
 
 RECORD = {
     "epoch": 3, "update": 1200, "loss": 0.123456, "lr": 3e-4, "samples_per_second": 12345.6, "mfu": 0.41, "data_wait": 0.02,
@@ -111,16 +110,6 @@ def test_a_live_line_says_how_long_the_run_still_takes(at_a_terminal, monkeypatc
     assert line._left(1200) == "about 3 min left"
     assert line._left(5000) == ""
     line.close()
-
-
-def test_a_report_fits_100_columns_without_a_terminal(tmp_path, capsys):
-    for n in (1, 2):
-        run_folder(tmp_path / str(n), n / 10)
-    assert main.main(["report", str(tmp_path), "out=page"]) == 0
-    shown, _, left_out = capsys.readouterr().out.partition("not shown here")
-    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 100
-    assert "best accuracy" in shown
-    assert "folder" in left_out
 
 
 def test_a_help_text_is_folded_below_its_last_column(at_a_terminal):

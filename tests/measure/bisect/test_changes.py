@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 from bench import bisect as campaign
 
-from drivetrain.cli import completion, main
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure.benchmark.variants import TrainedRun, VariantSpec
 from drivetrain.measure.bisect import bisect
@@ -134,43 +133,6 @@ def test_values_that_are_refused_without_each_other_are_one_change():
     )
     assert set(keys(subsets)) == {"clip", "batch.global_batch and batch.accumulation_steps"}
     assert notes[0].startswith("kept together: batch.global_batch and batch.accumulation_steps (")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["naive"], "wants GOOD and BAD"),
-        (["naive", "fast", "fast_gpu"], "'fast_gpu': after GOOD and BAD come overrides"),
-        (["naive", "naive"], "naive and naive are the same config"),
-        (["model=mlp", "model=mlp epochs=3"], "differ only in epochs: a step is as fast with either"),
-        (["model=mlp", "model=mlp runtime.seed=3"], "differ only in runtime.seed: a step is as fast with either"),
-        (["naive", "nosuch"], "recipe=nosuch is not known"),
-        (["naive", "outputs/nothing.yaml"], "there is no such file"),
-        (["data=digits", "data=wine"], "different data: data=digits and data=wine"),
-        (["precision=fp32", "precision=bf17"], "did you mean"),
-        (["precision=fp32", "precision=bf16 quick"], "'quick' in 'precision=bf16 quick' is not of the form"),
-        (
-            ["precision=fp32", "precision=bf16", "rounds=3"],
-            "rounds=3: fewer than 6 rounds give no interval",
-        ),
-        (["precision=fp32", "precision=bf16", "seeds=2"], "seeds=2: fewer than 4 seeds give no interval"),
-        (["precision=fp32", "precision=bf16", "resume=auto"], "leave resume= out"),
-        (["naive", "."], "is no run's directory"),
-    ],
-)
-def test_wrong_words_are_told_in_one_line(words, told, capsys):
-    assert main.main(["bisect", *words]) == 2
-    said = capsys.readouterr().err
-    assert told in said
-    assert len(said.splitlines()) == 1
-
-
-def test_help_and_completion(capsys):
-    assert main.main(["bisect", "--help"]) == 0
-    assert "bisect GOOD BAD" in capsys.readouterr().out
-    assert completion.candidates(["drivetrain bisect na"]) == ["naive"]
-    assert "precision=bf16" in completion.candidates(["drivetrain bisect naive fast precision=b"])
-    assert "precision=bf16" in completion.candidates(["drivetrain bisect naive precision=b"])
 
 
 def test_a_share_of_nothing_has_no_sign():

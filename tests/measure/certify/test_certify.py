@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from drivetrain.cli import completion, measuring
+from drivetrain.cli import measuring
+from drivetrain.config.catalog import LISTS, default_options, options
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
+from drivetrain.core.option import Option
+from drivetrain.launch import launcher
 from drivetrain.measure.certify import certify as verb
 from drivetrain.measure.certify import judge, record
 from drivetrain.measure.certify.judge import Entry, Floors, Trace, of_tensor
 from drivetrain.measure.certify.record import plan_of
 from drivetrain.precision import cpu_half
 from tests.support import json_keys
-from tests.support.certified import SMALL, Break, certified, traced
+from tests.support.certified import CONV, GPT, MLP, Break, certified, traced
 from tests.support.slow import but
 
-MLP = [*SMALL, "model=mlp", "model.hidden=[16,16]", "scheduler=linear"]
-CONV = [*SMALL, "model=resnet9", "model.width=4", "scheduler=constant"]
 # Short: these techniques are the same mathematics, and these are not. All options are in the slow suite.
 SAME = {
     "checkpointing": (MLP, ["checkpointing=blocks"], "exact: bit for bit"),
@@ -151,7 +149,7 @@ def test_both_runs_take_the_same_samples_in_any_split() -> None:
     assert all(np.array_equal(whole.entries[key].values, split.entries[key].values) for key in keys)
 
 
-def test_the_other_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Words after `against` are set in the other run, on top of the rest; a run beside itself is refused."""
     seen: list[Any] = []
 
@@ -170,20 +168,12 @@ def test_the_other_side(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
         measuring.certify([*MLP, "against", "precision=fp32"])
     with pytest.raises(UserError, match="leave resume= out"):
         measuring.certify([*MLP, "against", "resume=x"])
-    assert measuring.certify(["--help"]) == 0
-    assert "exit codes" in capsys.readouterr().out
 
 
 def test_the_other_side_keeps_what_ranks_the_run() -> None:
     """A task chooses metrics and the one that ranks its models; without them the other run would be refused."""
     assert verb.plain_changes(verb.prepare_job(["task=regression", "precision=bf16"]).run) == ["precision=fp32"]
     assert "metrics=[]" in verb.plain_changes(verb.prepare_job(["metrics=[f1]", "precision=bf16"]).run)
-
-
-def test_completion_offers_against_once() -> None:
-    assert "against" in completion.candidates(["drivetrain certify precision=bf16 ag"])
-    assert completion.candidates(["drivetrain certify precision=bf16 against ag"]) == []
-    assert completion.candidates(["drivetrain certify precision=bf16 against precision=fp3"]) == ["precision=fp32"]
 
 
 RANKS = '''
@@ -222,33 +212,23 @@ class PerRank(Ddp):
     def wrap_step(self, step, context):
         return Watched(super().wrap_step(step, context), micro=lambda b: replace(b, weight=torch.ones_like(b.weight)))
 '''
-GPT = [
-    "data=stdlib", "data.max_files=10", "data.length=32", "data.test_samples=8", "loss=next_token", "model=gpt", "model.width=16",
-    "model.heads=2", "model.depth=2", "batch.global_batch=8", "scheduler=constant", "runtime.threads=1", "updates=20",
-    "optimizer=sgd", "optimizer.lr=0.1",
-]  # fmt: skip
 
 
-def run(*words: str) -> tuple[int, dict[str, Any], str]:
-    """A command in a process of its own: its exit code, its certify.json and its output."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path.cwd())])}
-    command = [sys.executable, "-m", "drivetrain", "certify", *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    files = sorted(Path("outputs/certify").rglob("certify.json"))
-    return done.returncode, json.loads(files[-1].read_text()) if files else {}, done.stdout + done.stderr
+def saved(words: list[str]) -> list[str]:
+    """The words of a run that saves, as a command's does by default."""
+    return [word for word in words if not word.startswith("saving")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
-def test_two_ranks_are_the_same_mathematics(strategy: str) -> None:
-    words = [w for w in MLP if not w.startswith("saving")]
-    code, found, said = run(*words, f"parallel={strategy}", "parallel.nproc=2", "against", "parallel=single")
-    assert (code, found.get("answer")) == (0, "exact"), said
+def test_two_ranks_are_the_same_mathematics(strategy: str, command: Any) -> None:
+    _, found = command("certify", *saved(MLP), f"parallel={strategy}", "parallel.nproc=2", "against", "parallel=single")
+    assert found["answer"] == "exact"
     assert {"samples", "loss", "gradient", "weights", "evaluation"} <= set(found["phases"])
 
 
 @pytest.mark.slow
-def test_faults_of_ranks_are_named(tmp_path: Path) -> None:
+def test_faults_of_ranks_are_named(tmp_path: Path, command: Any) -> None:
     from drivetrain.core.paths import conf_dir
 
     (tmp_path / "faulty_ranks.py").write_text(RANKS)
@@ -259,25 +239,24 @@ def test_faults_of_ranks_are_named(tmp_path: Path) -> None:
         assert text != ddp
         (tmp_path / f"conf/parallel/{name}.yaml").write_text(text)
     own = ["--config-dir", "conf", "trust=[faulty_ranks]", "parallel.nproc=2"]
-    code, found, said = run(*own, *GPT, "parallel=ddp_sums", "against", "parallel=single")
-    assert (code, found["first"]["phase"], found["first"]["update"]) == (1, "gradient", 1), said
-    assert "it is 2 times the other run's" in said
-    uneven = [*(w for w in MLP if not w.startswith("saving")), "data.samples=15", "data.drop_last=false"]  # 2 and 1 of the last 3
-    code, found, said = run(*own, *uneven, "parallel=ddp_per_rank", "against", "parallel=single")
-    assert (code, found["first"]["phase"], found["first"]["update"]) == (1, "loss", 2), said
+    done, found = command("certify", *own, *saved(GPT), "parallel=ddp_sums", "against", "parallel=single", code=1)
+    assert (found["first"]["phase"], found["first"]["update"]) == ("gradient", 1), done.stdout
+    assert "it is 2 times the other run's" in done.stdout
+    uneven = [*saved(MLP), "data.samples=15", "data.drop_last=false"]  # 2 and 1 of the last 3
+    done, found = command("certify", *own, *uneven, "parallel=ddp_per_rank", "against", "parallel=single", code=1)
+    assert (found["first"]["phase"], found["first"]["update"]) == ("loss", 2), done.stdout
 
 
 @pytest.mark.slow
-def test_the_command_answers(tmp_path: Path) -> None:
-    words = [w for w in MLP if not w.startswith("saving")]
-    code, found, said = run(*words, "precision=bf16_pure", "against", "precision=fp32")  # autocast is for CPUs that compute in it
-    assert (code, found["answer"]) == (0, "within rounding"), said
-    code, found, said = run(*words, "optimizer.momentum=0.8", "against", "optimizer.momentum=0.9")
-    assert (code, found["first"]["phase"]) == (1, "weights"), said  # Nesterov's momentum looks ahead in the first update
-    assert "momentum of layers.0.linear.weight is 0.8, and 0.9 in the other run" in said
-    code, _, said = run(*words, "model.dropout=0.3", "batch=accumulate", "against", "batch=fixed")
-    assert code == 2
-    assert "set model.dropout=0 for both" in said
+def test_the_command_answers(command: Any) -> None:
+    words = saved(MLP)
+    _, found = command("certify", *words, "precision=bf16_pure", "against", "precision=fp32")  # autocast is for CPUs of that kind
+    assert found["answer"] == "within rounding"
+    done, found = command("certify", *words, "optimizer.momentum=0.8", "against", "optimizer.momentum=0.9", code=1)
+    assert found["first"]["phase"] == "weights"  # Nesterov's momentum looks ahead in the first update
+    assert "momentum of layers.0.linear.weight is 0.8, and 0.9 in the other run" in done.stdout
+    done, _ = command("certify", *words, "model.dropout=0.3", "batch=accumulate", "against", "batch=fixed", code=2)
+    assert "set model.dropout=0 for both" in done.stderr
 
 
 # --- the verdict on two traces, and the plan of samples: on made-up entries ---
@@ -346,3 +325,336 @@ def test_samples_and_weights_of_all_ranks_add_up_and_what_only_fills_up_counts_n
     one, other = (plan_of(requests(rank), 2) for rank in range(2))
     assert one["number of samples"] + other["number of samples"] == 5
     assert np.allclose(one["weights of the micro-batches"] + other["weights of the micro-batches"], 1.0)
+
+
+# --- every option that claims to be exact or close is certified. A new option is certified by being there ---
+
+
+VIT = [
+    *[w for w in CONV if not w.startswith("model")], "model=timm", "model.name=vit_tiny_patch16_224",
+    "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}",
+]  # fmt: skip
+DIGITS = [*[w for w in CONV if not w.startswith("data")], "data=digits", "updates=40"]
+NORMS = [*MLP[:-3], "model=own", "model.target=own_norms.Net", "trust=[own_norms]", "scheduler=constant"]
+OWN = """
+import torch
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.eps = torch.nn.Parameter(torch.ones(16)), torch.nn.Parameter(torch.zeros(16)), 1e-6
+
+    def forward(self, x):
+        mean = x.mean(-1, keepdim=True)
+        return self.weight * (x - mean) / torch.sqrt((x - mean).pow(2).mean(-1, keepdim=True) + self.eps) + self.bias
+
+class Net(torch.nn.Module):
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.body, self.norm, self.head = torch.nn.Linear(torch.Size(shape).numel(), 16), Norm(), torch.nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.head(self.norm(self.body(x.flatten(1))))
+"""
+# The run beside which an option is certified, and what it needs itself; for a whole group or for one option.
+BESIDE: dict[Any, tuple[list[str], list[str]]] = {
+    "loader": (DIGITS, []),
+    "checkpointing": (VIT, []),
+    "surgery": (CONV, []),
+    "compile": (MLP, []),
+    "precision": (GPT, []),
+    ("surgery", "fused_norm"): (NORMS, []),
+    ("surgery", "no_bias_before_norm"): ([*CONV, "model.bias=true"], []),
+    ("parallel", "split"): (MLP, ["parallel.devices=[cpu,cpu]"]),
+    ("parallel", "tensor"): (VIT, []),
+    ("batch", "auto"): (MLP, ["batch.memory_gb=64"]),
+    ("batch", "bucketed"): (GPT, []),
+    ("ema", "post_hoc"): ([*saved(MLP), "saving=last"], []),
+    ("checkpointing", "budget"): ([*VIT, "compile=inductor"], []),
+}
+LACKING = ("which is not installed", "needs a CUDA device")  # what this machine may not have
+# Their options compute something else by what they are: other data, another model, another algorithm.
+OTHERS = {"task", "data", "model", "loss", "optimizer", "scheduler", "augment"}
+# A metric measures one kind of targets: those of classes stand for the others.
+METRICS = ("accuracy", "f1", "auroc", "top5", "confusion_matrix", "calibration_error")
+CHOICES = [
+    (group, name)
+    for group, names in options().items()
+    for name in names
+    if group not in OTHERS
+    and name not in ("none", "own", "dali", default_options()[group])  # dali: decodes files in its own way
+    and (group != "metrics" or name in METRICS)
+]
+
+
+def claim_of(group: str, name: str, words: list[str]) -> str:
+    part = launcher.prepare(words).run.parts[group]
+    chosen: Option = part[-1] if isinstance(part, list) else part
+    return chosen.effect_as_set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "name"), [pytest.param(*choice, id="=".join(choice)) for choice in CHOICES])
+def test_a_claim_holds(group: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
+    """Exact: bit for bit, or but for the order of sums. Close: within the rounding of its precision."""
+    (tmp_path / "own_norms.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    beside = BESIDE.get((group, name), BESIDE.get(group, (MLP, [])))
+    base, own = beside
+    words = [*base, f"{group}=[{name}]" if group in LISTS else f"{group}={name}", *own]
+    try:
+        if (claim := claim_of(group, name, words)) == "changes":
+            pytest.skip("it claims to change training")
+        if launcher.prepare(words).run.parallel.distributed:
+            against = f"{group}={default_options()[group]}"
+            _, found = command("certify", *saved(words), "against", against)
+            answer, lines = found["answer"], found["lines"]
+        else:
+            done, lines = certified(words, base)
+            answer = done.verdict.answer
+    except UserError as error:
+        if not any(reason in str(error) for reason in LACKING):
+            raise
+        pytest.skip(str(error))
+    assert answer in ({"exact": ("exact",), "close": ("exact", "within rounding")}[claim]), lines
+
+
+# --- planted faults: each is named, by its phase and the place in the model. The same runs without them are the same ---
+
+
+ADAM = [*[w for w in MLP if not w.startswith("optimizer")], "optimizer=adamw", "optimizer.lr=0.01", "optimizer.weight_decay=0.1"]
+
+
+@dataclass(eq=False)
+class Faulty:
+    """A step with a fault in one of its methods."""
+
+    inner: Any
+    micro: Callable[[Any, Any, torch.Tensor], None] | None = None  # (inner step, batch, loss_sum)
+    before: Callable[[], None] = lambda: None
+    after: Callable[[], None] = lambda: None
+    zero: bool = True
+
+    def micro_batch(self, batch: Any, loss_sum: torch.Tensor) -> None:
+        if self.micro is None:
+            self.inner.micro_batch(batch, loss_sum)
+        else:
+            self.micro(self.inner, batch, loss_sum)
+
+    def update(self) -> bool:
+        self.before()
+        made = self.inner.update()
+        self.after()
+        return bool(made)
+
+    def zero_grad(self) -> None:
+        if self.zero:
+            self.inner.zero_grad()
+
+
+def in_step(make: Callable[[Any], dict[str, Any]]) -> Break:
+    """A fault in the step: `make(trainer)` gives the parts of Faulty."""
+
+    def broken(trainer: Any) -> None:
+        trainer.step = Faulty(trainer.step, **make(trainer))
+
+    return broken
+
+
+def in_stream(change: Callable[[Any], Any]) -> Break:
+    """A fault in what the loader delivers."""
+
+    def changed(stream: Iterator[Any]) -> Iterator[Any]:
+        yield from map(change, stream)
+
+    return lambda trainer: trainer.stream_watchers.append(changed)
+
+
+def in_model(change: Callable[[torch.nn.Module], None], kind: type | None = None, name: str = "") -> Break:
+    """A fault in the modules of a class, or in the module of a name."""
+
+    def broken(trainer: Any) -> None:
+        for found, module in trainer.model.named_modules():
+            if (kind is not None and isinstance(module, kind)) or (kind is None and found == name):
+                change(module)
+
+    return broken
+
+
+def weight_of_one(trainer: Any) -> dict[str, Any]:
+    return {"micro": lambda inner, b, total: inner.micro_batch(replace(b, weight=torch.ones_like(b.weight)), total)}
+
+
+def gradient_of_sums(trainer: Any) -> None:
+    """The gradients of micro-batches are added up, not averaged; the loss that is shown is right."""
+    right = trainer.precision.backward
+    trainer.precision.backward = lambda loss, weight: right(loss, torch.ones_like(weight))
+
+
+def clipped_before_unscaling(trainer: Any) -> None:
+    def step(optimizer: Any, clip: Callable[[], None]) -> bool:
+        clip()
+        return bool(right(optimizer, lambda: None))
+
+    right = trainer.precision.step
+    trainer.precision.step = step
+
+
+def stale_average(trainer: Any) -> None:
+    right, kept = trainer.ema.update, [p.detach().clone() for p in trainer.model.parameters()]
+
+    def update() -> None:
+        now = [p.detach().clone() for p in trainer.model.parameters()]
+        for p, old in zip(trainer.model.parameters(), kept, strict=True):
+            p.data.copy_(old)
+        right()
+        for p, new in zip(trainer.model.parameters(), now, strict=True):
+            p.data.copy_(new)
+        kept[:] = now
+
+    trainer.ema.update = update
+
+
+def setting(key: str, value: Any, name: str = "") -> Break:
+    """Another setting of the optimizer, of the groups that have a parameter whose name ends so."""
+
+    def broken(trainer: Any) -> None:
+        for group in trainer.optimizer.param_groups:
+            if any(n.endswith(name) for n in group["param_names"]):
+                group[key] = value
+
+    return broken
+
+
+def late_schedule(trainer: Any) -> None:
+    right = trainer.scheduler.step
+    trainer.scheduler.step = lambda update: right(max(0, update - 1))
+
+
+def forgets(trainer: Any) -> dict[str, Any]:
+    return {"before": trainer.optimizer.state.clear}
+
+
+def decays_twice(trainer: Any) -> dict[str, Any]:
+    def after() -> None:
+        for group in trainer.optimizer.param_groups:
+            for p in group["params"]:
+                p.data.mul_(1 - float(group["lr"]) * group["weight_decay"])
+
+    return {"after": after}
+
+
+def uncorrected(trainer: Any) -> None:
+    """Adam without its correction of the first averages, which start at zero."""
+
+    def step() -> None:
+        for group in trainer.optimizer.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = trainer.optimizer.state[p]
+                if not state:
+                    state |= {"step": torch.zeros(()), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                p.data.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt() + group["eps"], value=-float(group["lr"]))
+
+    trainer.optimizer.step = step
+
+
+def one_kept_gradient(trainer: Any) -> dict[str, Any]:
+    return {"zero": False}
+
+
+def without_mask(attention: torch.nn.Module) -> None:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from drivetrain.model.gpt import apply_rotary
+
+    def forward(x: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+        n, length, _ = x.shape
+        q, k, v = attention.qkv(x).view(n, length, 3, -1, attention.head).permute(2, 0, 3, 1, 4)  # type: ignore[operator]
+        mixed = scaled_dot_product_attention(apply_rotary(q, rotary), apply_rotary(k, rotary), v)
+        return attention.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[operator]
+
+    attention.forward = forward  # type: ignore[method-assign]
+
+
+def drop_tail(trainer: Any) -> None:
+    trainer.drop_last = not trainer.drop_last
+
+
+def never_evaluates(trainer: Any) -> None:
+    trainer.model.eval = trainer.model.train
+
+
+def next_label(batch: Any) -> Any:
+    return replace(batch, y=(batch.y + 1) % 4)
+
+
+def normalised_again(batch: Any) -> Any:
+    return replace(batch, x=(batch.x - 0.1) / 0.9)
+
+
+def detached(module: torch.nn.Module) -> None:
+    module.register_forward_hook(lambda _, args, output: output.detach())
+
+
+def frozen(module: torch.nn.Module) -> None:
+    for p in module.parameters():
+        p.requires_grad_(False)
+
+
+def no_statistics(module: torch.nn.Module) -> None:
+    module.momentum = 0.0  # type: ignore[assignment]
+
+
+def leaky(module: torch.nn.Module) -> None:
+    module.forward = torch.nn.functional.leaky_relu  # type: ignore[assignment]
+
+
+ACCUMULATED = ["batch=accumulate", "batch.accumulation_steps=3"]
+CLIPPED = ["clip=norm", "clip.max_norm=0.5"]
+# fault: (the run, what it has beside the other, fault, update, phase, place)
+FAULTS: dict[str, tuple[list[str], list[str], Break, int, str, str]] = {
+    "accumulation weight wrong": (MLP, ACCUMULATED, in_step(weight_of_one), 1, "loss", ""),
+    "gradients summed": (MLP, ACCUMULATED, gradient_of_sums, 1, "gradient", "head"),
+    "clip before unscale": ([*MLP, *CLIPPED], ["precision=amp"], clipped_before_unscaling, 1, "clipped gradient", "head"),
+    "ema stale": ([*MLP, "ema=ema", "ema.decay=0.5"], [], stale_average, 1, "average", "layers.0"),
+    "decay on norms": (CONV, [], setting("weight_decay", 0.1, "features.0.1.weight"), 1, "optimizer state", "features.0.1"),
+    "dropped tail": ([*MLP, "data.samples=50"], [], drop_tail, 0, "samples", "number of updates"),
+    "lr one update late": (MLP, [], late_schedule, 2, "learning rate", "layers.0"),
+    "wrong mask": (GPT, [], in_model(without_mask, name="blocks.1.attention"), 1, "forward", "blocks.1.attention.out"),
+    "momentum buffer reset": (MLP, [], in_step(forgets), 2, "optimizer state", "momentum_buffer"),
+    "BatchNorm statistics not updated": (CONV, [], in_model(no_statistics, torch.nn.BatchNorm2d), 1, "buffers", "features.0.1"),
+    "evaluated in train mode": (CONV, [], never_evaluates, 5, "evaluation", "loss"),
+    "weight decay twice": (ADAM, [], in_step(decays_twice), 1, "weights", "layers.0"),
+    "bias correction missing": (ADAM, [], uncorrected, 1, "weights", "layers.0"),
+    "wrong beta": (ADAM, [], setting("betas", (0.9, 0.99)), 1, "optimizer state", "exp_avg_sq"),
+    "one layer frozen": (MLP, [], in_model(frozen, name="layers.1.linear"), 1, "gradient", "layers.1.linear"),
+    "one layer detached": (MLP, [], in_model(detached, name="layers.0"), 1, "gradient", "layers.0"),
+    "labels shifted": (MLP, [], in_stream(next_label), 1, "targets", ""),
+    "normalised twice": (MLP, [], in_stream(normalised_again), 1, "inputs", ""),
+    "gradients not cleared": (MLP, [], in_step(one_kept_gradient), 2, "gradient", "head"),
+    "another activation": (CONV, [], in_model(leaky, name="features.1.2"), 1, "forward", "features.1.2"),
+}  # fmt: skip
+QUICK = ("accumulation weight wrong", "lr one update late", "weight decay twice", "one layer detached")  # the normal suite's
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in FAULTS])
+def test_a_planted_fault_is_named(name: str) -> None:
+    words, beside, broken, update, phase, place = FAULTS[name]
+    done, lines = certified([*words, *beside], words, broken)
+    first = done.verdict.first
+    assert first is not None, lines
+    assert first.key[:2] == (update, phase), lines
+    assert place in first.key[2], lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_the_fault_it_is_the_same(name: str) -> None:
+    words, beside, *_ = FAULTS[name]
+    done, lines = certified([*words, *beside], words)
+    assert done.verdict.first is None, lines

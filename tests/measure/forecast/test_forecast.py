@@ -19,10 +19,10 @@ from drivetrain.config.catalog import options
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.engine import child
-from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE, StepRecord, peak_bytes
-from drivetrain.measure.forecast import forecast
-from drivetrain.measure.forecast.forecast import Plan, Settings, answer, plan
-from drivetrain.measure.forecast.replay import NOTHING, Figure
+from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE, Operation, StepRecord, peak_bytes
+from drivetrain.measure.forecast import forecast, replay
+from drivetrain.measure.forecast.forecast import Plan, Ranks, Settings, answer, plan
+from drivetrain.measure.forecast.replay import _TABLE, FORECAST_ONLY, NOTHING, ONE, Device, Figure, Timed, known
 from tests.support import json_keys, pages
 
 built: dict[tuple[str, ...], forecast.Subject] = {}
@@ -140,15 +140,15 @@ def test_the_largest_micro_batch_of_a_run_that_does_not_fit_is_smaller_than_its_
     assert found.largest_micro_batch.value == pytest.approx(2 + share * 62, abs=1)
 
 
-BLOCKS = [*TEXT, "model.depth=4", "data.shape=[64]", "checkpointing=blocks"]
+BLOCKS = [*TEXT, "model.depth=3", "data.shape=[64]", "checkpointing=blocks"]
 
 
 def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_recompute():
     made = subject(*BLOCKS, "checkpointing.memory_gb=1000")
     notes = forecast.examine(made, 0.0).notes
-    assert notes == ["checkpointing.memory_gb: 0 of 4 blocks are recomputed"]
+    assert notes == ["checkpointing.memory_gb: 0 of 3 blocks are recomputed"]
     blocks = repeated_blocks(made.rehearsal.trainer.model)
-    peaks = [peak_bytes(record(made, 8, 1, blocks[:count])) for count in range(5)]
+    peaks = [peak_bytes(record(made, 8, 1, blocks[:count])) for count in range(4)]
 
     def limited(memory_gb: float) -> forecast.Forecast:
         option = made.plan.run.checkpointing.with_values(memory_gb=memory_gb)
@@ -158,8 +158,8 @@ def test_a_limit_of_memory_is_forecast_with_the_blocks_that_it_makes_the_run_rec
     fewest = next(count for count, peak in enumerate(peaks) if peak <= peaks[2])
     found = limited(peaks[2] / 2**30)
     assert found.fits
-    assert found.notes == [f"checkpointing.memory_gb: {fewest} of 4 blocks are recomputed"]
-    with pytest.raises(UserError, match=r"is too little: .* with 4 of 4 blocks recomputed"):
+    assert found.notes == [f"checkpointing.memory_gb: {fewest} of 3 blocks are recomputed"]
+    with pytest.raises(UserError, match=r"is too little: .* with 3 of 3 blocks recomputed"):
         limited(1e-6)
 
 
@@ -298,27 +298,10 @@ def test_a_forecast_leaves_its_page_and_its_figures(capsys):
     json_keys.check(json.loads(left.with_suffix(".json").read_text()), top=json_keys.FORECAST)
 
 
-@pytest.mark.parametrize("words", ["device=H100", "--device h100", "device=4090"])
-def test_a_device_may_be_named_in_any_case_by_a_number_and_as_a_flag(words):
-    with pytest.raises(UserError, match="no_such_model"):  # the device is accepted
-        verb([*words.split(), "model=no_such_model"])
-
-
-@pytest.mark.parametrize("words", ["device=h1000", "device=1000", "--device=RTX"])
-def test_an_unknown_device_is_told(words):
-    with pytest.raises(UserError, match=f"^{words.lower().removeprefix('--')}: must be one of 'here', 'b200'"):
-        verb([words])
-
-
 def test_a_strategy_whose_memory_is_not_forecast_is_told():
     planned = plan([*SMALL, *TEXT, "parallel=tensor", "parallel.nproc=2"], (), "h100")
     with pytest.raises(UserError, match="not forecast"):
         planned.ranks(None)
-
-
-def test_tab_offers_devices_and_overrides():
-    assert "device=h100" in verb.complete([], "device=")
-    assert "precision=" in verb.complete([], "prec")
 
 
 def test_the_measured_peak_lies_in_the_forecasts_interval(monkeypatch: pytest.MonkeyPatch):
@@ -337,3 +320,164 @@ def test_the_benchmarks_configurations_are_seeded_and_apart():
     first, again, other = (next(bench.configurations("test", seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert not set(bench.NETWORKS["test"]) & set(bench.NETWORKS["calibration"])
+
+
+# --- memory over ranks, the roofline and devices, on made-up figures ---
+
+
+KINDS = ("product", "convolution", "attention", "bandwidth")
+# A device of 1 TFLOP/s and 1 GB/s, whose host takes no time.
+DEVICE = Device(
+    "made up", 1e9, {"float32": 1e12}, 1e9, 1e9, "a test", efficiency=dict.fromkeys(KINDS, ONE),
+    kernel_s=NOTHING, host_s=NOTHING, view_s=NOTHING,
+)  # fmt: skip
+PARTS = {PARAMETERS: 800, GRADIENTS: 800, STATE: 1600, OTHER: 1000, "batch": 100}
+
+
+def operations(*made: tuple[str, int, int], phase: str = "forward", times: int = 1) -> dict[Operation, int]:
+    """Operations of these kinds, FLOP and bytes, each so many times."""
+    sum_ = torch.ops.aten.mm.default, (), {}
+    return {
+        Operation(f"{phase} {number}", kind, phase, flops, nbytes, 0, torch.float32, sum_): times  # type: ignore[arg-type]
+        for number, (kind, flops, nbytes) in enumerate(made)
+    }
+
+
+PRODUCT, LARGE = ("product", 10**12, 0), ("product", 10**13, 0)
+
+
+def seconds(made: dict[Operation, int], device: Device = DEVICE, **more: object) -> float:
+    return replay.step_time(made, {}, device, **more).seconds.value  # type: ignore[arg-type]
+
+
+SLOW_HOST = replace(DEVICE, host_s=Figure(0.1, 0.05, 0.2))
+WITH_TF32 = replace(DEVICE, flops={"float32": 1e12, "tf32": 1e13})
+COMPILED = {"compiled": replay.Compiled(Figure.exactly(0.5))}
+
+
+@pytest.mark.parametrize(
+    ("made", "device", "more", "expected"),
+    [
+        # An operation takes as long as its arithmetic or its traffic.
+        (operations(("product", 2 * 10**12, 0)), DEVICE, {}, 2.0),
+        (operations(("product", 10**12, 3 * 10**9)), DEVICE, {}, 3.0),
+        (operations(PRODUCT, ("view", 0, 10**12), times=4), DEVICE, {}, 4.0),
+        # A step of small operations is limited by their launch; on a CPU nothing is queued: both take their time.
+        (operations(("product", 10**9, 0), times=10), SLOW_HOST, {}, 1.0),
+        (operations(PRODUCT), replace(SLOW_HOST, asynchronous=False), {}, pytest.approx(1.1)),
+        # Compiling saves traffic of pointwise operations alone, and none of the update.
+        (
+            operations(("pointwise", 0, 10**9), ("product", 0, 10**9)) | operations(("pointwise", 0, 10**9), phase="update"),
+            DEVICE, COMPILED, 2.5,
+        ),
+        # Tensor cores compute float32 where tf32 is on.
+        (operations(LARGE), WITH_TF32, {}, 10.0),
+        (operations(LARGE), WITH_TF32, {"tf32": True}, 1.0),
+    ],
+)  # fmt: skip
+def test_a_step_takes_as_long_as_what_limits_its_operations(made, device, more, expected):
+    assert seconds(made, device, **more) == expected
+
+
+def test_the_shares_and_the_interval_of_what_limits_a_step():
+    """The least and the most time go by the highest and the lowest efficiency."""
+    found = replay.step_time(operations(PRODUCT, ("pointwise", 0, 3 * 10**9)), {}, DEVICE)
+    assert (found.shares, found.timed_share) == ({"compute": 0.25, "memory bandwidth": 0.75}, 0)
+    found = replay.step_time(operations(("product", 10**9, 0), times=10), {}, SLOW_HOST)
+    assert (found.seconds, found.shares) == (pytest.approx((1.0, 0.5, 2.0)), {"launch": 1.0})
+    device = replace(DEVICE, efficiency={"product": Figure(0.5, 0.25, 1.0), "bandwidth": Figure(0.5, 0.1, 1.0)})
+    assert replay.step_time(operations(("product", 10**12, 10**8)), {}, device).seconds == (2.0, 1.0, 4.0)
+    assert replay.step_time(operations(("pointwise", 0, 10**9)), {}, device).seconds == (2.0, 1.0, 10.0)
+
+
+def test_what_was_measured_here_counts_in_place_of_the_roofline():
+    found = replay.step_time(operations(LARGE, ("product", 10**12, 0), times=2), {"forward 0": Timed(0.5, 7)}, DEVICE)
+    assert found.seconds.value == 3.0
+    assert found.timed_share == pytest.approx(1 / 3)
+    assert (found.forward_s, found.backward_s) == (3.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        # fsdp divides what the ranks share, and gathers two blocks or keeps all.
+        *(
+            (Ranks(n, n, largest_block=0.0), {PARAMETERS: 800 / n, GRADIENTS: 800 / n, STATE: 1600 / n}) for n in (1, 2, 8)
+        ),
+        (Ranks(4, 4, largest_block=100.0), {PARAMETERS: 200 + 2 * 100, GRADIENTS: 200 + 100, STATE: 400}),
+        (
+            Ranks(4, 4, keeps_gathered=True, largest_block=100.0),
+            {PARAMETERS: 200 + 800, GRADIENTS: 200 + 100, STATE: 400},
+        ),
+        (Ranks(4, 4, whole_gradients=True), {PARAMETERS: 200, GRADIENTS: 800, STATE: 400}),
+        (Ranks(4), {}),  # ddp
+        # What is offloaded is not on the device.
+        (Ranks(4, 4, offloaded=True, largest_block=100.0), {PARAMETERS: 200, GRADIENTS: 100, STATE: 0}),
+        (Ranks(1, 1, offloaded=True), {PARAMETERS: 0, GRADIENTS: 0, STATE: 0}),
+    ],
+)  # fmt: skip
+def test_what_ranks_hold(ranks, expected):
+    assert forecast.sharded(PARTS, ranks) == PARTS | expected
+
+
+def test_a_short_run_has_a_time():
+    assert [forecast.seconds(s) for s in (0.004, 0.25, 1.0, 75.0)] == ["4 ms", "250 ms", "1.0 s", "75 s"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "sent"),
+    [
+        (Ranks(), 1, 0),
+        (Ranks(4), 3, 2 * 0.75 * 800),  # one all-reduce, whatever the micro-batches
+        (Ranks(4, 4), 1, 3 * 0.75 * 800),  # gathered twice, reduced once
+        (Ranks(4, 4, keeps_gathered=True), 1, 2 * 0.75 * 800),
+    ],
+)
+def test_bytes_that_ranks_send(ranks, micro_batches, sent):
+    assert forecast.sent_bytes(800.0, ranks, micro_batches) == sent
+
+
+def test_the_peak_has_kernels_own_buffers_where_they_were_measured_else_an_allowance():
+    counted = dict.fromkeys(PARTS, 1000)
+    device = replace(DEVICE, reserved=NOTHING, fragmentation=ONE)
+    parts, measured = forecast.peak_memory(counted, 6000, True, Ranks(), device)
+    assert parts["workspace"] == 1000
+    assert measured == (6000, 0.97 * 5000 + 1000, 1.04 * 5000 + 1000)
+    parts, allowed = forecast.peak_memory(counted, 6000, False, Ranks(), device)
+    assert parts["workspace"] == 0.05 * 1000
+    assert allowed.low < measured.low
+    assert allowed.high - allowed.low > measured.high - measured.low
+
+
+def test_network_time_hides_behind_the_backward():
+    nothing_hidden = replay.network_seconds(0.7e9, DEVICE, 0.0)
+    assert nothing_hidden.value == nothing_hidden.high == pytest.approx(1.0)
+    hidden = replay.network_seconds(0.7e9, DEVICE, 10.0)
+    assert hidden.value == hidden.low == 0.0
+    assert hidden.high == pytest.approx(1.0)
+
+
+def test_figures_add_with_their_intervals():
+    assert (Figure(1, 0, 2) + Figure(2, 2, 3)).times(3) == (9, 6, 15)
+    assert Figure(1, 0.5, 2).times(Figure(10, 10, 20)) == (10, 5, 40)
+    assert Figure(1, 0, 2).at_least(Figure(0, 1, 3)) == (1, 1, 3)
+
+
+@pytest.mark.parametrize("name", list(_TABLE))
+def test_every_device_of_the_table_says_that_it_was_not_measured(name: str):
+    device = known(name)
+    assert FORECAST_ONLY in device.source
+    assert device.flops["float32"] > 1e12
+    assert device.memory >= 16e9
+    assert device.bandwidth < 1e13
+    assert device.link <= device.bandwidth
+
+
+def test_this_machine_is_looked_at_once(monkeypatch):
+    monkeypatch.setattr(replay, "_convolution_flops", lambda device: 5e11)
+    monkeypatch.setattr(replay, "_host_seconds", lambda device: 1e-5)
+    monkeypatch.setattr(replay, "bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(replay, "_products", lambda device, number: {"float32": 1e12, "bfloat16": 4e12}[number])
+    found = replay.this_device(torch.device("cpu"), ("bfloat16",))
+    assert (found.bandwidth, found.flops, found.host_s.value) == (1e10, {"float32": 1e12, "bfloat16": 4e12}, 1e-5)
+    assert found.efficiency["convolution"] == (0.5, 0.25, 0.75)
