@@ -31,6 +31,12 @@ def write(place: Path, name: str, sheet: Sheet, command: Sequence[str], content:
     echo(f"written to {place}/{name}.json and {name}.html")
 
 
+def leave(job: Job, verb: str, sheet: Sheet, command: Sequence[str], content: object) -> None:
+    """Show what a verb found, and write it to a new folder."""
+    sheet.show()
+    write(folder(job, verb), verb, sheet, command, content)
+
+
 def origin(command: Sequence[str], about: dict[str, object]) -> list[Section]:
     """The command that repeats a measurement, and the environment in which it ran."""
     again = commands(shlex.join(["drivetrain", *command]))

@@ -659,8 +659,7 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | Non
     comparison = measure(specs, settings, overrides)
     comparison.raise_if_baseline_failed()
     comparison.notes = notes + comparison.notes
-    sheet(comparison).show()
-    save(comparison, baseline_job(specs), argv)
+    leave(comparison, baseline_job(specs), argv)
     return comparison, specs
 
 
@@ -669,10 +668,9 @@ def sheet(comparison: Comparison, verb: str = "compare") -> Sheet:
     return Sheet(f"Techniques compared – drivetrain {verb}", headline(comparison), sections(comparison))
 
 
-def save(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:
-    """Write compare.json and compare.html to a new folder under the run's output_dir."""
-    command, place = [*verb.split(), *argv], verbs.folder(job, "compare")
-    verbs.write(place, "compare", sheet(comparison, verb), command, comparison.as_dict())
+def leave(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "compare") -> None:
+    """Show a comparison, and write compare.json and compare.html to a new folder under the run's output_dir."""
+    verbs.leave(job, "compare", sheet(comparison, verb), [*verb.split(), *argv], comparison.as_dict())
 
 
 # --- `drivetrain ablate`: what each technique of a recipe gains alone, what its removal costs, and the steps to the recipe ---

@@ -506,10 +506,9 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
     seconds = time.monotonic() - began
-    found, content = sheet(search, seconds), as_dict(search, seconds, environment.describe(list(argv), bad.config_hash, {}))
+    content = as_dict(search, seconds, environment.describe(list(argv), bad.config_hash, {}))
     echo()
-    found.show()
-    verbs.write(verbs.folder(bad, "bisect"), "bisect", found, ["bisect", *argv], content)
+    verbs.leave(bad, "bisect", sheet(search, seconds), ["bisect", *argv], content)
     return FAILED if search.outcome == UNRESOLVED else DONE
 
 

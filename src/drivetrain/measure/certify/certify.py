@@ -267,9 +267,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     with Steps() as progress:
         ours, theirs = (partial(run_recorded, each, settings.steps) for each in (job, reference))
         done = replace(certify(job.run, reference.run, ours, theirs, progress), different=different)
-    shown = sheet(done)
-    shown.show()
-    verbs.write(verbs.folder(job, "certify"), "certify", shown, ["certify", *argv], as_dict(done))
+    verbs.leave(job, "certify", sheet(done), ["certify", *argv], as_dict(done))
     return FAILED if done.verdict.answer == DIFFERS else DONE
 
 

@@ -294,8 +294,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
         echo(f"claimed: {recipe.claim}")
     found = verify(recipe, given[1:], config_dirs, settings)
     if found.comparison is not None:
-        compare.sheet(found.comparison).show()
-        compare.save(found.comparison, found.job, argv, "recipe verify")
+        compare.leave(found.comparison, found.job, argv, "recipe verify")
         echo()
     Table(HEADER, found.answers).show()
     return found.code

@@ -640,9 +640,7 @@ def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool 
     if as_json:
         echo(json.dumps(as_dict(stages), indent=2))
     else:
-        found = sheet(stages)
-        found.show()
-        verbs.write(verbs.folder(planned.job, "forecast"), "forecast", found, ["forecast", *argv], as_dict(stages))
+        verbs.leave(planned.job, "forecast", sheet(stages), ["forecast", *argv], as_dict(stages))
     return DONE if fits(stages) else FAILED
 
 

@@ -250,11 +250,10 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
     """
     groups: dict[str, dict[int, RunFiles]] = {}
     for run in runs:
-        if run.config and run.status in ENDED:
+        seed = run.config.get("runtime.seed", 0)
+        if run.config and run.status in ENDED and fits(seed, int):
             key = str(sorted((k, str(v)) for k, v in run.config.items() if k != "runtime.seed"))
-            group, seed = groups.setdefault(key, {}), run.config.get("runtime.seed", 0)
-            if not fits(seed, int):
-                continue
+            group = groups.setdefault(key, {})
             if run.status == "completed" or seed not in group:
                 group[seed] = run
     configs = [by_seed for by_seed in groups.values() if len(by_seed) > 1]
@@ -265,8 +264,10 @@ def summarize_seeds(runs: Sequence[RunFiles], target: Target = None) -> Table:
     for row, by_seed in zip(rows[1:], configs[1:], strict=True):
         first = next(other for other in configs if _task(other) == _task(by_seed))
         seeds = sorted(by_seed.keys() & first.keys())
-        if first is not by_seed and len(seeds) > 1 and first[seeds[0]].metric is not None:
-            row[3:] = _verdict([by_seed[s] for s in seeds], [first[s] for s in seeds], seeds)
+        if first is not by_seed and len(seeds) > 1 and (metric := first[seeds[0]].metric) is not None:
+            ours, theirs = ([trained_run(side[seed], seed) for seed in seeds] for side in (by_seed, first))
+            found = quality.verdict(ours, theirs, Selection(metric[0], max if metric[1] else min))
+            row[3:] = found.outcome, found.reason
     header = ["config", f"{of or 'mean'} ± deviation", "seeds", "against the first", "because"]
     if target is not None:
         reached = [[run.to_target(target) or (None, None) for run in by_seed.values()] for by_seed in configs]
@@ -296,15 +297,6 @@ def _spread(by_seed: dict[int, RunFiles], of: str) -> tuple[str, str]:
     named = f"{metric[0]} " if metric and not of else ""
     found = f"{named}{statistics.mean(values):.4f} ± {deviation(values):.4f}" if len(values) > 1 else "–"
     return found, f"{len(values)}" if len(values) == len(by_seed) else f"{len(values)} of {len(by_seed)} completed"
-
-
-def _verdict(runs: Sequence[RunFiles], base: Sequence[RunFiles], seeds: Sequence[int]) -> tuple[str, str]:
-    metric = base[0].metric
-    assert metric is not None
-    name, higher_is_better = metric
-    trained = [[trained_run(run, seed) for run, seed in zip(variant, seeds, strict=True)] for variant in (runs, base)]
-    found = quality.verdict(trained[0], trained[1], Selection(name, max if higher_is_better else min))
-    return found.outcome, found.reason
 
 
 MAX_CURVES = 60  # runs with curves

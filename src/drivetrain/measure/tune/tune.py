@@ -168,9 +168,8 @@ def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str]
         answer = f"{kept} is sooner at {reach}"
     table = Table.of({"batch": [variant.label for variant in order], **columns(order, found[0], str(reach))}, name="The batches")
     sheet = Sheet("Which batch is the soonest – drivetrain tune", answer, [words(noise), table, *map(commands, told)])
-    sheet.show()
     content = {"target": str(reach), "look": look, "variants": [asdict(variant) for variant in found], "kept": kept}
-    verbs.write(verbs.folder(job, "tune"), "tune", sheet, ["tune", *overrides, f"target={target}"], content)
+    verbs.leave(job, "tune", sheet, ["tune", *overrides, f"target={target}"], content)
     return DONE
 
 
