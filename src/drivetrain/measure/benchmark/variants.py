@@ -362,20 +362,16 @@ def trainings(
     """
     accelerators.find()  # this, and the import of torch, once here, because the runs are forked
     folder = directory.create(Path(first.run.values["output_dir"]), verb, "training")
-    told: set[str] = set()
+    place, told = folder / "run", set[str]()
     runs: Trained = {} if known is None else known
     try:
         with SignalForwarder() as signals:
 
             def train(spec: VariantSpec, seed: int, alone: bool = False) -> TrainedRun:
                 key = (str(baseline_job([spec]).composed.plain), seed)
-                if key not in runs:
-                    progress(f"training {spec.label or 'the first variant'}: seed {seed}")
-                    runs[key] = trained_run(left_by(spec, seed, alone), seed, reach)
-                return runs[key]
-
-            def left_by(spec: VariantSpec, seed: int, alone: bool) -> RunFiles:
-                place = folder / "run"
+                if key in runs:
+                    return runs[key]
+                progress(f"training {spec.label or 'the first variant'}: seed {seed}")
                 words = [f"runtime.seed={seed}", f"output_dir={format_value(str(folder))}"]
                 job = spec.again([*words, *([f"target={format_value(str(reach))}"] if reach is not None and sets_target else [])])
                 job.told = spec.label in told
@@ -388,9 +384,9 @@ def trainings(
                     result = run_one(replace(spec, overrides=job.composed.overrides, job=job), place, signals, quiet=True)
                 if signals.raised:
                     raise Interrupted("stopped by a signal while variants were trained")
-                found = replace(read(place), result=result, status=result.status)
+                runs[key] = trained_run(replace(read(place), result=result, status=result.status), seed, reach)
                 directory.remove(place)
-                return found
+                return runs[key]
 
             yield train
     finally:
