@@ -94,13 +94,11 @@ class _Evidence:
         self.before, self.after = before, after
         self.worse_by = [figure.sign * (a - b) for a, b in zip(after, before, strict=True)]
         self.margin = max(MARGIN_DEVIATIONS * deviation(before), MARGIN_FLOOR * abs(sum(before) / len(before)))
-        self.p_pass, self.p_fail = self._p()
         self.reached = reached(figure.name, runs), reached(figure.name, base)
         self.censored = sum(self.reached) < len(runs) + len(base)
-        if self.censored:  # it may be much more: never a PASS
-            self.p_pass = 1.0
-        if self.reached[1] < len(base):
-            self.p_fail = 1.0
+        p_pass, p_fail = self._p()
+        self.p_pass = 1.0 if self.censored else p_pass  # it may be much more: never a PASS
+        self.p_fail = p_fail if self.reached[1] == len(base) else 1.0
 
     def _p(self) -> tuple[float, float]:
         """The probabilities of such runs, or of clearer ones: where the variant is worse by the margin or more; by no more."""
