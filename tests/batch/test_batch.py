@@ -38,19 +38,22 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_ranks_and_a_resumed_run_take_their_parts_of_any_order(name):
-    whole, batch = ORDERS[name](5, 2), Batch(global_batch=16).over(ORDERS[name])
-    for skip in (0, 2):
-        ranks = [list(batch.requests(5, 2, World(rank, 2), True, skip)) for rank in range(2)]
-        read = torch.cat([torch.cat([one.indices, other.indices]) for one, other in zip(*ranks, strict=True)])
-        assert torch.equal(read, whole[16 * skip : len(whole) // 16 * 16])
+def test_ranks_and_a_resumed_run_take_their_parts_of_any_order():
+    for name, order in ORDERS.items():
+        whole, batch = order(5, 2), Batch(global_batch=16).over(order)
+        for skip in (0, 2):
+            ranks = [list(batch.requests(5, 2, World(rank, 2), True, skip)) for rank in range(2)]
+            read = torch.cat([torch.cat([one.indices, other.indices]) for one, other in zip(*ranks, strict=True)])
+            assert torch.equal(read, whole[16 * skip : len(whole) // 16 * 16]), name
 
 
-@pytest.mark.parametrize("size", WORLDS)
-@pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("samples", [60, 61, 65, 71], ids=["no tail", "tail of 1", "tail of 5", "tail of 11"])
-def test_ranks_and_micro_batches_split_each_update_and_cover_it(size, steps, samples):
+def test_ranks_and_micro_batches_split_each_update_and_cover_it(samples):
+    for size, steps in itertools.product(WORLDS, (1, 2)):
+        check_split(size, steps, samples)
+
+
+def check_split(size: int, steps: int, samples: int) -> None:
     batch = Accumulate(global_batch=12, accumulation_steps=steps)
     ranks = [by_update(mine) for mine in requests(batch, samples, size, drop_last=False)]
     order = rng.permutation(0, 0, samples)
@@ -65,24 +68,21 @@ def test_ranks_and_micro_batches_split_each_update_and_cover_it(size, steps, sam
             assert len(micro.indices) <= 12 // (steps * size)
 
 
-@pytest.mark.parametrize("size", WORLDS)
-def test_a_rank_without_a_share_of_the_tail_joins_in_with_weight_zero(size):
-    ranks = requests(Batch(global_batch=12), 13, size, drop_last=False)
-    tails = [mine[-1] for mine in ranks]
-    assert [float(tail.weight) for tail in tails] == [float(size), *[0.0] * (size - 1)]
-    assert all(len(tail.indices) == 1 and tail.last and tail.epoch_end for tail in tails)
+def test_a_rank_without_a_share_of_the_tail_joins_in_with_weight_zero():
+    for size in WORLDS:
+        tails = [mine[-1] for mine in requests(Batch(global_batch=12), 13, size, drop_last=False)]
+        assert [float(tail.weight) for tail in tails] == [float(size), *[0.0] * (size - 1)]
+        assert all(len(tail.indices) == 1 and tail.last and tail.epoch_end for tail in tails)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("samples", range(25, 48))
-def test_every_rank_makes_as_many_micro_batches_of_any_tail(size, samples):
+def test_every_rank_makes_as_many_micro_batches_of_any_tail():
     """A rank with one more would wait for ever, as forwards may wait for each other."""
-    ranks = [
-        by_update(mine) for mine in requests(Accumulate(global_batch=24, accumulation_steps=3), samples, size, drop_last=False)
-    ]
-    for updates in zip(*ranks, strict=True):
-        assert len({len(micros) for micros in updates}) == 1
-        assert all(len(micro.indices) <= math.ceil(24 / (3 * size)) for micros in updates for micro in micros)
+    batch = Accumulate(global_batch=24, accumulation_steps=3)
+    for size, samples in itertools.product((2, 3, 4), range(25, 48)):
+        ranks = [by_update(mine) for mine in requests(batch, samples, size, drop_last=False)]
+        for updates in zip(*ranks, strict=True):
+            assert len({len(micros) for micros in updates}) == 1, (size, samples)
+            assert all(len(micro.indices) <= math.ceil(24 / (3 * size)) for micros in updates for micro in micros)
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -142,8 +142,7 @@ def test_the_learning_rate_follows_the_batch(make, rule, factor):
 
 
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
-@pytest.mark.parametrize("size", [3, 12, 24, 48])
-def test_the_timescale_of_weight_decay_stays_as_many_epochs(make, size, rule):
+def test_the_timescale_of_weight_decay_stays_as_many_epochs(make, rule):
     """Wang & Aitchison 2024: 1 / (lr × decay) updates of a batch are as many samples at any batch."""
     words = [
         "optimizer=adamw",
@@ -152,10 +151,11 @@ def test_the_timescale_of_weight_decay_stays_as_many_epochs(make, size, rule):
         f"batch.lr_scaling={rule}",
         "batch.base_batch=3",
     ]
-    trainer = make(*words, f"batch.global_batch={size}", "batch.decay_scaling=timescale")
-    decaying, exempt = trainer.optimizer.param_groups
-    assert size / (decaying["lr"] * decaying["weight_decay"]) == pytest.approx(3 / (0.01 * 0.1))
-    assert exempt["weight_decay"] == 0.0
+    for size in (3, 12, 24, 48):
+        trainer = make(*words, f"batch.global_batch={size}", "batch.decay_scaling=timescale")
+        decaying, exempt = trainer.optimizer.param_groups
+        assert size / (decaying["lr"] * decaying["weight_decay"]) == pytest.approx(3 / (0.01 * 0.1)), size
+        assert exempt["weight_decay"] == 0.0
     assert make(*words).optimizer.param_groups[0]["weight_decay"] == 0.1
 
 
@@ -177,9 +177,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("words", "problem"), REFUSED, ids=str)
-def test_what_cannot_be_is_refused(problems, words, problem):
-    assert any(problem in line for line in problems(*words))
+def test_what_cannot_be_is_refused(problems):
+    for words, problem in REFUSED:
+        assert any(problem in line for line in problems(*words)), words
 
 
 def test_a_decay_that_lr_does_not_scale_is_advised_against(tiny):

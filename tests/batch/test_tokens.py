@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from drivetrain.batch import Batch
 from drivetrain.batch.base import Accumulate
@@ -15,7 +14,6 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
 from drivetrain.core.world import World
 from tests.batch.test_bucketed import Lengths, epoch, updates
-from tests.support.command import checkpoints, losses
 
 TOKENS = 1000
 
@@ -99,19 +97,6 @@ def test_accumulated_it_is_the_update_of_the_whole_and_the_run_goes_on_where_it_
         losses.append([r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
     assert len(losses[0]) == 4
-
-
-def test_two_ranks_are_one_process(train):
-    """The mean is over all tokens of an update, of which the ranks and their micro-batches have unlike numbers."""
-    words = [*LANGUAGE, "optimizer=sgd", "optimizer.lr=0.05"]
-    one = train(*words)
-    two = train(*words, "parallel=ddp", "parallel.nproc=2", "batch=accumulate", "batch.accumulation_steps=2")
-    assert (two.status, two.updates, two.world_size) == ("completed", one.updates, 2), two.error
-    for a, b in zip(losses(one.run_dir), losses(two.run_dir), strict=True):
-        assert a == pytest.approx(b, abs=1e-6)
-    first, second = (load_file(checkpoints(run.run_dir)[-1] / "model.safetensors") for run in (one, two))
-    for name, weight in first.items():
-        torch.testing.assert_close(second[name], weight, rtol=0, atol=1e-6)
 
 
 def test_more_tokens_than_there_are_is_refused(make):

@@ -4,24 +4,18 @@ The options are those of the catalog, so a new one is tested by being there. The
 groups. Where a row is refused or fails, its halves are trained, down to the option that is to blame.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.config import catalog
-from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
-from drivetrain.core.user_code import import_name
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Pipeline
 from tests.support import command, fake_device, slow
-from tests.test_contract import FILES, LACKING, OPTIONS, groups_of, ids, words_of
-
-
-def class_of(option):
-    return import_name(catalog.target(FILES[option]))
-
+from tests.test_contract import OPTIONS, class_of, ids, in_parts, in_rows, words_of, words_of_row
 
 CLASSES = {option: class_of(option) for option in OPTIONS}
 REAL = [option for option in OPTIONS if CLASSES[option].needs_real_tensors]
@@ -31,52 +25,21 @@ SEVERAL_RANKS = [o for o in OPTIONS if getattr(CLASSES[o], "distributed", False)
 ELSEWHERE = [o for o in OPTIONS if o[0] in ("metrics", "task") and o not in REAL]
 
 
-def in_rows(options):
-    """The options, in each row as many of different groups as there are; those whose steps wait by themselves."""
-    rows = []
-    for option in sorted(options, key=lambda option: -len(groups_of(option))):
-        fitting = (row for row in rows if not any(o in WAITING or groups_of(option) & groups_of(o) for o in row))
-        row = None if option in WAITING else next(fitting, None)
-        if row is None:
-            rows.append([option])
-        else:
-            row.append(option)
-    return rows
-
-
-ROWS = in_rows(option for option in OPTIONS if option not in (*REAL, *SEVERAL_RANKS, *ELSEWHERE))
+ROWS = in_rows((option for option in OPTIONS if option not in (*REAL, *SEVERAL_RANKS, *ELSEWHERE)), WAITING)
 
 
 def train(fake_run, kind, row):
-    """Train the options of a row; yields what this machine lacks for some of them."""
-    words = [word.replace("[cpu,cpu]", f"['{kind}:0','{kind}:0']") for option in row for word in words_of(option)]
-    try:
-        words.append("metrics=[]")  # their figures are computed from real values, after the steps
-        words += [] if any("saving" in groups_of(option) for option in row) else ["saving=none"]
-        trainer, device = fake_run(kind, *words)
-        assert trainer.progress.updates == trainer.max_updates
-        assert {t.device.type for t in (*trainer.model.parameters(), *trainer.model.buffers())} == {kind}
-        if row[0] not in WAITING:
-            assert not device.waits
-        elif kind == "lazy":  # on cuda the backward is only played
-            assert device.waits, f"{ids(row)}: its steps do not wait any more: take step_waits away"
-    except Exception as error:
-        problems = error.problems if isinstance(error, UserError) else []
-        lacking = [p for p in problems if any(lack in p for lack in LACKING)]
-        yield from lacking
-        named = [o for o in row if any("{}={}".format(*o) in p for p in lacking or problems)]
-        if lacking and named:
-            parts = [[o for o in row if o not in named]]
-        elif len(row) == 1:
-            raise
-        elif named:  # two that exclude each other
-            parts = [[o for o in row if o != named[-1]], named[-1:]]
-        else:
-            parts = [row[: len(row) // 2], row[len(row) // 2 :]]
-        for part in filter(None, parts):
-            yield from train(fake_run, kind, part)
-        if not problems:
-            raise  # the options fail together
+    """Train a row of options on a kind of fake device. Raises UserError for a refusal."""
+    words = [word.replace("[cpu,cpu]", f"['{kind}:0','{kind}:0']") for word in words_of_row(row)]
+    words.append("metrics=[]")  # their figures are computed from real values, after the steps
+    words += [] if any(word.startswith("saving=") for word in words) else ["saving=none"]
+    trainer, device = fake_run(kind, *words)
+    assert trainer.progress.updates == trainer.max_updates
+    assert {t.device.type for t in (*trainer.model.parameters(), *trainer.model.buffers())} == {kind}
+    if row[0] not in WAITING:
+        assert not device.waits
+    elif kind == "lazy":  # on cuda the backward is only played
+        assert device.waits, f"{ids(row)}: its steps do not wait any more: take step_waits away"
 
 
 def in_short(run):
@@ -91,7 +54,7 @@ RUNS = [(kind, row) for row in ROWS for kind in fake_device.KINDS]
 @pytest.mark.parametrize(("kind", "row"), slow.but(in_short, RUNS, lambda run: " ".join([run[0], *ids(run[1])])))
 def test_options_train_on_a_device_and_their_steps_do_not_wait(fake_run, kind, row):
     """A row of options on a kind of fake device."""
-    lacking = list(train(fake_run, kind, row))
+    lacking = list(in_parts(row, partial(train, fake_run, kind)))
     if lacking:
         pytest.skip("trained, but for: " + "; ".join(dict.fromkeys(lacking)))
 

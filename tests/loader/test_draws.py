@@ -12,10 +12,11 @@ from drivetrain.batch.base import Accumulate
 from drivetrain.core import streams
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import shuffled
+from drivetrain.core.source import Source
 from drivetrain.core.world import World
 from drivetrain.data.own import Own, OwnCollate, OwnSource, Stack
 from drivetrain.loader import Loader, Pipeline
-from drivetrain.loader.auto import Auto
+from drivetrain.loader.auto import Auto, Cost
 from drivetrain.loader.device import Device, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
@@ -46,19 +47,36 @@ def read(loader: Loader, samples, seed: int = 0, epochs: int = 2, world: World |
     return torch.cat([micro.x for micro in found])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_samples_draw_the_same_for_any_reader_ranks_and_micro_batches(kind):
-    expected = read(Loader(), source(kind))
-    assert torch.equal(read(Loader(), source(kind)), expected)
-    for make in WORKERS.values() if kind in ("All", "Quiet") else [WORKERS["workers(3)"]]:
-        assert torch.equal(read(make(), source(kind)), expected)
-    if kind == "Quiet":  # its batches draw, and others have other first samples
+class Beside(Source):
+    """Sources whose samples stand beside each other: those that are started once read them all."""
+
+    def __init__(self, sources: list[OwnSource]) -> None:
+        self.sources, self.own_code = sources, sources[0].own_code
+
+    def __len__(self) -> int:
+        return len(self.sources[0])
+
+    def fetch(self, *asked):
+        inputs, targets = zip(*(source.fetch(*asked) for source in self.sources), strict=True)
+        return torch.cat(inputs, 1), targets[0]
+
+
+@pytest.mark.parametrize("kinds", [["All"], ["Quiet"], [kind for kind in KINDS if kind not in ("All", "Quiet")]], ids=",".join)
+def test_samples_draw_the_same_for_any_reader_ranks_and_micro_batches(kinds):
+    expected = torch.cat([read(Loader(), source(kind)) for kind in kinds], 1)
+
+    def again(loader: Loader, **more) -> torch.Tensor:
+        return read(loader, Beside([source(kind) for kind in kinds]), **more)
+
+    assert torch.equal(again(Loader()), expected)
+    for make in WORKERS.values() if len(kinds) == 1 else [WORKERS["workers(3)"]]:
+        assert torch.equal(again(make()), expected)
+    if kinds == ["Quiet"]:  # its batches draw, and others have other first samples
         return
-    assert torch.equal(read(Loader(), source(kind), steps=4), expected)
-    if kind != "All":
-        return
-    ranks = [read(Workers(num_workers=2), source(kind), world=World(rank, 2)).split(8) for rank in range(2)]
-    assert torch.equal(torch.cat([part for parts in zip(*ranks, strict=True) for part in parts]), expected)
+    assert torch.equal(again(Loader(), steps=4), expected)
+    if kinds == ["All"]:
+        ranks = [again(Workers(num_workers=2), world=World(rank, 2)).split(8) for rank in range(2)]
+        assert torch.equal(torch.cat([part for parts in zip(*ranks, strict=True) for part in parts]), expected)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Nothing", "Sometimes")])
@@ -129,13 +147,14 @@ def test_a_sample_that_fails_leaves_the_streams_too():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Nothing", "Sometimes")])
-def test_threads_and_the_resident_loader_refuse_what_draws(kind):
+def test_threads_and_the_resident_loader_refuse_what_draws(kind, monkeypatch):
     pipeline = Pipeline(source(kind), (), None, 0)
     for loader in (Threads(num_threads=2), Device(num_readers=2), Resident()):
         assert "set loader=workers" in loader.refusal(pipeline)
     assert Device(reader="workers").refusal(pipeline) is None
-    auto = Auto(budget_s=0.01)
-    auto.autotune(pipeline, 8, 2, CPU)
+    monkeypatch.setattr("drivetrain.loader.auto.CostPerBatch.measure", lambda self, loader: Cost(0.0, 1.0))
+    auto = Auto()
+    auto.autotune(pipeline, 8, 10**9, CPU)
     assert not any(isinstance(loader, Threads) for loader in auto._loaders.values())
 
 

@@ -174,7 +174,7 @@ def test_a_stuck_read_is_an_error_not_a_hang():
 
 def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
     """It holds the memory of the batches that it has announced: torch waits for that without a limit."""
-    monkeypatch.setattr(workers, "GRACE_S", 0.5)
+    monkeypatch.setattr(workers, "GRACE_S", 0.1)
     loader, before = Workers(num_workers=1, timeout_s=0.5, prefetch_factor=8), set(multiprocessing.active_children())
     reads = multiprocessing.get_context("fork").Value("i", 0)
 
@@ -198,6 +198,7 @@ def test_a_stopped_worker_is_an_error_not_a_hang(monkeypatch):
 def test_a_run_that_is_told_to_stop_does_not_wait_for_a_stuck_read(monkeypatch, loader):
     monkeypatch.setattr(signals, "STOP_WAIT_S", 0.1)
     monkeypatch.setattr(threads, "LOOK_S", 0.1)
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.1)
     source = Stuck()
     stream = loader.stream(Pipeline(source, (), None, 0), requests(), CPU, torch.contiguous_format)
     with StopFlag():
@@ -211,7 +212,7 @@ class Slow(Pid):
     """A source that takes a while, and looks at once whether a read of the main thread's own has lasted too long."""
 
     def fetch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.05)
+        time.sleep(0.02)
         signal.raise_signal(signals.NUDGE)
         return super().fetch(indices)
 
@@ -232,7 +233,8 @@ def test_a_run_that_is_told_to_stop_waits_anew_for_each_batch(monkeypatch, loade
     assert len(leaps) == 8
 
 
-def test_a_stuck_thread_is_an_error_and_holds_nothing_up():
+def test_a_stuck_thread_is_an_error_and_holds_nothing_up(monkeypatch):
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.1)
     released, ended = threading.Event(), []
 
     class Held(Pid):
@@ -261,7 +263,7 @@ def test_a_killed_worker_ends_the_run_to_be_gone_on_with(tiny, tmp_path, monkeyp
         return fetch(self, indices)
 
     monkeypatch.setattr(Tensors, "fetch", dying)
-    words = tiny("data=digits", "loader=workers", "loader.num_workers=1", "updates=30", "epochs=30", f"saving={saving}")
+    words = tiny("data=digits", "loader=workers", "loader.num_workers=1", "updates=14", f"saving={saving}")
     killed = drivetrain.train([*words, "saving.every_updates=1"] if saving == "last" else words)
     assert "loader's worker was killed" in killed.error
     assert "loader.num_workers" in killed.error
@@ -272,7 +274,7 @@ def test_a_killed_worker_ends_the_run_to_be_gone_on_with(tiny, tmp_path, monkeyp
     assert f"resume={killed.run_dir}" in killed.error
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    assert drivetrain.train([f"resume={killed.run_dir}"]).updates == 30
+    assert drivetrain.train([f"resume={killed.run_dir}"]).updates == 14
 
 
 def test_a_connection_that_breaks_first_is_a_killed_worker_too():

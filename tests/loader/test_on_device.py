@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import cache
 
 import pytest
 import torch
@@ -69,11 +70,16 @@ def device(monkeypatch):
         yield simulated
 
 
+@cache
+def prepared(*words: str):
+    return launcher.prepare(list(words)).run
+
+
 def option(tiny, group: str, name: str):
-    """An option as its YAML has it."""
-    job = launcher.prepare(tiny(*words_of((group, name))))
-    found = getattr(job.run, group)
-    return copy.deepcopy(found[0] if isinstance(found, list) else found)
+    """An option as its YAML has it; a loader with one worker."""
+    found = getattr(prepared(*tiny(*words_of((group, name)))), group)
+    found = copy.deepcopy(found[0] if isinstance(found, list) else found)
+    return found.with_values(num_workers=1) if name == "workers" else found
 
 
 def images(dtype=torch.uint8) -> Tensors:
@@ -125,23 +131,18 @@ def test_every_loader_with_all_augmentations(tiny, device, monkeypatch, name):
     assert train(device, loader, work) == {torch.float32}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name not in ("auto", "dali")])
-def test_every_loader_with_dicts_and_tuples(tiny, device, name):
-    x = {"image": images().x, "person": (torch.rand(SAMPLES), torch.rand(SAMPLES, 3))}
-    work = pipeline(Tensors(x, {"label": torch.arange(SAMPLES) % 4}), [FlipCrop()])._replace(images="image")
-    assert train(device, option(tiny, "loader", name), work) == {torch.float32}
-    assert sum(len(shape) == 4 and dtype == torch.uint8 for shape, dtype in device.copied) >= 1, "as bytes"
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name != "auto"])
-def test_every_loader_with_text(tiny, device, name):
+def test_every_loader_with_text_dicts_and_tuples_whose_images_cross_as_bytes(tiny, device, name):
     texts = Texts([bytes(range(n)) for n in range(4, 4 + SAMPLES)], 64)
-    work = Pipeline(texts, (), None, 0)
     if name == "resident":  # holds samples of one shape
-        work = work._replace(
-            source=Tensors(torch.zeros(SAMPLES, 9, dtype=torch.int64), torch.zeros(SAMPLES, 9, dtype=torch.int64))
-        )
-    assert train(device, option(tiny, "loader", name), work) == {torch.int64}
+        texts = Tensors(torch.zeros(SAMPLES, 9, dtype=torch.int64), torch.zeros(SAMPLES, 9, dtype=torch.int64))
+    assert train(device, option(tiny, "loader", name), Pipeline(texts, (), None, 0)) == {torch.int64}
+    x = {"image": images().x, "person": (torch.rand(SAMPLES), torch.rand(SAMPLES, 3))}
+    trees_ = pipeline(Tensors(x, {"label": torch.arange(SAMPLES) % 4}), [FlipCrop()])._replace(images="image")
+    for work in (pipeline(images(), [RandomErasing(prob=1.0)]), trees_)[: 1 if name == "dali" else 2]:
+        device.copied.clear()
+        assert train(device, option(tiny, "loader", name), work) == {torch.float32}
+        assert {dtype for shape, dtype in device.copied if len(shape) == 4} == {torch.uint8}
 
 
 @pytest.mark.parametrize("name", NAMES["data"])
@@ -233,13 +234,6 @@ def test_a_first_layer_that_rounds_its_inputs_trains_on_them_as_on_floats(tmp_pa
 
 
 # --- what crosses to the device ---
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES["loader"] if name != "auto"])
-def test_images_cross_as_bytes(tiny, device, name):
-    train(device, option(tiny, "loader", name), pipeline(images(), [RandomErasing(prob=1.0)]))
-    crossed = {dtype for shape, dtype in device.copied if len(shape) == 4}
-    assert crossed == {torch.uint8}
 
 
 class Pieces(Tensors):

@@ -47,7 +47,7 @@ def equal(a, b) -> bool:
 
 
 @pytest.mark.parametrize("name", ["Dicts", "Tuples", "Words", "Views"])
-@pytest.mark.parametrize("loader", ["workers(3)", "threads(3)", "device, threads", "resident", "auto"])
+@pytest.mark.parametrize("loader", ["workers(1)", "threads(3)", "device, threads", "resident", "auto"])
 def test_every_loader_gives_what_the_loop_reads_itself(loader, name):
     work = {"Dicts": lambda: pipeline("Dicts", FlipCrop()), "Views": views}.get(name, lambda: pipeline(name))()
     expected, got = read(Loader(), work), read(LOADERS[loader](), work)

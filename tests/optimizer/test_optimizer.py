@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -24,7 +23,7 @@ from drivetrain.recipe.reader import read
 from drivetrain.run.identity import config_hash
 from drivetrain.run.recipe_file import to_recipe
 from drivetrain.run.result import Result
-from tests.support.command import checkpoints
+from tests.support.command import checkpoints, tensors
 
 # --- whole runs: every optimizer learns the digits, and what is evaluated, saved and resumed are the right weights ---
 
@@ -74,7 +73,7 @@ def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Evaluator, "metrics", watched)
     monkeypatch.setattr(Trainer, "fit", ended)
     result = run(tmp_path, "optimizer=schedulefree", "scheduler=constant", epochs=2)
-    saved = weights_after(result)
+    saved = tensors(result)
     assert isinstance(seen["optimizer"], ScheduleFree)
     assert all(torch.equal(p, saved[n]) for p, n in zip(seen["evaluated"], seen["trained"], strict=True))
     assert any(not torch.equal(saved[n], p) for n, p in seen["trained"].items())
@@ -317,31 +316,6 @@ def test_a_run_is_the_loop_by_hand(make, name):
     assert [r["loss"] for r in trainer.log.writers[0] if r["event"] == "train"] == pytest.approx(losses, abs=1e-6)
     for trained, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(trained, theirs, atol=1e-5, rtol=1e-5)
-
-
-def weights_after(result):
-    assert result.status == "completed", result.error
-    return safetensors.torch.load_file(checkpoints(Path(result.run_dir))[-1] / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", ["lbfgs", "sam"])
-def test_its_runs_are_the_same_however_an_update_is_split(train, name):
-    """The loss weighs its classes, so that the parts of an update count differently."""
-    given = [*LINEAR, *OPTIONS[name], "loss.class_weights=[1,2,1,2]"]
-    one = weights_after(train(*given))
-    for split in (["batch=accumulate", "batch.accumulation_steps=3"], ["parallel=ddp", "parallel.nproc=2"]):
-        for key, value in weights_after(train(*given, *split)).items():
-            torch.testing.assert_close(value, one[key], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["lbfgs", "sam"])
-def test_each_run_draws_alike_and_a_resume_goes_on(train, name):
-    """With dropout a line search would compare different losses, were each of its forwards to draw anew."""
-    given = [*LINEAR, *OPTIONS[name], "model.dropout=0.5", "saving=last", "evaluate_every=1", "updates=null"]
-    whole, half = train(*given, "epochs=2"), train(*given, "epochs=1")
-    rest = drivetrain.train([f"resume={half.run_dir}", "epochs=2"])
-    one, two = weights_after(whole), weights_after(rest)
-    assert all(torch.equal(value, two[key]) for key, value in one.items())
 
 
 def test_an_option_whose_optimizer_wants_a_closure_has_to_say_so():

@@ -26,7 +26,7 @@ def sharded_weights(model: torch.nn.Module) -> bool:
     return all(isinstance(p, DTensor) for p in model.parameters())
 
 
-def test_flags_sums_objects_and_random_numbers(ranks, make):
+def test_flags_sums_objects_random_numbers_and_other_configs(ranks, make):
     """One rank's flag is all ranks', once, though it stays raised until they have heard of it; dropout draws differ."""
 
     def work(world: World) -> Any:
@@ -35,6 +35,9 @@ def test_flags_sums_objects_and_random_numbers(ranks, make):
         flags = [parallel.all_reduce_flag(2 if world.rank == 1 and n in (1, 2) else 0) for n in range(5)]
         parallel._work.seconds = lambda: float(world.rank)
         slowest = [parallel.rank_metrics(2.0, 0.0) for _ in range(2)]
+        context = SimpleNamespace(config_hash=f"hash {world.rank}", config={"optimizer.lr": 0.1 + world.rank})
+        with pytest.raises(UserError, match=r"optimizer.lr is 0.1 and 1.1"):
+            parallel._check_same_start(context)
         return (
             flags, float(parallel.all_reduce_sum(torch.tensor(1.0 + world.rank))), parallel.broadcast_object(world.rank),
             float(torch.rand(())), float(sum(p.double().sum() for p in trainer.model.parameters())), slowest,
@@ -50,90 +53,92 @@ def test_flags_sums_objects_and_random_numbers(ranks, make):
     assert [s["rank_work_excess"] for s in slowest] == [0.25, 0.0]
 
 
-def test_ranks_of_other_configs_are_refused(ranks, make):
-    def work(world: World) -> str:
-        trainer = make("parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", world=world)
-        context = SimpleNamespace(config_hash=f"hash {world.rank}", config={"optimizer.lr": 0.1 + world.rank})
-        with pytest.raises(UserError) as refused:
-            trainer.parallel._check_same_start(context)
-        return str(refused.value)
-
-    for told in ranks(work):
-        assert "optimizer.lr is 0.1 and 1.1" in told
-
-
 def test_an_evaluation_with_a_tail_that_does_not_divide_counts_each_sample_once(ranks, make):
     """Batches of six: two, of which the second has five; one for two ranks; and three, so that one rank's last only fills up."""
-    for samples in (11, 5, 17):
-        words = ["model.hidden=[16]", f"data.test_samples={samples}"]
-        alone = make(*words).evaluator.metrics()
+    cases = [["model.hidden=[16]", f"data.test_samples={samples}"] for samples in (11, 5, 17)]
 
-        def work(world: World, words: list[str] = words) -> Any:
+    def work(world: World) -> Any:
+        found = []
+        for words in cases:
             trainer = make(*SHARDS, *words, world=world)
-            return trainer.evaluator.metrics(), sharded_weights(trainer.model)
+            stay_together()
+            found.append((trainer.evaluator.metrics(), sharded_weights(trainer.model)))
+        return found
 
-        for found, sharded in ranks(work):
-            assert found == pytest.approx(alone, rel=1e-5)
+    alone = [make(*words).evaluator.metrics() for words in cases]
+    for found in ranks(work):
+        for (of_shards, sharded), of_one in zip(found, alone, strict=True):
+            assert of_shards == pytest.approx(of_one, rel=1e-5)
             assert sharded
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_fsdp_gathers_and_frees_weights_when_it_should(ranks, make, kept):
+def test_fsdp_gathers_and_frees_weights_when_it_should(ranks, make):
     """After the forward they are freed, unless the run keeps them for the backward; after an evaluation they always are."""
 
     def work(world: World) -> Any:
-        trainer = make(*SHARDS, f"parallel.reshard_after_forward={str(not kept).lower()}", world=world)
-        stream = trainer.read()
-        x = next(stream).x
-        trainer.model.train()
-        trainer.evaluator.forward(x)
-        after_forward = sharded_weights(trainer.model)
-        with trainer.parallel.evaluation_context():
+        found = []
+        for reshard in ("false", "true"):
+            trainer = make(*SHARDS, f"parallel.reshard_after_forward={reshard}", world=world)
+            stay_together()
+            x = next(trainer.read()).x
+            trainer.model.train()
             trainer.evaluator.forward(x)
-        return after_forward, sharded_weights(trainer.model)
+            found.append(sharded_weights(trainer.model))
+            with trainer.parallel.evaluation_context():
+                trainer.evaluator.forward(x)
+            found.append(sharded_weights(trainer.model))
+        return found
 
-    assert ranks(work) == [(not kept, True)] * 2
+    assert ranks(work) == [[False, True, True, True]] * 2
 
 
-@pytest.mark.parametrize("each", [False, True])
-def test_fsdp_reduces_gradients_once_an_update(ranks, make, each):
+def test_fsdp_reduces_gradients_once_an_update(ranks, make):
     """Of three micro-batches the last one alone, unless the run asks for all; the gradients are then those of both ranks."""
-    words = ["batch=accumulate", "batch.accumulation_steps=3", f"parallel.sync_each_micro={str(each).lower()}"]
+    words = ["updates=2", "model.hidden=[16]", "clip=norm", "clip.max_norm=0.01", "batch=accumulate"]
 
     def work(world: World) -> Any:
-        trainer = make(*SHARDS, *words, "updates=2", "clip=norm", "clip.max_norm=0.01", world=world)
-        reduced, group = [], trainer.model._get_fsdp_state()._fsdp_param_group
-        after = group.post_backward
+        found = []
+        for each in ("false", "true"):
+            split = ["batch.accumulation_steps=3", f"parallel.sync_each_micro={each}"]
+            trainer = make(*SHARDS, *words, *split, world=world)
+            stay_together()
+            reduced, group = [], trainer.model._get_fsdp_state()._fsdp_param_group
+            after = group.post_backward
 
-        def counted(*args: Any) -> None:
-            reduced.append(group.reduce_grads)
-            after(*args)
+            def counted(*args: Any, reduced=reduced, group=group, after=after) -> None:
+                reduced.append(group.reduce_grads)
+                after(*args)
 
-        group.post_backward = counted
-        trainer.fit()
-        weights, _ = trainer.parallel.full_state_dict(trainer.model, trainer.state())
-        return sum(reduced), {n: w.tolist() for n, w in weights.items() if w is not None}
+            group.post_backward = counted
+            trainer.fit()
+            weights, _ = trainer.parallel.full_state_dict(trainer.model, trainer.state())
+            trainer.parallel.finish_collectives()
+            found.append((sum(reduced), {n: w.tolist() for n, w in weights.items() if w is not None}))
+        return found
 
-    alone = make("model.hidden=[16]", "updates=2", "clip=norm", "clip.max_norm=0.01", "batch=accumulate",
-                 "batch.accumulation_steps=6")  # fmt: skip
+    alone = make(*words, "batch.accumulation_steps=6")
     alone.fit()
-    (count, weights), (other, _) = ranks(work)
-    assert count == other == (6 if each else 2)
-    for name, weight in alone.model.state_dict().items():
-        torch.testing.assert_close(torch.tensor(weights[name]), weight, rtol=1e-5, atol=1e-7)
+    first, second = ranks(work)
+    assert [count for count, _ in first] == [count for count, _ in second] == [2, 6]
+    for _, weights in first:
+        for name, weight in alone.model.state_dict().items():
+            torch.testing.assert_close(torch.tensor(weights[name]), weight, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("convolutions", "matrices"), [(1.0, 9.0), (9.0, 1.0)])
-def test_shards_are_gathered_in_float32_where_layers_stay_in_it(ranks, make, monkeypatch, convolutions, matrices):
+def test_shards_are_gathered_in_float32_where_layers_stay_in_it(ranks, make, monkeypatch):
     """On a CPU that is slow in bfloat16: weights in bfloat16 do not fit activations in float32."""
-    monkeypatch.setattr(cpu_half, "measure", lambda *_: cpu_half.Slowness(convolutions, matrices))
 
     def work(world: World) -> Any:
-        trainer = make(*SHARDS, "precision=bf16", "updates=1", world=world)
-        trainer.fit()
-        return trainer.model._get_fsdp_state()._mp_policy.param_dtype
+        found = []
+        for convolutions, matrices in ((1.0, 9.0), (9.0, 1.0)):
+            monkeypatch.setattr(cpu_half, "measure", lambda *_, slow=(convolutions, matrices): cpu_half.Slowness(*slow))
+            trainer = make(*SHARDS, "precision=bf16", "updates=1", world=world)
+            stay_together()
+            trainer.fit()
+            found.append(trainer.model._get_fsdp_state()._mp_policy.param_dtype)
+        return found
 
-    assert ranks(work) == [None] * 2
+    assert ranks(work) == [[None, None]] * 2
 
 
 def test_parts_of_a_recomputed_block_that_are_sharded_by_themselves(ranks, make):

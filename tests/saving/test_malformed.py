@@ -20,6 +20,7 @@ from drivetrain.launch import launcher
 from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, content, manifest
 from tests.saving.test_fuzz_checkpoints import sign
+from tests.support import odd
 
 WEIGHTS = {"w": torch.arange(4.0)}
 
@@ -41,11 +42,10 @@ def passed_over(run: Path) -> str:
 # --- names and files ---
 
 
-@pytest.mark.parametrize("name", ["²", "٣", "+3", "03", " 3", "3_0", "1" * 5000, ".writing-20"])
-def test_only_plain_numbers_are_updates(run, name):
-    folder = run / "checkpoints" / name[:200]
-    shutil.copytree(run / "checkpoints/2", folder)
-    assert sorted(checkpoint_io.updates(run)) == [1, 2]
+def test_only_plain_numbers_are_updates(run):
+    for name in ("²", "٣", "+3", "03", " 3", "3_0", "1" * 200, ".writing-20"):
+        shutil.copytree(run / "checkpoints/2", run / "checkpoints" / name)
+        assert sorted(checkpoint_io.updates(run)) == [1, 2], name
     assert manifest.newest_valid(run) == (run / "checkpoints/2", [])
 
 
@@ -70,12 +70,12 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt", "model.safetensors"])
-@pytest.mark.parametrize("how", SWAPS)
-def test_what_stands_in_place_of_a_file_neither_holds_up_nor_fills_the_memory(run, how, name):
+def test_what_stands_in_place_of_a_file_neither_holds_up_nor_fills_the_memory(run, name):
     file = run / "checkpoints/2" / name
-    file.unlink()
-    SWAPS[how](file)
-    assert name in passed_over(run)
+    for how in SWAPS.values():
+        odd.remove(file)
+        how(file)
+        assert name in passed_over(run)
 
 
 # --- the manifest ---
@@ -96,10 +96,10 @@ def test_every_flipped_bit_of_a_manifest_is_seen(run):
     assert manifest.verify(checkpoint) is None
 
 
-@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10**5, "[]", "null", '{"format": 3}', "\ud800"])
-def test_a_manifest_of_odd_json_is_no_manifest(run, text):
-    (run / "checkpoints/2/manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert "has no readable manifest.json" in passed_over(run)
+def test_a_manifest_of_odd_json_is_no_manifest(run):
+    for text in ("[" * 10**6, '{"a":' * 10**5, "9" * 10**5, "[]", "null", '{"format": 3}', "\ud800"):
+        (run / "checkpoints/2/manifest.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert "has no readable manifest.json" in passed_over(run), text[:20]
 
 
 # --- the content, with the right hashes ---
@@ -153,11 +153,11 @@ def test_a_state_with_the_right_hash_and_malformed_content_is_passed_over(run, h
 ODD = {"empty": b"", "long": b"\xff" * 8, "more": b"\x02" + bytes(7) + b"{}" + bytes(9), "a list": b"\x02" + bytes(7) + b"[]"}
 
 
-@pytest.mark.parametrize("bytes_", ODD.values(), ids=list(ODD))
-def test_weights_with_the_right_hash_and_malformed_content_are_passed_over(run, bytes_):
-    (run / "checkpoints/2/model.safetensors").write_bytes(bytes_)
-    sign(run / "checkpoints/2")
-    assert "has a malformed model.safetensors" in passed_over(run)
+def test_weights_with_the_right_hash_and_malformed_content_are_passed_over(run):
+    for name, odd_bytes in ODD.items():
+        (run / "checkpoints/2/model.safetensors").write_bytes(odd_bytes)
+        sign(run / "checkpoints/2")
+        assert "has a malformed model.safetensors" in passed_over(run), name
 
 
 DTYPES = [
@@ -255,17 +255,17 @@ def test_the_order_of_syncs_and_renames(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json", "recipe.yaml", "result.json", "metrics.jsonl"])
-@pytest.mark.parametrize("how", ["a FIFO", "a link to /dev/zero", "not UTF-8", "deep"])
-def test_odd_files_of_a_run_are_refused_or_left_out(once, tmp_path, how, name):
+def test_odd_files_of_a_run_are_refused_or_left_out(once, tmp_path, name):
     run = shutil.copytree(once, tmp_path / "copy")
-    (run / name).unlink()
-    if how in SWAPS:
-        SWAPS[how](run / name)
-    else:
-        (run / name).write_bytes({"not UTF-8": b"\xff\xfe\x00a: \x80", "deep": b"[" * 50_000}[how])
-    with contextlib.suppress(UserError):
-        launcher.prepare([f"resume={run}"])
-    reader.read(run)
+    for how in ("a FIFO", "a link to /dev/zero", "not UTF-8", "deep"):
+        odd.remove(run / name)
+        if how in SWAPS:
+            SWAPS[how](run / name)
+        else:
+            (run / name).write_bytes({"not UTF-8": b"\xff\xfe\x00a: \x80", "deep": b"[" * 50_000}[how])
+        with contextlib.suppress(UserError):
+            launcher.prepare([f"resume={run}"])
+        reader.read(run)
 
 
 def test_a_checkpoint_without_its_weights_is_incomplete(tmp_path):
@@ -293,37 +293,32 @@ def test_what_a_run_says_of_its_model_is_good():
         assert manifest.problem(good) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("shape", value) for value in (None, 5, "x", [-3], ["a"], {"a": 1}, 1e300, True, [[1]], [10**12])),
-        *(("inputs", value) for value in (5, "x", [3], {"a": 1}, True)),
-        *(("inputs", value) for value in ({"shape": [3], "dtype": "load"}, {"items": {}}, {"keys": []})),
-        *(("outputs", value) for value in (None, -1, 0, [], {}, "x", 1e300, True, 10**30)),
-        *(("classes", value) for value in (5, [], {}, "xy", [1, 2], ["a"], {"a": 1, "b": 2})),
-        *(("dtype", value) for value in ("load", "_C", 5, [])),
-        *(("vocabulary", value) for value in (-1, "x", 1.5)),
-        *(("normalize", value) for value in (5, {}, {"mean": [1.0]}, {"mean": [1.0], "std": []}, {"mean": "x", "std": [1.0]})),
-        *(("units", value) for value in (5, [], {"mean": [1.0], "std": [1.0, 2.0]})),
-        *(("targets", value) for value in ("x", 5, [])),
-        *(("images", value) for value in (5, [])),
-        ("decodes_images", 1),
-    ],
-)  # fmt: skip
-def test_a_manifest_that_describes_no_model(run, name, value):
-    inputs = {"shape": None} if name == "inputs" else {}
-    (run / "checkpoints/2/manifest.json").unlink()
-    manifest.write(run / "checkpoints/2", 2, {**ABOUT, **inputs, name: value})
-    assert f"has a manifest.json with {name}=" in passed_over(run)
+NO_MODELS = [
+    *(("shape", value) for value in (None, 5, "x", [-3], ["a"], {"a": 1}, 1e300, True, [[1]], [10**12])),
+    *(("inputs", value) for value in (5, "x", [3], {"a": 1}, True)),
+    *(("inputs", value) for value in ({"shape": [3], "dtype": "load"}, {"items": {}}, {"keys": []})),
+    *(("outputs", value) for value in (None, -1, 0, [], {}, "x", 1e300, True, 10**30)),
+    *(("classes", value) for value in (5, [], {}, "xy", [1, 2], ["a"], {"a": 1, "b": 2})),
+    *(("dtype", value) for value in ("load", "_C", 5, [])),
+    *(("vocabulary", value) for value in (-1, "x", 1.5)),
+    *(("normalize", value) for value in (5, {}, {"mean": [1.0]}, {"mean": [1.0], "std": []}, {"mean": "x", "std": [1.0]})),
+    *(("units", value) for value in (5, [], {"mean": [1.0], "std": [1.0, 2.0]})),
+    *(("targets", value) for value in ("x", 5, [])),
+    *(("images", value) for value in (5, [])),
+    ("decodes_images", 1),
+]  # fmt: skip
 
 
-def test_a_manifest_that_leaves_out_what_a_model_needs(run):
-    (run / "checkpoints/2/manifest.json").unlink()
-    manifest.write(run / "checkpoints/2", 2, {name: value for name, value in ABOUT.items() if name != "shape"})
-    assert "has a manifest.json with no shape" in passed_over(run)
+def test_a_manifest_that_describes_no_model(run):
+    """Values that are none, and a description without what a model needs."""
+    told = [({**ABOUT, **({"shape": None} if name == "inputs" else {}), name: value}, f"{name}=") for name, value in NO_MODELS]
+    for about, says in (*told, ({name: value for name, value in ABOUT.items() if name != "shape"}, "no shape")):
+        (run / "checkpoints/2/manifest.json").unlink()
+        manifest.write(run / "checkpoints/2", 2, about)
+        assert f"has a manifest.json with {says}" in passed_over(run), about
 
 
-def test_inputs_deeper_than_any(run):
+def test_inputs_deeper_than_any():
     tree = {"shape": [3], "dtype": "int64"}
     for _ in range(50):
         tree = {"items": [tree]}

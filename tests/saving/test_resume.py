@@ -1,13 +1,12 @@
 """Saving and going on: whole or not there, verified, and bit for bit what the uninterrupted run comes to."""
 
-import json
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +25,8 @@ from tests.model.test_freezing import STAGES
 from tests.precision.test_options import ALL as PRECISIONS
 from tests.precision.test_options import PURE
 from tests.support import drawing_sets
+from tests.support.command import records
+from tests.support.same_end import differences, saved
 
 LENGTH = ["data.samples=53", "data.drop_last=false", "updates=null", "epochs=2"]  # 5 updates an epoch
 RUNS = {
@@ -78,27 +79,6 @@ def newest(run_dir: Path) -> Path:
     return found
 
 
-def same(a: Any, b: Any) -> bool:
-    """Equal, tensors bit for bit."""
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
-def lines(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(run_dir: Path) -> list[tuple]:
-    """The records of the training, without the times."""
-    keys = ("event", "update", "epoch", "loss", "lr", "samples", "skipped", "accuracy", "noise_scale", "Evaluations")
-    return [tuple(r.get(k) for k in keys) for r in lines(run_dir) if r["event"] != "resume"]
-
-
 NORMAL = (
     "accumulated, clipped",
     "augmented, batch norm, average",
@@ -116,9 +96,9 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     words = [w for w in LENGTH if not (w.startswith("data.") and any(own.startswith("data=") for own in RUNS[name]))] + RUNS[name]
     whole = train(*words)
     assert whole.status == "completed", whole.error
-    weights, state = checkpoint_io.load(newest(whole.run_dir))
-    assert len(numbers(whole.run_dir)) == 12 + (name == "workers")  # digits have a validation set, and the test set at the end
-    assert (state["progress"]["skipped"] > 0) == (name == "overflows")
+    told = [records(whole.run_dir, event) for event in ("train", "evaluate")]
+    assert sum(map(len, told)) == 12 + (name == "workers")  # digits have a validation set, and the test set at the end
+    assert (told[0][-1]["skipped"] > 0) == (name == "overflows")
     go_on = partial(train, *words)
     for step in (3, 5, 7):  # within an epoch, at its end, within the second
         stop_at(step)
@@ -131,15 +111,12 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one(train, stop_at, name
     resumed = go_on()
     assert (resumed.status, resumed.updates) == ("completed", whole.updates), resumed.error
     assert resumed.run_dir == stopped.run_dir
-    its_weights, its_state = checkpoint_io.load(newest(resumed.run_dir))
-    assert same(its_weights, weights)
-    assert its_state.keys() == state.keys()
-    assert [key for key in state if not same(its_state[key], state[key])] == []
+    assert differences(resumed.run_dir, whole.run_dir) == []
     averages = [{file.name: file.read_bytes() for file in r.run_dir.glob("averages/*")} for r in (whole, resumed)]
     assert averages[0] == averages[1]
     assert bool(averages[0]) == (name == "stored averages")
-    assert numbers(resumed.run_dir) == numbers(whole.run_dir)
-    assert resumed.metrics == whole.metrics
+    noise = ([r.get("noise_scale") for r in records(run.run_dir, "train")] for run in (whole, resumed))
+    assert next(noise) == next(noise)
 
 
 def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):
@@ -149,7 +126,7 @@ def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):
     stopped = train(*words)
     stop_at(None)
     drivetrain.train([f"resume={stopped.run_dir}"])
-    a, b = ({r["update"]: r["loss"] for r in lines(r_.run_dir) if r["event"] == "train"} for r_ in (whole, stopped))
+    a, b = ({r["update"]: r["loss"] for r in records(run.run_dir, "train")} for run in (whole, stopped))
     assert list(a) == [5, 10, 15, 20]
     assert list(b) == [5, 7, 10, 15, 20]  # 7: what was done when it stopped
     assert {u: b[u] for u in (5, 15, 20)} == {u: a[u] for u in (5, 15, 20)}
@@ -158,8 +135,9 @@ def test_the_log_falls_on_the_same_updates_after_a_resume(train, stop_at):
 DORA = ["model.hidden=[16,16]", "adapter=dora", "ema=ema", "optimizer=adamw"]
 EVERYTHING = ["optimizer=adamw", "optimizer.lr=0.01", "model.dropout=0.1", "ema=ema", "clip=norm", "batch=accumulate",
               "batch.accumulation_steps=2"]  # fmt: skip
+DRAWS = ["model.hidden=[8]", "model.dropout=0.5"]
 NEEDS = {"adamw8bit": "torchao", "fp8": "torchao", "timm": "timm"}
-LONGER = {  # what runs: the update at which its first part ends, and its words
+LONGER: dict[str, tuple[int | tuple[int, ...], list[str]]] = {  # what runs: the update at which its first part ends; words
     "plain": (3, []),
     "drop path": (3, ["model=timm", "model.name=test_resnet", "data.shape=[3,32,32]", "model.drop_path=0.5"]),
     "mixtures": (3, ["augment=[cutmix,mixup]", "augment.mixup.alpha=1.0"]),
@@ -169,7 +147,9 @@ LONGER = {  # what runs: the update at which its first part ends, and its words
     "batches that grow": (5, ["batch.grow_every=1", "batch.grow_until=48"]),
     "buckets": (4, [*GPT, "batch.tokens=512", "batch.preallocate=true"]),
     "dora": (3, [*DORA, "precision=bf16_pure", "adapter.dropout=0.3"]),
-    **{f"unfreezing, {at}": (at, [*STAGES, "optimizer=adamw", "optimizer.lr=0.01"]) for at in (1, 2, 3)},
+    "lbfgs": (3, ["optimizer=lbfgs", "optimizer.lr=0.5", "optimizer.max_iter=4", *DRAWS]),  # its forwards must draw alike
+    "sam": (3, ["optimizer=sam", "optimizer.lr=0.1", "optimizer.rho=0.1", *DRAWS]),
+    "unfreezing": ((1, 2, 3), [*STAGES, "optimizer=adamw", "optimizer.lr=0.01"]),
     **{f"precision {name}": (3, [*EVERYTHING, *words]) for name, words in PRECISIONS.items()},
     **{f"schedulefree, {master}": (2, ["precision=bf16_pure", master, "optimizer=schedulefree"]) for master in PURE.values()},
 }
@@ -187,18 +167,19 @@ SLOW = {
 
 @pytest.mark.parametrize("name", [*LONGER, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_a_run_that_is_made_longer_is_the_long_one(train, name):
-    at, words = {**LONGER, **SLOW}[name]
+    ends, words = {**LONGER, **SLOW}[name]
     for package in (package for word, package in NEEDS.items() if any(word in each for each in words)):
         pytest.importorskip(package)
-    whole, short = (train(*words, "epochs=9", f"updates={updates}") for updates in (6, at))
-    longer = drivetrain.train([f"resume={short.run_dir}", "updates=6"])
-    assert [r.status for r in (whole, short, longer)] == ["completed"] * 3, longer.error
-    assert (short.updates, longer.updates) == (at, 6)
-    ends = [newest(r.run_dir) for r in (whole, longer)]
-    assert ends[0].joinpath("model.safetensors").read_bytes() == ends[1].joinpath("model.safetensors").read_bytes()
-    states = [checkpoint_io.load(end)[1] for end in ends]
-    assert [key for key in ("optimizer", "precision", "ema") if not same(*(state[key] for state in states))] == []
-    assert whole.judged("final") == longer.judged("final")
+    whole = train(*words, "epochs=9", "updates=6")
+    for at in ends if isinstance(ends, tuple) else (ends,):
+        short = train(*words, "epochs=9", f"updates={at}")
+        longer = drivetrain.train([f"resume={short.run_dir}", "updates=6"])
+        assert [r.status for r in (whole, short, longer)] == ["completed"] * 3, longer.error
+        assert (short.updates, longer.updates) == (at, 6)
+        one, two = (saved(run.run_dir) for run in (whole, longer))
+        kept = (".weights", ".state.optimizer", ".state.precision", ".state.ema")  # how the run went is another story
+        assert [key for key in {*one, *two} if key.startswith(kept) and one.get(key) != two.get(key)] == []
+        assert whole.judged("final") == longer.judged("final")
 
 
 def test_a_finished_run_stays_finished(train):
@@ -207,7 +188,7 @@ def test_a_finished_run_stays_finished(train):
     again = drivetrain.train([f"resume={run.run_dir}"])
     assert (again.status, again.updates, again.metrics) == ("completed", 2, run.metrics)
     assert {p: p.read_bytes() for p in newest(run.run_dir).iterdir()} == before
-    assert [r["update"] for r in lines(run.run_dir) if r["event"] == "train"] == [1, 2]
+    assert [r["update"] for r in records(run.run_dir, "train")] == [1, 2]
 
 
 # --- what may differ ---
@@ -243,23 +224,24 @@ def test_a_changed_config_or_a_shorter_run_is_refused_with_the_difference(finish
     assert files(finished) == before
 
 
-@pytest.mark.parametrize(
-    ("word", "read", "value"),
-    [
-        ("optimizer.lr=0.5", lambda t: t.optimizer.param_groups[0]["lr"], 0.5),
-        ("optimizer.weight_decay=0.25", lambda t: t.optimizer.param_groups[0]["weight_decay"], 0.25),
-        ("optimizer.momentum=0.5", lambda t: t.optimizer.param_groups[0]["momentum"], 0.5),
-        ("precision.growth_interval=7", lambda t: t.precision.scaler.get_growth_interval(), 7),
-        ("ema.decay=0.5", lambda t: t.ema.decay, 0.5),
-    ],
-)
-def test_a_change_that_was_insisted_on_takes_effect(train, word, read, value, monkeypatch):
+CHANGES: dict[str, tuple[float, Callable[[Trainer], float]]] = {
+    "optimizer.lr": (0.5, lambda t: t.optimizer.param_groups[0]["lr"]),
+    "optimizer.weight_decay": (0.25, lambda t: t.optimizer.param_groups[0]["weight_decay"]),
+    "optimizer.momentum": (0.5, lambda t: t.optimizer.param_groups[0]["momentum"]),
+    "precision.growth_interval": (7, lambda t: t.precision.scaler.get_growth_interval()),
+    "ema.decay": (0.5, lambda t: t.ema.decay),
+}
+
+
+def test_a_change_that_was_insisted_on_takes_effect(train, monkeypatch):
     run = train("precision=amp", "precision.init_scale=8.0", "ema=ema")
     trainers, fit = [], Trainer.fit
     monkeypatch.setattr(Trainer, "fit", lambda self, stop: (trainers.append(self), fit(self, stop))[1])
-    result = drivetrain.train([f"resume={run.run_dir}", "resume_changed=true", "updates=4", word])
+    words = [f"{key}={value}" for key, (value, _) in CHANGES.items()]
+    result = drivetrain.train([f"resume={run.run_dir}", "resume_changed=true", "updates=4", *words])
     assert (result.status, result.updates) == ("completed", 4), result.error
-    assert read(trainers[0]) == pytest.approx(value)
+    for key, (value, read) in CHANGES.items():
+        assert read(trainers[0]) == pytest.approx(value), key
 
 
 def test_what_is_no_run_is_refused(tmp_path):
@@ -271,9 +253,15 @@ def test_what_is_no_run_is_refused(tmp_path):
 # --- the files ---
 
 
+@pytest.fixture(scope="module")
+def saved_often(tmp_path_factory) -> Path:
+    words = ["updates=3", "saving.every_updates=1", "saving.keep=9", "ema=ema", "precision=amp"]
+    return drivetrain.train([*TINY, *words, f"output_dir={tmp_path_factory.mktemp('often')}"]).run_dir
+
+
 @pytest.fixture
-def run_dir(train) -> Path:
-    return train("updates=3", "saving.every_updates=1", "saving.keep=9", "ema=ema", "precision=amp").run_dir
+def run_dir(saved_often, tmp_path) -> Path:
+    return shutil.copytree(saved_often, tmp_path / "run")
 
 
 def flip_a_bit(file: Path) -> None:
@@ -324,7 +312,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(run_dir, how):
     assert (again.status, again.updates) == ("completed", 3), again.error
     assert manifest.verify(checkpoint) is None  # written anew
     assert (checkpoint / "model.safetensors").read_bytes() == whole
-    assert [r["update"] for r in lines(run_dir) if r["event"] == "train"] == [1, 2, 3]
+    assert [r["update"] for r in records(run_dir, "train")] == [1, 2, 3]
 
 
 def test_with_no_checkpoint_left_it_starts_over_and_says_so(run_dir):

@@ -10,15 +10,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from drivetrain.core.signals import StopFlag
+
 GATE_TIMEOUT_S = 240.0
 
 
 def wait_at_the_gate():
-    """Say that this rank has arrived, and wait for the file GATE/go. Signals are handled meanwhile."""
+    """Say that this rank has arrived, and wait for the file GATE/go, or with GATE/told until it is told to stop."""
     gate = Path(os.environ["GATE"])
     (gate / f"arrived-{os.environ.get('RANK', '0')}-{os.getpid()}").touch()
     deadline = time.monotonic() + GATE_TIMEOUT_S
     while not (gate / "go").exists() and time.monotonic() < deadline:
+        if (gate / "told").exists() and StopFlag.told_to_stop():
+            break
         time.sleep(0.01)
 
 
