@@ -7,6 +7,7 @@ import torch
 
 from drivetrain.batch import Batch
 from drivetrain.batch.bucketed import Bucketed, padded, split_by_cost
+from drivetrain.cli.show import show
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
@@ -242,8 +243,6 @@ def test_its_schedule_is_checked_when_the_data_was_read(make):
 
 
 def test_its_schedule_can_be_shown(tiny, capsys):
-    from drivetrain.cli.show import show
-
     show(tiny(*GPT, "updates=null", "batch.tokens=3000"), [])
     assert "updates" in capsys.readouterr().out
 

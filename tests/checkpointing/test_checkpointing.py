@@ -9,12 +9,13 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drivetrain.checkpointing import Checkpointing
 from drivetrain.checkpointing.base import Blocks, Selective
-from drivetrain.checkpointing.recompute import offload_forward
+from drivetrain.checkpointing.recompute import _frozen_statistics, offload_forward
 from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.engine.rehearsal import Rehearsal, fewest, peak_bytes
@@ -266,10 +267,6 @@ def test_what_the_compiler_recomputes_in_bfloat16_gives_the_same_gradients(make,
 
 
 def test_torchs_synchronised_norm_is_recomputed_though_it_insists_on_its_counter():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from drivetrain.checkpointing.recompute import _frozen_statistics
-
     with FakeTensorMode():
         norm = nn.SyncBatchNorm(4, device="cuda:0")
         counter, written = norm.num_batches_tracked, norm.num_batches_tracked._version

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from drivetrain.compile.base import CudaGraph, Inductor, drop_broken
+from drivetrain.compile.base import CudaGraph, Inductor, KeptGradients, drop_broken, keep_gradients
 from drivetrain.compile.whole_step import CapturedGraph, WholeStep
+from drivetrain.launch.job import prepare
 from tests.support import slow
 from tests.support.command import tensors
 
@@ -364,8 +366,6 @@ class Replayed(torch.autograd.Function):
 
 @pytest.mark.parametrize("zero_grad", ["none", "memset"])
 def test_gradients_in_a_graphs_memory_are_kept_until_the_update(zero_grad):
-    from drivetrain.compile.base import KeptGradients
-
     @dataclass
     class Backward:
         weights: list
@@ -400,10 +400,6 @@ def test_gradients_in_a_graphs_memory_are_kept_until_the_update(zero_grad):
 
 
 def test_a_cuda_graph_keeps_gradients_that_are_added_up(monkeypatch):
-    from types import SimpleNamespace
-
-    from drivetrain.compile.base import KeptGradients, keep_gradients
-
     def kept(kind, steps, zero_grad):
         run = SimpleNamespace(batch=SimpleNamespace(accumulation_steps=steps), runtime=SimpleNamespace(zero_grad=zero_grad))
         context = SimpleNamespace(run=run, device=torch.device(kind), model=nn.Linear(2, 2))
@@ -431,8 +427,6 @@ def test_tracing_leaves_statistics_and_random_streams_alone(make):
 
 
 def test_jit_says_that_it_is_retired(make, tiny):
-    from drivetrain.launch.job import prepare
-
     assert any("retired" in line and "compile=inductor" in line for line in prepare(tiny("compile=jit")).notices)
 
 

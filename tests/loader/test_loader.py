@@ -20,6 +20,7 @@ from drivetrain.batch import Batch
 from drivetrain.batch.base import Accumulate
 from drivetrain.core import signals
 from drivetrain.core.errors import DataError, Interrupted, UserError
+from drivetrain.core.limits import usable_cores
 from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import shuffled
 from drivetrain.core.signals import StopFlag
@@ -511,8 +512,6 @@ def test_auto_decides_before_training(make, caplog):
 
 
 def test_the_cores_of_a_machine_are_shared_by_its_ranks(monkeypatch):
-    from drivetrain.core.limits import usable_cores
-
     alone = usable_cores()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert usable_cores() == max(1, alone // 2)

@@ -15,14 +15,18 @@ import drivetrain
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import machine_local_keys, validate
 from drivetrain.core.errors import UserError
+from drivetrain.engine.evaluator import Evaluator
+from drivetrain.engine.trainer import Trainer
 from drivetrain.model.nets import Mlp, ResNet9
 from drivetrain.optimizer import flat, torch_optim
+from drivetrain.optimizer.algorithms.flat_optimizer import ScheduleFree
 from drivetrain.optimizer.closures import Sam
 from drivetrain.optimizer.groups import layer_decay_factors
 from drivetrain.recipe.reader import read
 from drivetrain.run.identity import config_hash
 from drivetrain.run.recipe_file import to_recipe
 from drivetrain.run.result import Result
+from drivetrain.scheduler.curves import Cosine
 from tests.support.command import checkpoints, tensors
 
 # --- whole runs: every optimizer learns the digits, and what is evaluated, saved and resumed are the right weights ---
@@ -54,10 +58,6 @@ def test_learns_the_digits(name: str, tmp_path: Path) -> None:
 
 
 def test_schedulefree_evaluates_and_saves_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.engine.evaluator import Evaluator
-    from drivetrain.engine.trainer import Trainer
-    from drivetrain.optimizer.algorithms.flat_optimizer import ScheduleFree
-
     seen: dict[str, Any] = {}
     metrics, fit = Evaluator.metrics, Trainer.fit
 
@@ -209,8 +209,6 @@ def test_patterns_without_effect_are_named() -> None:
 
 
 def test_the_schedule_keeps_the_multiples() -> None:
-    from drivetrain.scheduler.curves import Cosine
-
     model = mlp()
     optimizer = flat.Lamb(lr=0.1, lr_multipliers={"head": 10}).create(model, lr_factor=2.0)
     schedule = Cosine()

@@ -21,9 +21,12 @@ from drivetrain.config.compose import compose
 from drivetrain.config.validate import validate, validate_device
 from drivetrain.core.errors import UserError
 from drivetrain.core.user_code import import_name
+from drivetrain.launch.job import prepare
 from drivetrain.optimizer import flat, packages, torch_optim, torch_wrappers
 from drivetrain.optimizer import muon as muon_options
 from drivetrain.optimizer import timm as by_timm
+from drivetrain.optimizer.muon import hidden_matrices
+from drivetrain.saving.checkpoint_io import load_optimizer
 from tests.support import stand_ins
 
 FILES = [*option_files()["optimizer"].values()]
@@ -158,8 +161,6 @@ def test_what_is_hidden_in_a_transformer() -> None:
     pytest.importorskip("timm")
     import timm
 
-    from drivetrain.optimizer.muon import hidden_matrices
-
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24, num_heads=2, num_classes=5)
     assert hidden_matrices(model) == {f"blocks.0.{n}.weight" for n in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
     torchs = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.TransformerEncoderLayer(8, 2, 16),
@@ -189,8 +190,6 @@ def test_every_docstring_names_its_source() -> None:
 
 def test_of_a_recipes_values_only_those_that_hold_are_told():
     """Beside another optimizer from the command line, whose own values are given there too."""
-    from drivetrain.launch.job import prepare
-
     line, *_ = prepare(["recipe=stdlib_gpt", "optimizer=adamw"]).notices
     assert "optimizer.lr=0.02" in line
     assert "optimizer.adamw_lr" in line
@@ -295,8 +294,6 @@ def test_an_optimizer_updates_a_model_that_lies_on_two_devices(name):
 @pytest.mark.parametrize("fused", [True, False])
 def test_step_counters_of_a_checkpoint_are_loaded_to_where_this_run_needs_them(fused):
     """torch's fused kernels take them on the device, and the others on the CPU, whatever the run that saved them had."""
-    from drivetrain.saving.checkpoint_io import load_optimizer
-
     saved = {"adamw": [], "muon": []}
     for name in saved:
         with FakeTensorMode(allow_non_fake_inputs=True):

@@ -15,6 +15,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.option import RunSpec
 from drivetrain.model.shipped import Mlp
 from drivetrain.optimizer import flat, muon, packages, torch_optim
+from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
+from drivetrain.optimizer.algorithms.muon import Muon, orthogonalised
 from tests.support.context import context
 
 STEPS = 12
@@ -312,8 +314,6 @@ def test_the_forms_are_taken() -> None:
 
 
 def test_muon_equals_torch_on_matrices() -> None:
-    from drivetrain.optimizer.algorithms.muon import Muon
-
     for scale, adjust in (("original", "original"), ("match_rms_adamw", "match_rms_adamw")):
         for shape in ((12, 40), (40, 12), (16, 16)):
             torch.manual_seed(0)
@@ -426,8 +426,6 @@ def test_a_rate_for_what_a_model_has_not_is_refused() -> None:
 
 
 def test_orthogonalised_has_singular_values_near_one() -> None:
-    from drivetrain.optimizer.algorithms.muon import orthogonalised
-
     torch.manual_seed(0)
     for shape in ((2, 8, 30), (2, 30, 8)):
         values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), 5))
@@ -438,8 +436,6 @@ def test_orthogonalised_has_singular_values_near_one() -> None:
 @pytest.mark.parametrize("case", ["lars", "lars nesterov"])
 def test_lars_on_vectors_equals_lars_on_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device and in 16 bits; with a kernel whose memory is in another order."""
-    from drivetrain.optimizer.algorithms.flat_optimizer import Chunk
-
     of_tensors, of_vectors = (net().to(memory_format=torch.channels_last) for _ in range(2))
     option, given, _ = CASES[case]
     optimizers = [option(lr=1.0, **given).create(model) for model in (of_tensors, of_vectors)]

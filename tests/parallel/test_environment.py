@@ -1,15 +1,19 @@
 """The rank of this process among how many, as launchers tell it."""
 
+import os
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
+from drivetrain.parallel import environment
 from drivetrain.parallel.ddp import Ddp
-from drivetrain.parallel.environment import launched, world_of_environment
+from drivetrain.parallel.environment import _tasks_of_node, launched, world_of_environment
 from drivetrain.parallel.tensor import Tensor
 from tests.support import command
 from tests.support.context import context
@@ -55,8 +59,6 @@ def test_a_pytorchjob_names_no_local_rank_and_starts_one_process_in_each_pod(tol
 
 
 def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):
-    import os
-
     told(STEP)
     assert launched() == 6
     assert world_of_environment() == World(5, 6, 0, 1)
@@ -70,8 +72,6 @@ def test_slurms_words_for_a_task_of_a_step(told, monkeypatch):
     ("per_node", "node", "tasks"), [("2(x3),1", "2", 2), ("2(x3),1", "3", 1), ("4", "0", 4), ("3,2,1", "1", 2)]
 )
 def test_tasks_of_a_node(told, per_node, node, tasks):
-    from drivetrain.parallel.environment import _tasks_of_node
-
     assert _tasks_of_node({"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_NODEID": node}) == tasks
 
 
@@ -79,8 +79,6 @@ def test_tasks_of_a_node(told, per_node, node, tasks):
     ("nodes", "first"), [("gpu[03-05,7],login", "gpu03"), ("node1", "node1"), ("a,b", "a"), ("n[7,9]", "n7"), ("x,y[1-2]", "x")]
 )
 def test_the_first_host_without_slurms_own_tool(monkeypatch, nodes, first):
-    from drivetrain.parallel import environment
-
     monkeypatch.setattr(environment.subprocess, "run", lambda *a, **k: (_ for _ in ()).throw(OSError()))
     assert environment._first_host(nodes) == first
 
@@ -153,8 +151,6 @@ def test_split_needs_devices_that_there_are(monkeypatch):
 
 def test_ranks_on_one_device_are_refused(monkeypatch):
     """As where two tasks were given the same CUDA_VISIBLE_DEVICES. Other machines have devices of the same number."""
-    import torch.distributed as dist
-
     ids = {0: ("a", "GPU-1"), 1: ("b", "GPU-1"), 2: ("b", "GPU-1")}
     ddp = Ddp(nproc=3)
     ddp.world, ddp._device, ddp._control = World(0, 3), torch.device("cpu"), None

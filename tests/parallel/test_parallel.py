@@ -4,10 +4,18 @@ import socket
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
+import drivetrain
+from drivetrain.core.errors import UserError
 from drivetrain.core.world import World
+from drivetrain.model.nets import ResNet9
 from drivetrain.parallel import Parallel
 from drivetrain.parallel.ddp import Ddp
+from drivetrain.parallel.onehost import _move_inputs_hook
+from drivetrain.parallel.pipeline import Pipeline
 from drivetrain.saving import checkpoint_io
 from tests.support.command import tensors
 from tests.support.context import context
@@ -25,8 +33,6 @@ RESNET = ["model=resnet9", "model.width=8", "checkpointing=blocks", "ema=ema", "
 @pytest.fixture(scope="module")
 def blocks_on_two_ranks(tmp_path_factory):
     """A run of all that wraps and averages: its result."""
-    import drivetrain
-
     return drivetrain.train([
         "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
         "optimizer=sgd", "optimizer.lr=0.05", "scheduler=constant", "batch.global_batch=12", *RESNET,
@@ -35,8 +41,6 @@ def blocks_on_two_ranks(tmp_path_factory):
 
 
 def test_weights_of_wrapped_blocks_load_into_the_plain_model(blocks_on_two_ranks):
-    from drivetrain.model.nets import ResNet9
-
     assert blocks_on_two_ranks.status == "completed", blocks_on_two_ranks.error
     saved = tensors(blocks_on_two_ranks)
     plain = ResNet9((3, 8, 8), 4, 8, False)
@@ -61,8 +65,6 @@ def test_all_ranks_evaluate_the_model_that_is_saved(blocks_on_two_ranks, make, w
 @pytest.fixture
 def one_rank(monkeypatch):
     """The environment of a world of one."""
-    import torch.distributed as dist
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -182,8 +184,6 @@ def test_the_ranks_of_a_launcher_are_honoured(monkeypatch, problems):
 
 
 def test_more_ranks_than_samples_are_refused(make):
-    from drivetrain.core.errors import UserError
-
     with pytest.raises(UserError, match=r"3 ranks, but only 2 training samples: lower parallel\.nproc"):
         make("data.samples=2", "data.drop_last=false", world=World(0, 3))
 
@@ -222,11 +222,6 @@ def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
 
 def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
     """An object arrives on the device that it was on, by its number: rank 0 may have no such device, or little room on it."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._pytree import tree_leaves
-
-    from drivetrain.parallel.pipeline import Pipeline
-
     sent = []
     monkeypatch.setattr(Pipeline, "gather_object", lambda self, value: sent.append(value) or [value])
     pipeline = Pipeline()
@@ -243,8 +238,6 @@ def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize(("device", "queued"), [("cpu", False), ("cuda:1", True)])
 def test_a_block_on_the_cpu_waits_for_what_the_device_sends_it(monkeypatch, device, queued):
-    from drivetrain.parallel.onehost import _move_inputs_hook
-
     asked = []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **settings: asked.append((*args, settings["non_blocking"])))
     _move_inputs_hook(torch.device(device))(None, (torch.ones(2),), {})

@@ -12,6 +12,9 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch
 from drivetrain.core.world import World
+from drivetrain.engine.context import RunContext
+from drivetrain.engine.staged_run import StagedRun
+from drivetrain.launch import launcher
 from drivetrain.parallel.pipeline_stages import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
@@ -207,10 +210,6 @@ def test_stages_on_two_ranks_equal_those_in_one_process(ranks, tiny, tmp_path, s
     )  # fmt: skip
 
     def work(world: World, *more: str) -> Any:
-        from drivetrain.engine.context import RunContext
-        from drivetrain.engine.staged_run import StagedRun
-        from drivetrain.launch import launcher
-
         context = RunContext(launcher.prepare([*words, *more]).run, world, tmp_path / "run")
         staged = StagedRun(context, [])
         staged.build()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from drivetrain.core.world import World
+from drivetrain.parallel.sharded import WholeWeights
 
 VIT = [
     "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",
@@ -189,8 +190,6 @@ def test_an_optimizer_that_takes_a_norm_of_all_weights_has_no_owners(problems):
 
 
 def test_owners_share_out_the_largest_weights_first():
-    from drivetrain.parallel.sharded import WholeWeights
-
     class Mesh:
         mesh_dim_names = ("data", "tensor")
 

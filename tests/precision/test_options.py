@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import drivetrain
@@ -16,6 +17,9 @@ from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged, UserError
 from drivetrain.core.world import World
+from drivetrain.debug.torch_modes import waiting_calls
+from drivetrain.launch import launcher
+from drivetrain.model.nets import Mlp
 from drivetrain.precision import Precision, base
 from drivetrain.precision.base import Amp, Fp8
 from drivetrain.precision.bf16_pure import Bf16Pure
@@ -162,7 +166,6 @@ def test_tf32_rounds_matrix_products_on_cuda(make):
 
 def test_amp_is_torchs_own_sequence_with_one_read_of_the_device():
     """Over ten updates, an overflow among them: torch's scaler.step, and ours."""
-    from drivetrain.debug.torch_modes import waiting_calls
 
     def setting():
         torch.manual_seed(0)
@@ -401,10 +404,6 @@ def test_tied_weights_stay_tied(tiny, tmp_path, monkeypatch, make):
 
 
 def test_saved_weights_are_the_models_and_load_into_float32(train):
-    import safetensors.torch
-
-    from drivetrain.model.nets import Mlp
-
     result = train("precision=bf16_pure", "model.hidden=[8]")
     weights = safetensors.torch.load_file(Path(result.run_dir) / "checkpoints" / "2" / "model.safetensors")
     assert {w.dtype for w in weights.values()} == {torch.bfloat16}
@@ -418,8 +417,6 @@ def test_saved_weights_are_the_models_and_load_into_float32(train):
 
 
 def test_what_bfloat16_does_to_accumulation_is_said(tiny):
-    from drivetrain.launch import launcher
-
     said = launcher.prepare(tiny("precision=bf16_pure", "batch=accumulate", "batch.accumulation_steps=2")).notices
     assert any(
         "precision=bf16_pure adds up the gradients of 2 micro-batches (batch.accumulation_steps) in bfloat16" in line
@@ -485,8 +482,6 @@ def test_fp8_refuses_a_model_without_a_layer_to_convert(make):
 
 @fp8
 def test_fp8_says_what_it_wants_beside_it(tiny):
-    from drivetrain.launch import launcher
-
     assert any("compile=inductor fuses them" in line for line in launcher.prepare(tiny("precision=fp8")).notices)
     (said,) = launcher.prepare(tiny("precision=fp8", "precision.emulate=true")).notices
     assert "slower than any other precision" in said

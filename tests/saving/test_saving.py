@@ -83,8 +83,6 @@ def test_what_cannot_be_is_refused(problems):
 
 @pytest.mark.parametrize("option", ["last", "best"])
 def test_each_state_is_saved_once(make, monkeypatch, option):
-    from drivetrain.saving import checkpoint_io
-
     writes, save = [], checkpoint_io.save
     monkeypatch.setattr(
         checkpoint_io, "save", lambda run_dir, update, *rest: writes.append(update) or save(run_dir, update, *rest)
