@@ -1,6 +1,6 @@
 """The gradient noise scale: without bias against per-sample gradients, in the log where updates have several micro-batches.
 
-That ranks measure the same is in tests/parallel/test_noise_of_ranks.py.
+That ranks measure the same is in tests/parallel/test_two_ranks.py.
 """
 
 import json

@@ -252,7 +252,7 @@ SHARDED = ["saving.sharded=true"]
 CHAINS = {
     "at once": (["ddp", "one process", "fsdp", "tensor", "pipeline × tensor", "ddp"], []),
     "beside the training": (["ddp", "one process", "fsdp", "tensor", "pipeline × tensor", "ddp"], ["saving.asynchronous=true"]),
-    # tests/parallel/test_saved_parts.py has each of them by itself
+    # tests/parallel/test_whole_layers.py has each of them by itself
     "parts": (["pipeline", "tensor", "fsdp", "tensor × fsdp", "pipeline × tensor", "one process"], SHARDED),
 }
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor
+from torch import nn
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.microbatch import MicroBatch
@@ -15,10 +19,12 @@ from drivetrain.core.world import World
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.staged_run import StagedRun
 from drivetrain.launch import launcher
+from drivetrain.parallel.base import OwnGradients
 from drivetrain.parallel.pipeline_stages import PipelineStep
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import Precision
 from tests.parallel.test_whole_layers import stay_together
+from tests.support import slow
 
 SHARDS = ["parallel=fsdp", "parallel.nproc=2", "model.hidden=[16]", "runtime.device=cpu", "runtime.threads=1"]
 
@@ -260,3 +266,232 @@ def test_schedule_free_averages_are_those_of_one_process_on_each_rank_also_where
         for name, value in ours.items():
             torch.testing.assert_close(torch.tensor(theirs[name]), torch.tensor(value), rtol=1e-10, atol=1e-12)
     assert first[2] == pytest.approx(one[2], rel=1e-10)
+
+
+# --- each rank's share of the noise scale is that of one process which has the rank's micro-batch as its first one ---
+
+
+COMMON = ["updates=4", "log_every=100", "runtime.device=cpu", "runtime.threads=1", "saving=none"]
+MLP = ["model=mlp", "model.hidden=[15,16]", "data.classes=3"]  # parts that are not equal
+VIT = [
+    "model=timm", "model.name=vit_tiny_patch16_224", "data.shape=[3,8,8]",
+    "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 12, num_heads: 2}",
+]  # fmt: skip
+HALVES = ["batch=accumulate", "batch.accumulation_steps=2"]
+QUARTERS = ["batch=accumulate", "batch.accumulation_steps=4"]
+
+
+def sums(make: Any, words: list[str], **more: Any) -> tuple[list[float], list[Any]]:
+    """The two estimates that a rank has summed, and its weights, where every update is measured."""
+    trainer = make(*COMMON, *words, **more)
+    stay_together()
+    trainer.log.noise.every = 1
+    trainer.log.restart = lambda: None  # keeps the sums
+    trainer.fit()
+    weights = trainer.parallel.full_state_dict(trainer.model, trainer.state())[0]
+    trainer.parallel.finish_collectives()
+    return trainer.log.noise.sums.tolist(), [w.tolist() for w in weights.values() if w is not None]
+
+
+def of_ranks(ranks: Any, make: Any, runs: list[list[str]], count: int = 2) -> list[Any]:
+    """What `sums` gives on each rank, run by run."""
+
+    def work(world: World) -> Any:
+        run_dir = Path(f"rank{world.rank}")
+        return [sums(make, [*words, f"parallel.nproc={count}"], world=world, run_dir=run_dir) for words in runs]
+
+    return list(zip(*ranks(work, count), strict=True))
+
+
+def test_it_is_that_of_accumulation(ranks, make):
+    both = [[*MLP, unequal] for unequal in ("batch.global_batch=12", "data.samples=45")]  # an epoch's last update has 9 samples
+    found = of_ranks(ranks, make, [[f"parallel={strategy}", *words] for words in both for strategy in ("ddp", "fsdp")])
+    for words, of_strategies in zip(both, (found[:2], found[2:]), strict=True):
+        accumulated, same = sums(make, [*HALVES, *words])
+        for (first, weights), (second, _) in of_strategies:
+            assert first == pytest.approx(accumulated, rel=1e-4)
+            assert second != pytest.approx(first, rel=1e-2)  # of other samples
+            assert all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(weights, same, strict=True))
+
+
+KEPT = ["parallel=fsdp", "parallel.reshard_after_forward=false", "checkpointing=blocks"]
+FIRST = [  # the words of the ranks, those of one process, and which micro-batch each rank has first
+    (["parallel=fsdp", *HALVES, *MLP], [*QUARTERS, *MLP], [0, 1]),  # gradients are summed up whole on each rank
+    (["parallel=tensor", *HALVES, *VIT], [*HALVES, *VIT], [0, 0]),  # the ranks of a block have the same samples
+    (["parallel=fsdp", "parallel.sync_each_micro=true", *HALVES, *MLP], [*QUARTERS, *MLP], [0, 1]),
+    ([*KEPT, *HALVES, *VIT], [*QUARTERS, *VIT], [0, 1]),
+    (["parallel=ddp", *HALVES, *MLP], [*QUARTERS, *MLP], [0, 1]),
+    (["parallel=tensor", "parallel.size=2", *VIT], [*HALVES, *VIT], [0, 0, 1, 1]),
+    (["parallel=fsdp", "parallel.replicate=2", *VIT], [*QUARTERS, *VIT], [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize("cases", slow.but(FIRST[:2].__eq__, [FIRST[:2], *([case] for case in FIRST[2:])]))
+def test_a_rank_measures_its_first_micro_batch_and_counts_each_weight_once(ranks, make, cases):
+    of_cases = of_ranks(ranks, make, [words for words, *_ in cases], len(cases[0][-1]))
+    for found, (_, alone, first) in zip(of_cases, cases, strict=True):
+        one = sums(make, alone)[0]
+        for (sums_, _), micro_batch in zip(found, first, strict=True):
+            assert (sums_ == pytest.approx(one, rel=1e-4)) == (micro_batch == 0)
+            assert micro_batch == 0 or sums_ != pytest.approx(one, rel=1e-2)
+
+
+def test_measuring_leaves_no_hook_and_changes_nothing(ranks, make):
+    """The weights are the same, bit for bit, as where the first update alone is measured."""
+
+    def work(world: World) -> Any:
+        found = []
+        for every in (1, 100):
+            trainer = make(*COMMON, *MLP, "parallel=fsdp", "parallel.nproc=2", world=world, run_dir=Path(f"{world.rank}"))
+            stay_together()
+            trainer.log.noise.every = every
+            trainer.fit()
+            hooks = sum(len(module._forward_pre_hooks) for module in trainer.model.modules())
+            found.append(([p.to_local().tolist() for p in trainer.model.parameters()], hooks))
+        return found
+
+    for often, once in ranks(work):
+        assert often == once
+
+
+def test_a_gradient_that_is_taken_twice_counts_once():
+    weight = torch.ones(3, requires_grad=True)
+    own = OwnGradients()
+    own.watch(weight)
+    own.watch(weight)  # as where recomputation runs the forward again
+    (weight * torch.arange(3.0)).sum().backward()
+    assert own.squares()[()] == pytest.approx(5.0)
+    own.leave()
+    assert not weight._backward_hooks
+
+
+# --- compile=step with parallel=ddp: the all-reduce is in the graph, and an update is that of one process ---
+
+
+SMALL = ["model=mlp", "model.hidden=[7]", "data.classes=3", "data.shape=[1,4,4]"]
+CLIPPED = ["optimizer=sgd", "optimizer.lr=0.2", "optimizer.momentum=0.9", "scheduler=cosine", "clip=norm", "clip.max_norm=0.1"]
+SIX = ["batch.global_batch=12", "updates=6", "epochs=3"]
+RECORDED = ["runtime.device=cpu", "runtime.threads=1", "saving=none", *SIX]
+GRAPHS = {
+    "sgd": [*SMALL, "optimizer=sgd"],
+    "accumulation": [*SMALL, *CLIPPED, "batch=accumulate", "batch.accumulation_steps=3", "ema=ema"],
+    "lamb": [*SMALL, "optimizer=lamb"],
+}
+
+
+@pytest.fixture
+def as_recorded(monkeypatch):
+    """The graphs run as they were recorded: inductor's own work is left out."""
+    graphs: list[Any] = []
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options=None: graphs.append(graph) or graph)
+    yield graphs
+    torch._dynamo.reset()
+
+
+def trained(make: Any, words: list[str], world: World | None = None) -> dict[str, Any]:
+    trainer = make(*RECORDED, *words, world=world)
+    trainer.fit()
+    trainer.parallel.finish_collectives()
+    return {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
+
+
+def alone(words: list[str]) -> list[str]:
+    return [word for word in words if not word.startswith("parallel")]
+
+
+def assert_close(of_rank: dict[str, Any], one: dict[str, Any], to: float) -> None:
+    assert of_rank.keys() == one.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(torch.tensor(of_rank[name]), torch.tensor(value), rtol=to, atol=to)
+
+
+@pytest.mark.parametrize(
+    "case", [name if name == "accumulation" else pytest.param(name, marks=pytest.mark.slow) for name in GRAPHS]
+)
+def test_ranks_with_one_graph_are_one_process(ranks, make, float64, as_recorded, case):
+    def work(world: World) -> Any:
+        found = trained(make, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
+        names = [[str(node.target) for node in graph.graph.nodes] for graph in as_recorded]
+        return found, sum(any("_c10d_functional.all_reduce" in name for name in of_graph) for of_graph in names), len(names)
+
+    (first, reducing, count), (second, *_) = ranks(work)
+    assert first == second
+    assert_close(first, trained(make, alone(GRAPHS[case])), 1e-10)
+    assert reducing >= 1
+    assert count == (2 if case == "accumulation" else reducing)  # the micro-batches before the last one reduce nothing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["accumulation", "sgd"])
+def test_inductor_compiles_the_all_reduce(ranks, make, float64, case):
+    def work(world: World) -> Any:
+        return trained(make, ["parallel=ddp", "compile=step", *GRAPHS[case]], world)
+
+    first, second = ranks(work)
+    assert first == second
+    assert_close(first, trained(make, alone(GRAPHS[case])), 1e-10)
+
+
+@pytest.mark.slow
+def test_an_overflow_of_one_rank_skips_the_update_of_all(ranks, make, as_recorded):
+    words = [*SMALL, "precision=amp", f"precision.init_scale={2.0**13}", "precision.growth_interval=1", "epochs=9", "updates=8"]
+
+    def work(world: World) -> Any:
+        found = {}
+        for compiler in ("none", "step"):
+            trainer = make(*RECORDED, *words, "parallel=ddp", f"compile={compiler}", world=world)
+            stay_together()
+            trainer.fit()
+            trainer.parallel.finish_collectives()
+            found[compiler] = trainer.progress.skipped, trainer.precision.scaler.get_scale()
+        return found
+
+    first, second = ranks(work)
+    assert first == second
+    assert first["none"] == first["step"]
+    assert first["step"][0] > 0
+
+
+class ReadsOnRankOne(nn.Module):
+    """A model that cannot be recorded on one of the ranks: it reads a value back there."""
+
+    def __init__(self, shape, classes):
+        super().__init__()
+        self.head = nn.Linear(shape[0] * shape[1] * shape[2], classes)
+
+    def forward(self, x):
+        out = self.head(x.flatten(1))
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1 and float(out.detach().sum()) > 1e9:
+            return out
+        return out * 1.0
+
+
+def test_where_one_rank_cannot_record_all_go_on_without_graphs(ranks, make, float64, as_recorded, monkeypatch, caplog):
+    """The all-reduce is the same whichever way a rank computes its gradients, and after that update they agree, to the bit."""
+    monkeypatch.setattr("drivetrain.core.lazy.torch.compile", lambda model, **_: model)
+    own = ["model=own", f"model.target={__name__}.ReadsOnRankOne", "trust=[tests]", "data.classes=3", "data.shape=[1,4,4]"]
+
+    def work(world: World) -> Any:
+        with caplog.at_level(logging.WARNING):
+            found = trained(make, ["parallel=ddp", "compile=step", *own], world)
+        return found, len(as_recorded), [line for line in caplog.messages if "cannot be one graph" in line]
+
+    (first, recorded, (told,)), (second, not_recorded, (and_told,)) = ranks(work)
+    assert (recorded, not_recorded) == (1, 0)
+    assert "another rank cannot record it" in told
+    assert "out of a tracing" in and_told
+    assert first == second
+    assert_close(first, trained(make, own), 1e-10)
+
+
+def test_what_a_graph_of_ranks_cannot_do_is_refused(problems):
+    words = ("parallel=ddp", "parallel.nproc=2", "runtime.device=cpu", "compile=step")
+    for setting in (
+        "parallel.compress=powersgd",
+        "parallel.find_unused_parameters=true",
+        "parallel.gradient_as_bucket_view=false",
+    ):
+        (told,) = problems(*words, setting)
+        assert setting in told
+        assert "compile=inductor" in told
+    assert "hooks" in problems("parallel=fsdp", "runtime.device=cpu", "compile=step")[0]
