@@ -114,14 +114,14 @@ def batch_of(device, names, images):
 
 
 @pytest.mark.parametrize("kind", fake_device.KINDS)
-@pytest.mark.parametrize("images", IMAGES)
 @pytest.mark.parametrize("names", [[name] for name in AUGMENTATIONS] + [["flip_crop", "mixup", "cutmix"]], ids=",".join)
-def test_it_works_on_a_device_without_waiting(pretend, kind, images, names):
+def test_it_works_on_a_device_without_waiting(pretend, kind, names):
     with pretend(kind) as device:
-        x, y = batch_of(device, names, images)
-    assert x.device == y.device == device.device
-    assert x.dtype == torch.float32
-    assert len(x) == len(y) == 6
+        batches = {images: batch_of(device, names, images) for images in IMAGES}
+    for images, (x, y) in batches.items():
+        assert x.device == y.device == device.device, images
+        assert x.dtype == torch.float32, images
+        assert len(x) == len(y) == 6
     assert not device.waits
 
 

@@ -386,22 +386,19 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("how", WRONG)
-def test_a_list_of_parts_that_does_not_fit_is_refused(saved, how):
-    key, value, says = WRONG[how]
-    changed(saved, "model/a", key, value)
-    with pytest.raises(UserError, match=says):
-        sharded_checkpoint.read(saved, OF_PARTS, PLAIN)
-
-
-def test_a_list_that_is_nested_too_deep_or_no_ordinary_file_is_refused(saved):
-    (saved / "pieces.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="nested too deep"):
-        sharded_checkpoint.read(saved, OF_PARTS, PLAIN)
-    (saved / "pieces.json").unlink()
-    (saved / "pieces.json").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match="it is a link"):
-        sharded_checkpoint.read(saved, OF_PARTS, PLAIN)
+def test_a_list_of_parts_that_does_not_fit_is_refused(saved):
+    """One that is nested too deep, or no ordinary file, too."""
+    file = saved / "pieces.json"
+    ways = [(lambda key=key, value=value: changed(saved, "model/a", key, value), says) for key, value, says in WRONG.values()]
+    ways += [(lambda: file.write_text("[" * 100_000), "nested too deep"), (lambda: file.symlink_to("/dev/zero"), "it is a link")]
+    whole = file.read_bytes()
+    for change, says in ways:
+        file.write_bytes(whole)
+        if says == "it is a link":
+            file.unlink()
+        change()
+        with pytest.raises(UserError, match=says):
+            sharded_checkpoint.read(saved, OF_PARTS, PLAIN)
 
 
 def test_a_part_that_inflates_is_refused(saved):

@@ -280,7 +280,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-def test_a_record_that_cannot_be_written_names_its_file(tmp_path, code):
+def test_an_error_of_the_disk_names_the_file_of_a_record_and_of_anything_else(tmp_path, code):
     log = Files()
     log.start(tmp_path, 0)
     log._file = Refusing(log._file, code)
@@ -289,10 +289,6 @@ def test_a_record_that_cannot_be_written_names_its_file(tmp_path, code):
         log.log({"update": 1})
     assert not (tmp_path / space.RESERVE).exists(), "the result needs the space"
     log.close()
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
-def test_an_error_of_the_disk_anywhere_in_a_run_gets_the_message(tmp_path, code):
     error = OSError(code, os.strerror(code), str(tmp_path / "images/a.png"))
     assert space.explain(error, tmp_path).startswith(f"a.png could not be written to {tmp_path}: {os.strerror(code)}")
     assert space.explain(FileNotFoundError(errno.ENOENT, "No such file"), tmp_path) is None
