@@ -19,7 +19,7 @@ from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest
-from tests.batch.test_bucketed import GPT
+from tests.batch.test_batch import GPT
 from tests.conftest import TINY
 from tests.model.test_freezing import STAGES
 from tests.precision.test_options import ALL as PRECISIONS
