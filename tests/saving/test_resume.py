@@ -254,14 +254,17 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved_often(tmp_path_factory) -> Path:
-    words = ["updates=3", "saving.every_updates=1", "saving.keep=9", "ema=ema", "precision=amp"]
-    return drivetrain.train([*TINY, *words, f"output_dir={tmp_path_factory.mktemp('often')}"]).run_dir
+def saved_often() -> list[Path]:
+    """The directory of a run with three checkpoints, once a test has trained it."""
+    return []
 
 
 @pytest.fixture
-def run_dir(saved_often, tmp_path) -> Path:
-    return shutil.copytree(saved_often, tmp_path / "run")
+def run_dir(train, saved_often, tmp_path, tmp_path_factory) -> Path:
+    if not saved_often:
+        words = ["updates=3", "saving.every_updates=1", "saving.keep=9", "ema=ema", "precision=amp"]
+        saved_often.append(train(*words, f"output_dir={tmp_path_factory.mktemp('often')}").run_dir)
+    return shutil.copytree(*saved_often, tmp_path / "run")
 
 
 def flip_a_bit(file: Path) -> None:
