@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
-from copy import deepcopy
 from typing import Literal
 
 import pytest
 import torch
 from bench.gpu import speed
 from bench.gpu.loops import Work
-from omegaconf import OmegaConf
 
 from drivetrain.config import catalog, schema
+from drivetrain.config.compose import compose
 from drivetrain.config.schema import Schema
 from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import UserError
@@ -37,9 +37,19 @@ def test_sections_put_together_are_the_config_that_hydra_composes(seed: int) -> 
         if draw.random() < 0.4:
             several = ",".join(draw.sample(options, min(2, len(options))))
             overrides.append(f"{group}=[{several}]" if group in catalog.LISTS else f"{group}={draw.choice(options)}")
-    whole, put_together = composed.by_hydra(tuple(overrides), ()), deepcopy(composed.from_sections(tuple(overrides), ()))
+    whole, put_together = composed.by_hydra(tuple(overrides), ()), composed.from_sections(tuple(overrides), ())
     assert put_together == whole
-    assert OmegaConf.to_yaml(put_together) == OmegaConf.to_yaml(whole)
+    assert json.dumps(put_together) == json.dumps(whole), "in this order"
+
+
+def test_what_is_set_in_a_config_is_not_in_the_next_one() -> None:
+    """Configs of the same options share what Hydra composed for them."""
+    words = ["model=timm", "task=segmentation"]
+    before = json.dumps(compose(words).unresolved)
+    given = ["model.kwargs.depths=[1,2]", "optimizer.lr_multipliers={head:3}", "trust=[a]", "epochs='${log_every}'"]
+    assert json.dumps(compose([*words, *given]).plain) != before
+    composed = compose(words)
+    assert json.dumps(composed.unresolved) == json.dumps(composed.option_defaults) == before
 
 
 def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypatch):

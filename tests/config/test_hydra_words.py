@@ -187,7 +187,7 @@ def test_the_hydra_folder_is_what_hydra_writes_and_holds_no_secret(tmp_path: Pat
     assert job.run.optimizer.lr == 0.0625
     job.write_files(tmp_path)
     folder = tmp_path / ".hydra"
-    assert OmegaConf.load(folder / "config.yaml") == job.composed.config
+    assert OmegaConf.load(folder / "config.yaml") == job.composed.unresolved
     assert yaml.safe_load((folder / "overrides.yaml").read_text()) == ["optimizer.lr=${oc.env:MY_RATE}", "runtime.seed=3"]
     node = OmegaConf.load(folder / "hydra.yaml").hydra
     assert (node.job.name, node.runtime.choices.optimizer, node.overrides.hydra) == ("mine", "adamw", ["hydra.job.name=mine"])
@@ -322,8 +322,8 @@ def test_a_config_that_hydra_composed_from_conf_makes_the_same_run() -> None:
     words = ["model=mlp", "optimizer=sgd", "optimizer.lr=0.5", "augment=[flip_crop]", "augment.flip_crop.pad=1", "clip=norm",
              "model.hidden=[8,9]", "optimizer.lr_multipliers={head.*:3}", "epochs=3"]  # fmt: skip
     job = prepare(words)
-    again = prepare(overrides_of(job.composed.config))
-    assert again.composed.config == job.composed.config
+    again = prepare(overrides_of(OmegaConf.create(job.composed.unresolved)))
+    assert again.composed.unresolved == job.composed.unresolved
     assert again.composed.choices == job.composed.choices
 
 

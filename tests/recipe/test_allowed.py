@@ -131,6 +131,9 @@ HOSTILE: dict[str, tuple[str, int, str]] = {  # what it is: the recipe, the line
     "an escaped reference": ("select: '\\${select}'\n", 1, "refer"),
     "references in a circle": ("optimizer:\n  lr: ${optimizer.weight_decay}\n  weight_decay: ${optimizer.lr}\n", 2, "circle"),
     "a reference to itself": ("model:\n  width: ${model}\n", 2, "circle"),
+    "references that multiply": (
+        timm(f"kwargs:\n  a: {'x' * 100}\n  b: {'${model.kwargs.a}' * 20}\n  c: {'${model.kwargs.b}' * 20}"), 7, "too much",
+    ),
     "a list with code of a reference": (timm("kwargs:\n  img_size: ['${runtime.device}']"), 5, "img_size"),
     "a tag": ("epochs: !!python/object/apply:posix.system [ls]\n", 1, "tag"),
     "an alias": ("model: &a\n  freeze: [*a]\n", 1, "alias"),
@@ -430,7 +433,7 @@ def test_the_hash_is_of_what_left_out_names_too_where_the_file_sets_it() -> None
 
 def test_an_empty_mapping_takes_the_place_of_a_default_that_is_not() -> None:
     """So a recipe that spells out `lr_multipliers: {}` stays what it was when the default becomes another."""
-    config = OmegaConf.create({"optimizer": {"lr_multipliers": {"head": 10}, "lr": 1}})
+    config = {"optimizer": {"lr_multipliers": {"head": 10}, "lr": 1}}
     setter = KeySetter(config, {})
     assert setter.set("optimizer.lr_multipliers", {}) is None
     assert config == {"optimizer": {"lr_multipliers": {}, "lr": 1}}

@@ -185,7 +185,7 @@ def _defaults(job: Job) -> None:
 
 
 def _config(job: Job) -> None:
-    echo(OmegaConf.to_yaml(job.composed.config))
+    echo(OmegaConf.to_yaml(job.composed.unresolved))
 
 
 PARTS: dict[str, Callable[[Job], None]] = {

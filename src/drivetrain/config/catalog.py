@@ -25,7 +25,7 @@ EXPERIMENTS = "experiment"  # the folder of a config dir that holds recipes, as 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
 
 _KEY = re.compile(r"(?P<key>\w+): (?P<default>.*\S)\s*# (?P<doc>.+)")
-_TARGET = re.compile(r"^(?:  )?_target_: (\S+)", re.M)
+_TARGET = re.compile(r"^_target_: (\S+)", re.M)
 
 
 @cache
@@ -185,20 +185,9 @@ def target(file: Path) -> str:
 @cache
 def shipped_targets(group: str = "*") -> frozenset[str]:
     """The dotted names of the classes that conf/ names, of one group or of all: a config may make these without trust."""
-    files = _option_files(())
-    chosen = files.values() if group == "*" else [files[group]]
-    sums = SUMS.values() if group == "*" else [SUMS[group]] if group in SUMS else []
-    return frozenset(
-        [
-            *sums,
-            *(
-                target
-                for of_group in chosen
-                for file in of_group.values()
-                for target in _TARGET.findall(file.read_text(encoding="utf-8"))
-            ),
-        ]
-    )
+    groups = {name: files for name, files in _option_files(()).items() if group in (name, "*")}
+    of_files = (target(file) for files in groups.values() for file in files.values())
+    return frozenset({*of_files, *(SUMS[name] for name in SUMS if name in groups)})
 
 
 def problems(config_dirs: Sequence[str] = ()) -> list[str]:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
-import yaml
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config import recipe_values
 from drivetrain.config.catalog import (
     LISTS,
     SUMS,
+    content,
     default_options,
     one_or_several,
     option_files,
@@ -30,33 +29,12 @@ from drivetrain.config.composed import Composed
 from drivetrain.config.elsewhere import USUAL, suggestion
 from drivetrain.config.hydra_words import instead, is_hydra_override, off_switch
 from drivetrain.config.keys import KeySetter, replaced
-from drivetrain.config.schema import references
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.overrides import format_value, parse_each
 from drivetrain.core.paths import conf_dir
-from drivetrain.core.typed import JsonMapping, JsonObject
+from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe
-
-
-@dataclass(frozen=True)
-class Preset:
-    """The options and the values of one task, from the mapping `preset` of its file."""
-
-    choices: JsonMapping  # group → option
-    values: JsonMapping  # dotted key → value
-
-    def values_for(self, choices: Mapping[str, object]) -> JsonObject:
-        """Return the values that hold for these options: a group's, if its option is the one that the task was written for."""
-        written_for = {**default_options(), **self.choices}
-        return {k: v for k, v in self.values.items() if choices.get(g := k.split(".")[0]) == written_for.get(g)}
-
-
-def read(task: object, groups: Container[str], config_dirs: Sequence[str] = ()) -> Preset:
-    """Return the preset of a task; an empty one where there is no such task."""
-    file = option_files(config_dirs).get("task", {}).get(str(task))
-    given = (yaml.safe_load(file.read_text(encoding="utf-8")).get("preset") or {}) if file is not None else {}
-    return Preset({k: v for k, v in given.items() if k in groups}, {k: v for k, v in given.items() if k not in groups})
 
 
 def compose(
@@ -102,15 +80,13 @@ def compose(
     values = {key: value for key, value in values.items() if key in given or not replaced(key, given)}
     failed = {*chosen, *(recipe.choices if recipe is not None else ())}.intersection(known) - set(choices.made)
 
-    config, all_choices, default_choices, task_problems = _with_preset(choices, config_dirs)
-    problems += task_problems
+    config, all_choices, default_choices = _with_preset(choices, config_dirs)
     composed = Composed(
-        config, all_choices, list(overrides), recipe, notices, tuple(config_dirs),
-        OmegaConf.to_container(config), default_choices, problems,  # type: ignore[arg-type]
+        dict(config), all_choices, list(overrides), recipe, notices, tuple(config_dirs), config, default_choices, problems,
         recipe_keys=set(values) - set(given), by_operator=by_operator,
     )  # fmt: skip
     composed.doubtful = {*failed} if all_parsed else {*failed, "an override"}
-    setter = KeySetter(config, composed.choices, config_dirs)
+    setter = KeySetter(composed.unresolved, composed.choices, config_dirs)
     for key, value in values.items():
         if key.split(".")[0] in failed:
             problem = setter.unknown_in_group(key, value)
@@ -124,7 +100,7 @@ def compose(
         elif problem is not None:
             problems.append(composed.where(key) + problem)
             composed.doubtful.add(key.split(".")[0])
-    if recipe is not None and (wrong := list(recipe_values.problems(recipe, values, config))):
+    if recipe is not None and (wrong := list(recipe_values.problems(recipe, values, composed.unresolved))):
         raise UserError([*problems, *wrong])
     try:
         composed.plain  # noqa: B018 - resolves every interpolation
@@ -135,10 +111,10 @@ def compose(
 
 def _unresolved(composed: Composed) -> list[str]:
     """The reasons why values cannot be resolved, one line for each key."""
-    problems = []
-    for key, text in references(composed.unresolved).items():
+    problems, config = [], OmegaConf.create(composed.unresolved)
+    for key, text in composed.references.items():
         try:
-            OmegaConf.select(composed.config, key, throw_on_missing=True)
+            OmegaConf.select(config, key, throw_on_missing=True)
         except OmegaConfBaseException as error:
             missing = re.search(r"Environment variable '(\w+)' not found", str(error))
             hint = f"the environment has no {missing[1]}: set it, or write ${{oc.env:{missing[1]},VALUE}}" if missing else ""
@@ -251,36 +227,42 @@ def _of_recipe(recipe: Recipe, choices: _Choices) -> JsonObject:
     return values
 
 
-def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[DictConfig, JsonObject, JsonObject, list[str]]:
-    """The config of these options and of what the task sets beside them; all options; the defaults; what the task cannot set."""
-    preset = read(choices.made.get("task", default_options()["task"]), choices.known, config_dirs)
-    made = {**preset.choices, **choices.made}
-    defaults = {**default_options(), **preset.choices}
+def _with_preset(choices: _Choices, config_dirs: Sequence[str]) -> tuple[JsonObject, JsonObject, JsonObject]:
+    """The config of these options and of what the task sets beside them, only to be read; all options; the defaults.
+
+    The task's own values hold for a group whose option is the one that the task was written for.
+    """
+    task = str(choices.made.get("task", default_options()["task"]))
+    preset: JsonObject = content(option_files(config_dirs)["task"][task]).get("preset") or {}
+    defaults = {**default_options(), **{key: option for key, option in preset.items() if key in choices.known}}
     every = {**defaults, **choices.made}
-    config = _by_hydra(made, config_dirs)
-    with open_dict(config):
-        config.task.pop("preset", None)
+    config = dict(_by_hydra({g: option for g, option in every.items() if option != default_options()[g]}, config_dirs))
+    config["task"] = {key: value for key, value in config["task"].items() if key != "preset"}
     setter = KeySetter(config, every, config_dirs)
-    found = [setter.set(key, value) for key, value in preset.values_for(every).items()]
-    wrong = [f"task={every['task']} sets what it cannot: {problem}" for problem in found if problem is not None]
-    return config, every, defaults, wrong
+    for key, value in preset.items():
+        same = key not in choices.known and every.get(group := key.split(".")[0]) == defaults.get(group)
+        if same and (problem := setter.set(key, value)) is not None:
+            choices.problems.append(f"task={task} sets what it cannot: {problem}")
+    return config, every, defaults
 
 
-def _by_hydra(choices: dict[str, object], config_dirs: Sequence[str]) -> DictConfig:
-    """conf/config.yaml with these options, composed by Hydra."""
-    sums = {group: names for group, names in choices.items() if group in SUMS and isinstance(names, list)}
-    others = {group: option for group, option in choices.items() if group not in sums}
-    overrides = [f"{g}=[{','.join(o)}]" if isinstance(o, list) else f"{g}={o}" for g, o in others.items()]
-    for group, names in sums.items():  # each option below its own name
-        overrides += [f"~{group}", *(f"+{group}@{group}.{name}={name}" for name in names)]
-    config = deepcopy(_hydra_compose(tuple(overrides), other_folders(config_dirs)))
-    for group in sums:
-        OmegaConf.update(config, group, {"_target_": SUMS[group], "weights": None}, force_add=True)
-    return config
+def _by_hydra(choices: JsonObject, config_dirs: Sequence[str]) -> JsonObject:
+    """conf/config.yaml with these options, composed by Hydra; only to be read."""
+    overrides, sums = list[str](), JsonObject()
+    for group, option in choices.items():
+        if not isinstance(option, list):
+            overrides.append(f"{group}={option}")
+        elif group not in SUMS:
+            overrides.append(f"{group}=[{','.join(option)}]")
+        else:  # each option below its own name
+            overrides += [f"~{group}", *(f"+{group}@{group}.{name}={name}" for name in option)]
+            sums[group] = {"_target_": SUMS[group], "weights": None}
+    config = _hydra_compose(tuple(overrides), other_folders(config_dirs))
+    return config | {group: config[group] | own for group, own in sums.items()}
 
 
 @lru_cache(maxsize=16)  # the jobs of a sweep differ in values more often than in options
-def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> DictConfig:
+def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> JsonObject:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -290,8 +272,9 @@ def _hydra_compose(overrides: tuple[str, ...], folders: tuple[Path, ...]) -> Dic
     before, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a script with @hydra.main
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            return hydra_compose("config", overrides=[*overrides, *search])
+            composed = hydra_compose("config", overrides=[*overrides, *search])
     except HydraException as error:
         raise UserError(f"the config cannot be composed: {str(error).splitlines()[0]}") from None
     finally:
         GlobalHydra.instance().hydra = before
+    return OmegaConf.to_container(composed)  # type: ignore[return-value]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from drivetrain.core.typed import JsonObject
 from drivetrain.recipe.reader import Recipe
@@ -21,11 +21,23 @@ def flatten(tree: Mapping[str, object], prefix: str = "") -> JsonObject:
     return flat
 
 
+def references(value: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted key and the text of every value that refers to another, to the environment, or to anything else."""
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from references(below, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for number, below in enumerate(value):
+            yield from references(below, f"{name}[{number}]")
+    elif isinstance(value, str) and "${" in value:
+        yield name, value
+
+
 @dataclass
 class Composed:
     """A run's config before its options are made."""
 
-    config: DictConfig  # unresolved
+    unresolved: JsonObject  # the config as dicts and lists, with its references; only to be read
     choices: JsonObject  # group → option (a list for LISTS)
     overrides: list[str]  # the command line
     recipe: Recipe | None = None
@@ -45,23 +57,23 @@ class Composed:
     @cached_property  # no key is set any more when it is asked for
     def plain(self) -> JsonObject:
         """The resolved config as dicts and lists, only to be read. Once it is checked, texts from the environment are values."""
-        return OmegaConf.to_container(self.config, resolve=True)  # type: ignore[return-value]
+        if not self.references:
+            return self.unresolved
+        return OmegaConf.to_container(OmegaConf.create(self.unresolved), resolve=True)  # type: ignore[return-value]
 
     def settings(self) -> JsonObject:
         """The resolved config with dotted keys, and the option of each group."""
         return {**flatten(self.plain), **self.choices}
 
     @cached_property
-    def unresolved(self) -> JsonObject:
-        """The config as dicts and lists, with its references; only to be read."""
-        return OmegaConf.to_container(self.config)  # type: ignore[return-value]
+    def references(self) -> dict[str, str]:
+        """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
+        return dict(references(self.unresolved))
 
     def from_environment(self, key: str) -> bool:
         """True if the value of a dotted key comes from the environment."""
-        tree: Any = self.unresolved
-        for part in key.split("."):
-            tree = tree.get(part) if isinstance(tree, dict) else None
-        return "${oc.env:" in str(tree)
+        inside = (text for name, text in self.references.items() if name == key or name.startswith((f"{key}.", f"{key}[")))
+        return any("${oc.env:" in text for text in inside)
 
     def where(self, key: str) -> str:
         """The prefix "file:line: " of a value that the recipe set, for messages; empty for any other."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import LISTS, SUMS, default_options, options, owners, root_config
@@ -47,11 +47,20 @@ def as_setting(flag: str, value: str | None = None) -> str | None:
     return present if "=" in present else f"{needed}{present}={value}"
 
 
+def _merged(current: object, value: object) -> Any:
+    """What takes the place of a current value: a mapping is added to one. Raises OmegaConfBaseException."""
+    if not isinstance(current, dict) and "{" not in str(value):  # neither a mapping nor a reference
+        return value
+    node = OmegaConf.create({"value": current})
+    OmegaConf.update(node, "value", value)
+    return dict(OmegaConf.to_container(node))["value"]  # type: ignore[arg-type]
+
+
 @dataclass
 class KeySetter:
-    """A composed config whose keys are set one by one."""
+    """A composed config whose keys are set one by one. Mappings in it are replaced, not changed: others may share them."""
 
-    config: DictConfig
+    config: JsonObject
     choices: JsonObject  # group → option
     config_dirs: Sequence[str] = ()
     made: set[str] = field(default_factory=set)  # keys of values that mappings took the place of
@@ -64,28 +73,26 @@ class KeySetter:
         parts = key.split(".")
         if "_target_" in parts:
             return f"{key}: a target cannot be set: give your own class by model=own model.target=…, or an option by --config-dir"
-        node: Any = self.config
+        mapping, last = self.config, parts[-1]
         for depth, part in enumerate(parts):
-            if node is None or (of_mapping and not isinstance(node, DictConfig)):
-                self.made.add(".".join(parts[:depth]))
-                OmegaConf.update(self.config, ".".join(parts[:depth]), {}, force_add=True)
-                break
-            if not isinstance(node, DictConfig):
-                return f"{key}={value}: {'.'.join(parts[:depth])} is a value and has no '{part}'"
-            if part not in node:
-                if OPEN.intersection(parts[:depth]) or any(key.startswith(f"{made}.") for made in self.made):
-                    break
-                return self._unknown(parts, value, depth, [str(name) for name in node if name != "_target_"])
+            opened = OPEN.intersection(parts[:depth]) or any(key.startswith(f"{made}.") for made in self.made)
+            if part not in mapping and not opened:
+                return self._unknown(parts, value, depth, [str(name) for name in mapping if name != "_target_"])
             if depth < len(parts) - 1:
-                node = node[part]
-        current = OmegaConf.select(self.config, key)
-        if isinstance(current, DictConfig) and current and not isinstance(value, dict):
+                inside, below = ".".join(parts[: depth + 1]), mapping.get(part)
+                if not isinstance(below, dict):
+                    if below is not None and not of_mapping:
+                        return f"{key}={value}: {inside} is a value and has no '{parts[depth + 1]}'"
+                    self.made.add(inside)
+                    below = {}
+                mapping[part] = mapping = dict(below)
+        current = mapping.get(last)
+        if isinstance(current, dict) and current and not isinstance(value, dict):
             return f"{key}={value}: {key} is a mapping of {', '.join(map(str, current))}: set one of those"
-        if isinstance(value, str) and isinstance(current, ListConfig) and all(isinstance(each, str) for each in current):
+        if isinstance(value, str) and isinstance(current, list) and all(isinstance(each, str) for each in current):
             value = [value]  # trust=my_pkg, model.freeze=backbone
-        try:
-            emptied = value == {} and parts[-1] in OPEN  # {} takes the place of a default's entries; others are added to them
-            OmegaConf.update(self.config, key, value, force_add=True, merge=not emptied)
+        try:  # {} takes the place of a default's entries; others are added to them
+            mapping[last] = _merged({} if value == {} and last in OPEN else current, value)
         except OmegaConfBaseException as error:  # a mapping for a list, or ${ without its }
             return f"{key}={value}: it cannot be set so: {str(error).splitlines()[0]}"
         return None

@@ -30,7 +30,7 @@ def problems(composed: Composed, classes: Classes) -> Iterator[str]:
     if composed.recipe is None:
         return
     for key, given in composed.recipe.values.items():
-        where, value = composed.recipe.where(key), followed(given, composed.config)
+        where, value = composed.recipe.where(key), followed(given, composed.unresolved)
         if _is_machine_local(key, classes):
             yield f"{where}: a recipe cannot set '{key}' (it depends on the machine): set it on the command line"
         elif why := _value_problem(key, value, classes):

@@ -3,78 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import one_or_several, still_applies
-from drivetrain.core.typed import JsonObject
+from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe.reader import Recipe, holds_for
 from drivetrain.recipe.safe_yaml import REFERENCE
 
-MAX_SIZE = 20_000  # values and characters of what a reference stands for: a few levels of references can multiply to billions
+MAX_SIZE = 20_000  # characters of what references stand for: a few levels of them can multiply to billions
 MAX_STEPS = 8  # from reference to reference
 
 
-class _TooMuch(Exception):
-    """A reference stands for more than MAX_SIZE, or goes on for more than MAX_STEPS, as one in a circle does."""
-
-
-def problems(recipe: Recipe, values: Mapping[str, object], config: DictConfig) -> Iterator[str]:
+def problems(recipe: Recipe, values: Mapping[str, object], config: JsonMapping) -> Iterator[str]:
     """The references among a recipe's values that stand for too much. It is asked before the config is resolved.
 
     A reference to a key that is not there is composing's to report.
     """
-    own = {key: value for key, value in values.items() if recipe.values.get(key) is value and "${" in str(value)}
-    sizes = _Sizes(OmegaConf.to_container(config)) if own else None
-    for key, value in own.items():
-        try:
-            assert sizes is not None
-            sizes.of_value(value)
-        except _TooMuch:
+    for key, value in values.items():
+        if recipe.values.get(key) is value and _stand_for_too_much(str(value), config):
             yield f"{recipe.where(key)}: {key}: its references stand for too much, or go round in a circle: write the value out"
 
 
-class _Sizes:
-    """The sizes of a config's values with what they refer to."""
+def _stand_for_too_much(text: str, config: JsonMapping) -> bool:
+    """True if the references in a text stand for more than MAX_SIZE, or go on for more than MAX_STEPS, as in a circle."""
 
-    def __init__(self, config: object) -> None:
-        self.config = config
-        self.known: dict[str, tuple[int, int]] = {}
+    def meant(name: str) -> str:
+        found: Any = config
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return str(found)
 
-    def of_value(self, value: object, above: int = 0) -> tuple[int, int]:
-        """The values and characters of `value` with what it refers to, and the steps to the end of its references.
-
-        `above` is the number of steps that led to it. Raises _TooMuch.
-        """
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        found = [self.of_value(part, above) for part in parts]
-        if isinstance(value, str):
-            found += [self._of_name(name, above + 1) for name in REFERENCE.findall(value)]
-        size = 1 + len(value if isinstance(value, str) else "") + sum(size for size, _ in found)
-        steps = max((steps for _, steps in found), default=0)
-        if size > MAX_SIZE or steps > MAX_STEPS:
-            raise _TooMuch
-        return size, steps
-
-    def _of_name(self, name: str, above: int) -> tuple[int, int]:
-        if above > MAX_STEPS:
-            raise _TooMuch
-        if name not in self.known:
-            value = self.config
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            size, steps = self.of_value(value, above)
-            self.known[name] = size, steps + 1
-        return self.known[name]
+    for _ in range(MAX_STEPS + 1):
+        names = REFERENCE.findall(text)
+        if not names or len(text) + sum(len(meant(name)) for name in names) > MAX_SIZE:
+            return bool(names)
+        text = REFERENCE.sub(lambda found: meant(found[1]), text)
+    return True
 
 
-def followed(value: object, config: DictConfig) -> object:
+def followed(value: object, config: JsonObject) -> object:
     """A value of a recipe, with what its references stand for; as it is where there is no such key."""
     if "${" not in str(value):
         return value
     try:
-        made = OmegaConf.create({"value": value}, parent=config)
+        made = OmegaConf.create({"value": value}, parent=OmegaConf.create(config))
         return dict(OmegaConf.to_container(made, resolve=True))["value"]  # type: ignore[arg-type]
     except OmegaConfBaseException:
         return value

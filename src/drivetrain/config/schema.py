@@ -127,13 +127,3 @@ def _reason(errors: Iterable[Any], nullable: bool) -> str:
     first, *others = dict.fromkeys(reasons)
     *middle, last = [first, *(reason.removeprefix("must be ") for reason in others)]
     return f"{', '.join(middle)} or {last}" if middle else last
-
-
-def references(config: object, prefix: str = "") -> dict[str, str]:
-    """Dotted key → text of every value that refers to another, to the environment, or to anything else."""
-    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    found: dict[str, str] = {}
-    for key, value in items:
-        name = f"{prefix}{key}" if isinstance(config, dict) else f"{prefix[:-1]}[{key}]"
-        found |= {name: value} if isinstance(value, str) and "${" in value else references(value, f"{name}.")
-    return found

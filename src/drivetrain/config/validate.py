@@ -16,11 +16,10 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from drivetrain.config import callbacks, recipe_checks, schema, stage_configs
 from drivetrain.config.catalog import LISTS, options, shipped_targets
-from drivetrain.config.composed import Composed
+from drivetrain.config.composed import Composed, references
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.schema import Schema, Where
 from drivetrain.config.stage_configs import Planned
@@ -320,11 +319,11 @@ def read_config(path: Path) -> JsonObject:
 
     Raises OSError, and ValueError where it is no mapping of plain values, of a config's size and depth.
     """
-    read_yaml(path)
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path))
-    except (OmegaConfBaseException, YAMLError, AttributeError, TypeError) as error:
-        raise ValueError(str(error)) from None
+    found = read_yaml(path)
     if not isinstance(found, dict):
         raise ValueError("it is no mapping")
-    return found  # type: ignore[return-value]
+    try:
+        OmegaConf.create([text for _, text in references(found)])
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error)) from None
+    return found

@@ -122,7 +122,7 @@ class Job:
         about["signature"] = user_state.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         files.write_text(run_dir / "recipe.yaml", recipe)
-        config = OmegaConf.to_yaml(self.composed.config)
+        config = OmegaConf.to_yaml(self.composed.unresolved)
         files.write_text(run_dir / "config.yaml", config)
         files.write_json(run_dir / "environment.json", about)
         _leave_hydras_folder(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)

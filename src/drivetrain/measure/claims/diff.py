@@ -6,12 +6,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-from omegaconf import OmegaConf
-
 from drivetrain.core.errors import DONE, UserError, collecting, refuse
 from drivetrain.core.overrides import key_of
-from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.report import report
@@ -65,9 +61,8 @@ def _read(name: str, overrides: Sequence[str], config_dirs: Sequence[str]) -> tu
         return reader.read(path), recipes.read_of_run(path).claim if (path / "recipe.yaml").is_file() else None
     recipe = places.read(name)
     composed = prepare_job(overrides, config_dirs, recipe).composed
-    config: JsonObject = yaml.safe_load(OmegaConf.to_yaml(composed.config))  # as in a run's config.yaml
     chosen = {group: option for group, option in composed.choices.items() if group != "logger"}  # as in a run's recipe.yaml
-    return RunFiles(recipe.path, name, None, "", compared(config, chosen), {}, Points(), Points()), recipe.claim
+    return RunFiles(recipe.path, name, None, "", compared(composed.unresolved, chosen), {}, Points(), Points()), recipe.claim
 
 
 def _rows(both: Sequence[RunFiles]) -> list[tuple[str, ...]]:
