@@ -414,11 +414,6 @@ def names(comparison: Comparison) -> list[str]:
     return short if len(set(short)) == len(short) else labels
 
 
-def winner(comparison: Comparison) -> int | None:
-    """The number of the variant that is the answer, if one is certain: the soonest at the target, or else the fastest."""
-    return fastest(comparison) if comparison.target is None else proven(comparison.times())
-
-
 def fastest(comparison: Comparison) -> int | None:
     """The number of the fastest variant that is certainly faster than the first, with a result known to be as good.
 
@@ -451,7 +446,7 @@ def _on_target(comparison: Comparison, said: Sequence[str]) -> str:
         return f"No variant reaches {target}."
     median = f"{soonest.when} (median), by " if math.isfinite(soonest.median) else ""
     seeds = f"{median}{soonest.reached} of {len(soonest.seconds)} seeds"
-    if (best := winner(comparison)) is not None and (faster := times[best].faster_than(times[0])) is not None:
+    if (best := proven(times)) is not None and (faster := times[best].faster_than(times[0])) is not None:
         return f"{said[best]} reaches {target} sooner than {said[0]}, {faster.as_fast()}: {seeds}."
     return f"No variant reaches {target} certainly sooner than {said[0]}; the first in the order is {said[first]}: {seeds}."
 
@@ -556,7 +551,7 @@ def table(comparison: Comparison) -> Table:
     found = Table.of(
         columns, name="The variants", prose=prose, sortable=True, below={"95 % interval": _numbers(axis)}, spare=LEAST
     )
-    order, best = comparison.order(), winner(comparison)
+    order, best = comparison.order(), fastest(comparison) if comparison.target is None else proven(comparison.times())
     ordered = replace(found, rows=[found.rows[n] for n in order], winner=None if best is None else order.index(best))
     return ordered.used(1 + list(columns).index("95 % interval"))
 

@@ -372,11 +372,9 @@ def _table(runs: Sequence[RunFiles], found: Table, target: Target, ranked: bool,
     found_of = {name: [value(run) for run in runs] for name, value in of.items()}
     bars = {name: [v if v is not None and 0 < v < charts.LARGEST else None for v in each] for name, each in found_of.items()}
     winner = _winner(runs, target, ranked)
-    pages = [page if (page := run.path / run_page.FILE).exists() else None for run in runs]
-    files = ["" if page is None else os.path.relpath(page, folder) for page in pages]
+    files = [os.path.relpath(page, folder) if (page := run.path / run_page.FILE).exists() else "" for run in runs]
     rows = [[Drawn(str(name), file=file), *row] for file, (name, *row) in zip(files, found.rows, strict=True)]
-    found = replace(found, rows=rows)
-    return replace(found, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
+    return replace(found, rows=rows, name="The runs", prose=("error", "folder"), sortable=True, winner=winner, bars=bars)
 
 
 def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
