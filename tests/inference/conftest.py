@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+from drivetrain.data.digits import read_table
 
 
 @pytest.fixture(scope="session")
@@ -33,3 +36,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 def digits(finished: Callable[..., Any]) -> Any:
     """A small network on the digits, with averaged weights."""
     return finished("model=mlp", "model.hidden=[32]", "epochs=2", "ema=ema")
+
+
+@pytest.fixture(scope="session")
+def images() -> np.ndarray:
+    """Six images of digits, the first of a zero."""
+    return read_table()[:6, :64].reshape(-1, 1, 8, 8)

@@ -24,18 +24,16 @@ from tests.support import made_pages
 from tests.support.command import ROOT
 
 PAGE = ROOT / "docs" / "export.md"
-RESNET = ("model=resnet9", "model.width=4", "epochs=1", "surgery=[channels_last]")
+RESNET = ("model=resnet9", "model.width=4", "updates=2", "scheduler=constant", "surgery=[channels_last]")
 GPT = (
     "data=stdlib", "data.max_files=20", "data.test_samples=4", "data.length=16", "model=gpt", "model.width=16", "model.depth=1",
     "model.heads=2", "loss=next_token", "updates=2", "scheduler=constant",
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def samples() -> torch.Tensor:
-    from sklearn.datasets import load_digits
-
-    return torch.from_numpy(load_digits().images[:7, None]).float()
+@pytest.fixture
+def samples(images) -> torch.Tensor:
+    return torch.from_numpy(images)
 
 
 def read(path: Path, kind: str):

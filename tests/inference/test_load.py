@@ -27,14 +27,6 @@ from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
 
-@pytest.fixture(scope="module")
-def images() -> np.ndarray:
-    from sklearn.datasets import load_digits
-
-    found: np.ndarray = load_digits().images[:6, None]
-    return found
-
-
 def test_a_loaded_run(digits, images, tmp_path):
     """Model, transforms and classes; predictions by them are those of `predict`."""
     random = torch.get_rng_state()
@@ -43,7 +35,7 @@ def test_a_loaded_run(digits, images, tmp_path):
     assert (run.classes, run.update, run.kind) == ([str(n) for n in range(10)], digits.updates, "class")
     assert not run.model.training
     assert not any(p.requires_grad for p in run.model.parameters())
-    found = run.predict(images)
+    found = run.predict(images.astype("float64"))
     assert (len(found), found.labels[:3]) == (6, [run.classes[n] for n in found.output.argmax(1)[:3].tolist()])
     assert found.probabilities is not None
     torch.testing.assert_close(run.model(run.transforms(images)).softmax(-1), found.probabilities)

@@ -52,14 +52,6 @@ def asked(capsys, monkeypatch):
     return ask
 
 
-@pytest.fixture(scope="module")
-def images() -> np.ndarray:
-    from sklearn.datasets import load_digits
-
-    found: np.ndarray = load_digits().images[:6, None].astype("float32")
-    return found
-
-
 def test_the_test_set_has_the_accuracy_of_the_evaluation(digits, tmp_path, capsys):
     assert predict(digits, "--data", "test", "--out", tmp_path / "p.csv") == 0
     found = rows(tmp_path / "p.csv")
@@ -198,7 +190,9 @@ def test_no_data_option_asks_for_its_files_where_the_model_is_used_alone(option)
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
 def test_a_run_in_16_bits_predicts(precision, finished, asked):
-    code, found = asked(finished(f"precision={precision}", "updates=2", "scheduler=constant"), "--data", "test")
+    code, found = asked(
+        finished(f"precision={precision}", "model=mlp", "model.hidden=[32]", "updates=2", "scheduler=constant"), "--data", "test"
+    )
     assert (code, list(found[0])[:3]) == (0, ["input", "label", "probability"])
 
 

@@ -148,8 +148,9 @@ def launch(job: Job, run_dir: Path | None = None, quiet: bool = False) -> Result
 def _launch_in(run_dir: Path, job: Job, world: World, quiet: bool) -> Result:
     """Run a job on this machine, in a directory that this process has locked."""
     held = RunDirHandle(run_dir)
-    with space.reserved(run_dir):
-        job.write_files(run_dir)
+    if job.work is None:  # else the directory is gone when the work is done
+        with space.reserved(run_dir):
+            job.write_files(run_dir)
     _tell_parent(run_dir)
     (run_dir / "result.json").unlink(missing_ok=True)  # that of the part before a resume
     with logs.to_file(run_dir / "log.txt"):
