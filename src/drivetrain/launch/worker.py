@@ -292,7 +292,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     used_before = accelerators.used(staged.context.device)
     staged.fit(stop)
     trainer = staged.trainer
-    result.energy_joules = _energy(trainer, used_before)
+    result.energy_joules = accelerators.energy(trainer.parallel, trainer.device, used_before)
     trainer.callbacks.raise_error()
     if trainer.saving.active:
         StopFlag.nothing_to_save()
@@ -332,17 +332,6 @@ def commonest(source: Source) -> float | None:
     """The share of a set's commonest class, where its labels are known without reading the samples."""
     labels = source.labels() if source.own_code is None else None
     return None if labels is None or labels.ndim != 1 else (labels == labels.mode().values).sum().item() / len(labels)
-
-
-def _energy(trainer: Trainer, before: tuple[str, float] | None) -> float | None:
-    """The joules that all ranks' devices have used since `before`. Called on all ranks."""
-    parallel = trainer.parallel
-    if trainer.device.type != "cuda" or not (parallel.one_process or parallel.distributed):  # else it uses several devices
-        return None
-    readings = parallel.gather_object((before, accelerators.used(trainer.device)))
-    if parallel.world.rank:
-        return None
-    return accelerators.total([first for first, _ in readings], [last for _, last in readings])
 
 
 def _failure(error: BaseException, job: Job, run_dir: Path) -> tuple[str, str, int]:

@@ -43,7 +43,8 @@ class TimeToTarget:
         if self.update is not None or value is None or not self.reach.reached(value):
             return
         self.update, self._samples, self._seconds = self._progress.updates, self._progress.samples, self._elapsed()
-        self._joules = self._energy()
+        # The energy of the earlier parts of a resumed run is not known.
+        self._joules = None if self._resumed else accelerators.energy(self._parallel, self._device, self._used_before)
         logger.info("target %s reached after %s updates, %.1f s", self.reach, f"{self.update:,}", self._seconds)
 
     def record(self) -> JsonObject:
@@ -69,15 +70,6 @@ class TimeToTarget:
 
     def _elapsed(self) -> float:
         return round(self._seconds_before + time.monotonic() - process.started, 3)
-
-    def _energy(self) -> float | None:
-        """The joules since the start, of a run that was not resumed: the energy of its earlier parts is not known."""
-        if self._resumed or self._device.type != "cuda" or not (self._parallel.one_process or self._parallel.distributed):
-            return None
-        readings = self._parallel.gather_object((self._used_before, accelerators.used(self._device)))
-        if self._parallel.world.rank:
-            return None
-        return accelerators.total([first for first, _ in readings], [last for _, last in readings])
 
 
 class Stop(Option, groups.Stop):

@@ -220,7 +220,7 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
     source: Grid | Search | None = None
     with collecting(problems):
         settings, _ = split(overrides)
-    try:
+    with collecting(problems):
         if settings is not None and isinstance(settings.sweeper, Optuna):
             from drivetrain.sweeps.optuna import Search  # a package that may be missing
 
@@ -231,8 +231,6 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
             problems += [p for j in jobs for p in j.problems]
             if not problems and settings is not None and not isinstance(settings.launcher, SubmititSlurm):
                 problems += device_problems(job.job for job in jobs)
-    except UserError as error:
-        problems += error.problems
     subdir = settings.hydra.given.get("sweep.subdir") if settings is not None else None
     if subdir is not None and "job.num" not in subdir and not isinstance(source, Grid):
         problems.append(f"hydra.sweep.subdir={subdir}: a search may try values twice: put ${{hydra.job.num}} into it")

@@ -256,8 +256,7 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     ]
     if len({folder.resolve() for folder in run_dirs}) < len(run_dirs):
         problems.append("a run's directory is given twice: name each once")
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     runs = sorted(map(reader.read, run_dirs), key=_seed)
     recipes.read_of_run(runs[0].path)
     asked = settings if settings is not None and settings != Settings() else None
