@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
+from drivetrain.core import files
 from drivetrain.core.errors import UserError
 from drivetrain.core.paths import user_cache
 from drivetrain.core.process import __version__
@@ -112,7 +111,8 @@ def fetched(address: str) -> bytes:
         )
     if (content := _kept(address, place)) is not None:
         return content
-    with _lock():  # of ranks that were started together one fetches
+    lock = _file(".lock")
+    with files.one_at_a_time(lock) if lock is not None else contextlib.nullcontext():  # of ranks started together one fetches
         content = _kept(address, place)
         return content if content is not None else _fetch(address, place)[1]
 
@@ -136,7 +136,7 @@ def _kept(address: str, place: Address) -> bytes | None:
     """The bytes that were kept of an address. A file that was changed since counts as missing."""
     file = _file(f"{sha256_of(address.encode())}.yaml")
     with contextlib.suppress(OSError):
-        content = file.read_bytes() if file is not None else None
+        content = files.read_bytes(file, MAX_BYTES) if file is not None else None
         return content if content is not None and place.sha256 in (None, sha256_of(content)) else None
     return None
 
@@ -144,19 +144,8 @@ def _kept(address: str, place: Address) -> bytes | None:
 def _keep(address: str, content: bytes) -> None:
     """Write what an address gave at once: a reader sees all of it or none."""
     if (file := _file(f"{sha256_of(address.encode())}.yaml")) is not None:
-        temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
         with contextlib.suppress(OSError):
-            temporary.write_bytes(content)
-            temporary.replace(file)
-
-
-@contextlib.contextmanager
-def _lock() -> Iterator[None]:
-    path = _file(".lock")
-    with open(path or os.devnull, "w", encoding="utf-8") as file:
-        if path is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            files.write_bytes(file, content)
 
 
 def _fetch(address: str, place: Address) -> tuple[str, bytes]:
