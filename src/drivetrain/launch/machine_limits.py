@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import os
+import shutil
+import sys
 
 SHARED_MEMORY = (
     "insufficient shared memory", "Bus error", "shm_open", "/dev/shm", "unable to write to file </torch_",
@@ -23,7 +25,9 @@ def explain(error: BaseException) -> str | None:
             f"this process may not open more files{_limit('NOFILE')}: raise the limit (`ulimit -n 65536` in the shell that "
             "starts the run), or lower loader.num_workers"
         )
-    size, free = _shared_memory()
+    size, free = 0, sys.maxsize  # of a system other than Linux
+    with contextlib.suppress(OSError):
+        size, _, free = shutil.disk_usage("/dev/shm")
     no_file = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None  # a semaphore, say
     if any(sign in text for sign in SHARED_MEMORY) or (no_file and free < FULL):
         has = f" (/dev/shm has {size / 2**20:,.1f} MB, {free / 2**20:,.1f} MB free)" if size else ""
@@ -50,12 +54,3 @@ def _limit(name: str) -> str:
     if limit == resource.RLIM_INFINITY:
         return ""
     return f" (its limit is {f'{limit / 2**30:,.3g} GiB' if name == 'AS' else limit})"
-
-
-def _shared_memory() -> tuple[float, float]:
-    """The bytes of /dev/shm, and those of it that are free; 0 and infinity where there is none."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except (OSError, AttributeError):  # another system than Linux
-        return 0, float("inf")
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize

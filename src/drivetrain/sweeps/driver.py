@@ -9,7 +9,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,12 +56,10 @@ def progress(entry: Entry) -> tuple[JsonObject, int | None]:
 
 
 def _tail(path: Path) -> bytes:
-    try:
-        with files.opened(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            return file.read()
-    except OSError:
-        return b""
+    with suppress(OSError), files.opened(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        return file.read()
+    return b""
 
 
 def share(entry: Entry) -> float:
