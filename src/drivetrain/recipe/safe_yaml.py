@@ -106,10 +106,11 @@ def load(path: Path, raw: bytes | None = None) -> Entry:
     raw = read_bytes(path) if raw is None else raw
     try:
         text, depth, nodes = raw.decode("utf-8"), 0, 0
-        number, character = deceiving(text)
-        if number:
+        if found := _DECEIVING.search(text):
+            number = text.count("\n", 0, found.start()) + 1
             raise UserError(
-                f"{path}:{number}: a recipe may not have the character {character}, by which it looks other than YAML reads it"
+                f"{path}:{number}: a recipe may not have the character U+{ord(found[0]):04X}, by which it looks other than YAML "
+                "reads it"
             )
         for event in yaml.parse(text, Loader=_Loader):
             where = f"{path}:{event.start_mark.line + 1}"
@@ -135,12 +136,6 @@ def load(path: Path, raw: bytes | None = None) -> Entry:
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
         raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
     return Entry(path, "", 1, node, [])
-
-
-def deceiving(text: str) -> tuple[int, str]:
-    """The line and the name of the first character by which a text looks other than a program reads it; (0, "") without one."""
-    found = _DECEIVING.search(text)
-    return (text.count("\n", 0, found.start()) + 1, f"U+{ord(found[0]):04X}") if found else (0, "")
 
 
 def names_code(group: str, option: object) -> bool:
