@@ -179,28 +179,23 @@ def _scalar(node: yaml.ScalarNode) -> object:
 
 def scalar(node: yaml.ScalarNode, several_lines: bool = False) -> tuple[object, str]:
     """A scalar in plain Python, and the reason why a recipe may not hold it; "" where it may."""
-    value = _scalar(node)
-    return value, _scalar_problem(value, node.value, several_lines)
-
-
-def _scalar_problem(value: object, text: str, several_lines: bool) -> str:
-    """The reason why a recipe may not hold this value; "" where it may."""
+    value, text, problem = _scalar(node), node.value, ""
     short = printable(text) if len(text) < 40 else f"{printable(text[:40])}…"
     if not isinstance(value, str | int | float | bool | None):
-        return f"YAML reads {short} as a date, binary data or nothing: quote it, if it is a text"
-    if isinstance(value, int) and abs(value) > MAX_WHOLE:
-        return f"{short} is too large a number"
-    if isinstance(value, int | float) and not isinstance(value, bool) and _OTHER_NOTATION.match(text):
-        return f"YAML reads {short} as {value}: write {value}, or quote it, if it is a text"
-    if not isinstance(value, str):
-        return ""
-    if "${" in value and ("${" in REFERENCE.sub("", value) or "\\" in value):
-        return f"'{short}': a recipe may refer to keys of the config only, as ${{optimizer.lr}}, never to the environment"
-    if value == "???":
-        return "'???' stands for a missing value: write the value"
-    if len(value) > MAX_TEXT or not (value.replace("\n", "") if several_lines else value).isprintable():
-        return f"'{short}': a text has at most {MAX_TEXT} characters, all of them printable"
-    return ""
+        problem = f"YAML reads {short} as a date, binary data or nothing: quote it, if it is a text"
+    elif isinstance(value, int) and abs(value) > MAX_WHOLE:
+        problem = f"{short} is too large a number"
+    elif isinstance(value, int | float) and not isinstance(value, bool) and _OTHER_NOTATION.match(text):
+        problem = f"YAML reads {short} as {value}: write {value}, or quote it, if it is a text"
+    elif isinstance(value, str) and "${" in value and ("${" in REFERENCE.sub("", value) or "\\" in value):
+        problem = f"'{short}': a recipe may refer to keys of the config only, as ${{optimizer.lr}}, never to the environment"
+    elif value == "???":
+        problem = "'???' stands for a missing value: write the value"
+    elif isinstance(value, str) and (
+        len(value) > MAX_TEXT or not (value.replace("\n", "") if several_lines else value).isprintable()
+    ):
+        problem = f"'{short}': a text has at most {MAX_TEXT} characters, all of them printable"
+    return value, problem
 
 
 def printable(text: str) -> str:
