@@ -14,13 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drivetrain.core import forking, nvidia_driver
 from drivetrain.core.lazy import torch
-
-if TYPE_CHECKING:
-    from drivetrain.core.groups import Parallel
 
 # The environment variables that hide devices: where one changes, what was found before no longer counts.
 VISIBILITY = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "CUDA_DEVICE_ORDER")
@@ -152,11 +149,3 @@ def total(before: Sequence[tuple[str, float] | None], after: Sequence[tuple[str,
     if None in before or None in after or not after:
         return None
     return sum(last[device] - first[device] for device in last) if first.keys() == last.keys() else None
-
-
-def energy(parallel: Parallel, device: torch.device, before: tuple[str, float] | None) -> float | None:
-    """The joules that all ranks' devices have used since their readings `before`. Called on all ranks; rank 0 gets them."""
-    if device.type != "cuda" or not (parallel.one_process or parallel.distributed):  # else it uses several devices
-        return None
-    readings = parallel.gather_object((before, used(device)))
-    return None if parallel.world.rank else total([first for first, _ in readings], [last for _, last in readings])

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
+from drivetrain.core import accelerators
 from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.lazy import torch
 from drivetrain.core.microbatch import MicroBatch, Request
@@ -387,6 +388,13 @@ class Parallel:
     def broadcast_object(self, value: T) -> T:
         """Return rank 0's value, on every rank."""
         return value
+
+    def energy(self, device: torch.device, before: tuple[str, float] | None) -> float | None:
+        """Return the joules that all ranks' devices have used since their readings `before`, on rank 0."""
+        if device.type != "cuda" or not (self.one_process or self.distributed):  # else it uses several devices
+            return None
+        readings = self.gather_object((before, accelerators.used(device)))
+        return None if self.world.rank else accelerators.total([first for first, _ in readings], [last for _, last in readings])
 
     def full_state_dict(self, model: torch.nn.Module, state: StateDict) -> tuple[StateDict, StateDict]:
         """Return the full, unsharded weights and training state, on rank 0."""

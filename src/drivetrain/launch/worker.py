@@ -292,7 +292,7 @@ def _train(staged: StagedRun, stop: StopFlag, result: Result) -> None:
     used_before = accelerators.used(staged.context.device)
     staged.fit(stop)
     trainer = staged.trainer
-    result.energy_joules = accelerators.energy(trainer.parallel, trainer.device, used_before)
+    result.energy_joules = trainer.parallel.energy(trainer.device, used_before)
     trainer.callbacks.raise_error()
     if trainer.saving.active:
         StopFlag.nothing_to_save()

@@ -44,7 +44,7 @@ class TimeToTarget:
             return
         self.update, self._samples, self._seconds = self._progress.updates, self._progress.samples, self._elapsed()
         # The energy of the earlier parts of a resumed run is not known.
-        self._joules = None if self._resumed else accelerators.energy(self._parallel, self._device, self._used_before)
+        self._joules = None if self._resumed else self._parallel.energy(self._device, self._used_before)
         logger.info("target %s reached after %s updates, %.1f s", self.reach, f"{self.update:,}", self._seconds)
 
     def record(self) -> JsonObject:
