@@ -42,6 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(3600))
 
 
+@pytest.hookimpl(hookwrapper=True, optionalhook=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> Iterator[None]:
+    """Forget a test's timer: every process that is forked goes through all threads there were, as long as something has them."""
+    yield
+    vars(item).pop("cancel_timeout", None)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start autograd, and leave what a worker has by now out of all collections of garbage, which runs with stages ask for.
 
