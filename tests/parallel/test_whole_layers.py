@@ -60,21 +60,27 @@ SOAPS = {
 }
 
 
-def trained(make: Any, words: list[str], world: World | None = None, resume: bool = False) -> dict[str, Any]:
-    """Weights and optimizer state by name after three updates, on rank 0; with `resume` broken off after two."""
-    trainer = make(*words, world=world)
+def ended(trainer: Any) -> dict[str, Any]:
+    """Weights and optimizer state by name at a run's end, on rank 0."""
     stay_together()
-    if resume:
-        trainer.max_updates = 2
-        trainer.fit()
-        full = trainer.parallel.broadcast_object(saved(trainer))
-        trainer.parallel.finish_collectives()
-        trainer = make(*words, world=world)
-        trainer.restore(*full)
     trainer.fit()
     weights, state = saved(trainer)
     trainer.parallel.finish_collectives()
     return {**weights, **by_name(state["optimizer"])} if trainer.parallel.world.rank == 0 else {}
+
+
+def ended_twice(make: Any, words: list[str], world: World) -> list[dict[str, Any]]:
+    """The end of a run, and that of one which goes on from what it was after two updates."""
+    trainer = make(*words, world=world)
+    stay_together()
+    updates, trainer.max_updates = trainer.max_updates, 2
+    trainer.fit()
+    full = trainer.parallel.broadcast_object(saved(trainer))
+    trainer.parallel.finish_collectives()
+    trainer.max_updates = updates
+    whole, again = ended(trainer), make(*words, world=world)
+    again.restore(*full)
+    return [{key: value.tolist() for key, value in of.items()} for of in (whole, ended(again))]
 
 
 def saved(trainer: Any) -> Any:
@@ -111,24 +117,20 @@ def equal_on_two_ranks(ranks: Any, make: Any, strategy: str, cases: dict[str, li
     )
     on_ranks = {name: [*COMMON, *STRATEGIES[strategy], *split, *words] for name, words in cases.items()}
 
-    def work(world: World) -> Any:
-        found = [{name: trained(make, words, world, resume) for name, words in on_ranks.items()} for resume in (False, True)]
-        return [{name: {k: v.tolist() for k, v in of.items()} for name, of in run.items()} for run in found]
-
-    (whole, resumed), _ = ranks(work)
+    found, _ = ranks(lambda world: {name: ended_twice(make, words, world) for name, words in on_ranks.items()})
     for name, words in cases.items():
         alone = [w for w in STRATEGIES[strategy] if not w.startswith("parallel")]
-        one = trained(make, [*COMMON, *alone, *words])
-        assert whole[name].keys() == one.keys()
+        one, (whole, resumed) = ended(make(*COMMON, *alone, *words)), found[name]
+        assert whole.keys() == one.keys()
         for key, value in one.items():
             torch.testing.assert_close(
-                torch.tensor(whole[name][key], dtype=torch.float64),
+                torch.tensor(whole[key], dtype=torch.float64),
                 value.double(),
                 rtol=to,
                 atol=1 if value.dtype == torch.uint8 else to,  # a code of 256 may be the next one
                 msg=partial(told, f"{name}: {key}"),
             )
-        assert resumed[name] == whole[name]
+        assert resumed == whole
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

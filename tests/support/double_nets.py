@@ -7,13 +7,13 @@ import math
 import torch
 
 
-def vit(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
-    """Four blocks of two heads over patches of 4×4, inputs of float32 taken as float64."""
+def vit(shape: tuple[int, ...], classes: int, depth: int = 4) -> torch.nn.Module:
+    """Blocks of two heads over patches of 4×4, inputs of float32 taken as float64."""
     import timm
 
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=shape[1:], patch_size=4, in_chans=shape[0], num_classes=classes, depth=4, embed_dim=24,
-        num_heads=2,
+        "vit_tiny_patch16_224", img_size=shape[1:], patch_size=4, in_chans=shape[0], num_classes=classes, depth=depth,
+        embed_dim=24, num_heads=2,
     ).double()  # fmt: skip
     model.register_forward_pre_hook(lambda module, args: tuple(x.double() for x in args))
     return model
