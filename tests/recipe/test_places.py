@@ -519,7 +519,7 @@ def test_verbs_that_take_a_recipe_take_an_address(pinned, capsys, says, refused)
     assert "optimizer.lr" in says("recipe", "diff", pinned, "naive")
     assert "nothing claimed" in refused("recipe", "verify", pinned)
     assert main(["show", f"recipe={pinned}", "data=synthetic", "epochs=1"]) == 0
-    assert compose([f"recipe={pinned}"]).config.optimizer.lr == 0.0625
+    assert compose([f"recipe={pinned}"]).plain["optimizer"]["lr"] == 0.0625
     assert says("train", f"recipe={pinned}", "--cfg", "job", "-p", "optimizer.lr").strip().endswith("0.0625")
 
 
