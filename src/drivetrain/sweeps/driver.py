@@ -168,11 +168,6 @@ class Plan:
     config_dirs: list[str]
     source: Grid | Search  # all jobs, or the search that proposes them
 
-    @property
-    def searches(self) -> bool:
-        """True if the jobs are a search's trials."""
-        return isinstance(self.settings.sweeper, Optuna)
-
 
 def run(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool = False) -> tuple[Path, int]:
     """Run all jobs and show them in a table; return the folder and the exit code. Raises UserError if no job can run."""
@@ -242,7 +237,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
     for module in PRELOADED:
         importlib.import_module(module)
     accelerators.find()  # once, and not in every job
-    began, source = time.monotonic(), plan.source
+    began, source, searches = time.monotonic(), plan.source, not isinstance(plan.source, Grid)
     with directory.locked(path):
         sweep = Sweep(path, plan.overrides, plan.config_dirs, plan.settings.hydra)
         source.begin(sweep)
@@ -251,7 +246,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
         live = Live(console=output.console(), auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         table = live if terminal.is_live() else None
         launcher = _launcher(plan.settings, sweep, source.total, quiet, table is not None)
-        echo(f"{source.total} {'trials' if plan.searches else 'jobs'} in {path}")
+        echo(f"{source.total} {'trials' if searches else 'jobs'} in {path}")
         display = Display(source.total, table, isinstance(launcher, Forked) and not launcher.captured and not quiet)
         with SignalForwarder() as signals, table or nullcontext(), signals.to(launcher.signal):
             display.keep(source.kept)
@@ -260,7 +255,7 @@ def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
         store.write_summary(sweep, objective, time.monotonic() - began, source.is_finished())
     echo()
     _show(sweep, objective)
-    return path, _exit_code(sweep, plan.searches, signals, running)
+    return path, _exit_code(sweep, searches, signals, running)
 
 
 def _show(sweep: Sweep, objective: Selection | None) -> None:
