@@ -23,7 +23,7 @@ from typing import Any
 from safetensors import safe_open
 
 from bench import harness
-from drivetrain.core.errors import UserError
+from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.overrides import format_value, key_of
 from drivetrain.core.paths import recipes_dir
 from drivetrain.measure.benchmark import compare, variants
@@ -85,8 +85,7 @@ def trained(name: str, plan: Plan, folder: Path) -> dict[str, list[RunFiles]]:
     """The runs of each cell of a recipe, by its label ("" for one without a grid), one for each seed."""
     common = [*COMMON, *_weights(name, plan, folder)]
     seeds = {seed: prepare_sweep([f"recipe={name}", f"runtime.seed={seed}", *common]) for seed in range(plan.seeds)}
-    if wrong := [problem for jobs in seeds.values() for job in jobs for problem in job.problems]:
-        raise UserError(dict.fromkeys(wrong))
+    refuse(problem for jobs in seeds.values() for job in jobs for problem in job.problems)
     found = _completed(folder / name)
     missing = [str(seed) for seed, jobs in seeds.items() if any(_hash(job) not in found for job in jobs)]
     if missing:

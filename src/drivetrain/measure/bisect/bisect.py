@@ -24,7 +24,7 @@ from functools import partial
 
 from drivetrain.config.catalog import LISTS
 from drivetrain.config.hydra_words import recipe_word, translated
-from drivetrain.core.errors import DONE, FAILED, UserError, refuse
+from drivetrain.core.errors import DONE, FAILED, UserError, collecting, refuse
 from drivetrain.core.option import Count, Positive
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
@@ -64,8 +64,7 @@ def read_side(word: str, overrides: Sequence[str], config_dirs: Sequence[str]) -
             own = translated(shlex.split(word), config_dirs)  # quotes within the word are the shell's
         except ValueError as error:
             raise UserError(f"'{word}' is no list of overrides: {error}") from None
-        if wrong := [override for override in own if "=" not in override]:
-            raise UserError(f"'{wrong[0]}' in '{word}' is not of the form key=value")
+        refuse(f"'{override}' in '{word}' is not of the form key=value" for override in own if "=" not in override)
     elif path.is_dir():
         recorded = recorded_environment(path)
         ours = recorded if is_of_this_user(recorded) else {}
@@ -107,10 +106,8 @@ class Subsets:
         kept = [override for override in self.good.overrides if not key_of(override).startswith(replaced)]
         given, label = apply(kept, changed, self.config_dirs), " ".join(change.key for change in changes)
         found = VariantSpec(label or self.good.label, given, None, composes=self.good.composes)
-        try:
+        with collecting(found.problems):
             found.job = found.composes(given) if found.composes is not None else None
-        except UserError as error:
-            found.problems = error.problems
         return found
 
 
@@ -563,11 +560,11 @@ def _check(settings: Settings, words: Sequence[str]) -> None:
         raise UserError(
             f"drivetrain bisect wants GOOD and BAD, each a run's directory, a recipe or overrides in quotes: given {len(words)}"
         )
-    if wrong := [word for word in words[2:] if "=" not in word]:
-        raise UserError(f"'{wrong[0]}': after GOOD and BAD come overrides of both, of the form key=value")
-    for name, count, least in (("rounds", settings.rounds, LEAST_ROUNDS), ("seeds", settings.seeds, LEAST_SEEDS)):
-        if count < least:
-            raise UserError(f"{name}={count}: fewer than {least} {name} give no interval: set {name}={least}")
+    refuse(f"'{word}': after GOOD and BAD come overrides of both, of the form key=value" for word in words[2:] if "=" not in word)
+    counts = ("rounds", settings.rounds, LEAST_ROUNDS), ("seeds", settings.seeds, LEAST_SEEDS)
+    refuse(
+        f"{name}={n}: fewer than {least} {name} give no interval: set {name}={least}" for name, n, least in counts if n < least
+    )
 
 
 def _same(words: Sequence[str], not_tried: Sequence[str], quality: bool) -> str:

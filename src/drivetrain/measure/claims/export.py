@@ -300,8 +300,7 @@ def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
         date = time.strftime("%Y-%m-%d", time.localtime(max(run.environment["time"] for run in runs)))
     measured = measured_by(found, settings.metric or name, settings.set)
     claim = Claim(device=device, versions=_versions(runs[0]), measured=date, **measured)
-    if claim.kinds() and (wrong := list(claim.problems("claim"))):
-        raise UserError([f"{runs[0].path}: {problem}" for problem in wrong])
+    refuse(f"{runs[0].path}: {problem}" for problem in claim.problems("claim") if claim.kinds())
     return claim if claim.kinds() else None
 
 

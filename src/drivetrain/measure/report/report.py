@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.errors import DONE, DataError, UserError
+from drivetrain.core.errors import DONE, DataError, UserError, refuse
 from drivetrain.core.option import CountOrZero
 from drivetrain.core.overrides import key_of
 from drivetrain.core.paths import expanded
@@ -451,9 +451,11 @@ class Settings:
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain report`; return its exit code. Runs know their own `config_dirs`."""
     settings, rest = verbs.split(argv, Settings)
-    if wrong := [argument for argument in rest if "=" in argument and not Path(argument).exists()]:
-        known = "which has target=, samples= and out="
-        raise UserError([f"'{argument}' is no setting of report, {known}, nor a folder" for argument in wrong])
+    refuse(
+        f"'{argument}' is no setting of report, which has target=, samples= and out=, nor a folder"
+        for argument in rest
+        if "=" in argument and not Path(argument).exists()
+    )
     given = settings.target
     target: Target = Reach.parse(given) if isinstance(given, str) else given
     if target is None and given is not None:
