@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any
@@ -118,7 +118,7 @@ class Changes:
 
     good: Job
     bad: Job
-    skipped: Container[str] = ()  # keys and groups whose changes are not made
+    skipped: Set[str] = frozenset()  # keys and groups whose changes are not made
     not_made: list[str] = field(default_factory=list)  # of these, the keys in which the two differ
 
     def __post_init__(self) -> None:
@@ -127,8 +127,9 @@ class Changes:
     def found(self) -> list[Change]:
         """The changes, in the order of conf/config.yaml, those of no group last."""
         every = [change for key in {**self.bad.composed.choices, **self._new} for change in self._of(key)]
-        self.not_made = [change.key for change in every if self._is_skipped(change.key)]
-        return [change for change in every if not self._is_skipped(change.key)]
+        made = [change for change in every if not {change.key, re.split("[.=]", change.key)[0]} & self.skipped]
+        self.not_made = [change.key for change in every if change not in made]
+        return made
 
     def overrides(self, chosen: Sequence[Change]) -> list[str]:
         """The overrides that make these changes on top of GOOD."""
@@ -138,9 +139,6 @@ class Changes:
             toggled.setdefault(group, set()).add(name)
         lists = [word for group, names in toggled.items() for word in self._list(group, names)]
         return [*lists, *(override for change in single for override in change.overrides)]
-
-    def _is_skipped(self, key: str) -> bool:
-        return key in self.skipped or re.split("[.=]", key)[0] in self.skipped
 
     def _of(self, key: str) -> Iterator[Change]:
         """The changes of a group, or of a value that belongs to none."""
