@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +30,7 @@ composed.install()
 fork_server.do_not_wait_for_the_disk()
 logging.getLogger().setLevel(logging.INFO)  # what a run says of itself; pytest's log_level would set it 12 times a test
 
+NUMBERS = itertools.count()
 OF_LAUNCHERS = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TINY = [
     "data=synthetic", "data.shape=[3,8,8]", "data.classes=4", "data.samples=48", "data.test_samples=20",
@@ -59,6 +63,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         gc.collect()
         gc.freeze()
+        with contextlib.suppress(OSError):
+            fork_server.use_huge_pages()  # a fork then takes half the time
 
 
 class Sink(list[dict[str, Any]]):
@@ -66,6 +72,15 @@ class Sink(list[dict[str, Any]]):
 
     def log(self, record: dict[str, Any]) -> None:
         self.append(record)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of the test's own. pytest's also has a link to the newest one, whose change takes half a millisecond."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}{next(NUMBERS)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture
@@ -176,26 +191,36 @@ def train(tiny: Callable[..., list[str]]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def make(tiny: Callable[..., list[str]], tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Build the trainer of a tiny run with these overrides, without starting it; its one log writer keeps the records."""
-    from drivetrain.config import validate as check
+def trainer_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """`trainer_of(job)`: the job's trainer, not started; its one log writer keeps the records."""
     from drivetrain.core.world import World
     from drivetrain.engine import build
     from drivetrain.engine.context import RunContext
-    from drivetrain.launch import launcher
 
-    def built(*words: str, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
-        job = launcher.prepare(tiny(*words))
-        check.validate_device(job.run)
-        context = RunContext(job.run, world or World(), run_dir)
-        contexts.append(context)
-        return build.build(context, [Sink()])
+    def built(job: Any, world: World | None = None, run_dir: Path = tmp_path / "run") -> Any:
+        contexts.append(RunContext(job.run, world or World(), run_dir))
+        return build.build(contexts[-1], [Sink()])
 
     contexts: list[Any] = []
     built.contexts = contexts  # type: ignore[attr-defined]
     yield built
     for context in reversed(contexts):
         context.on_exit.close()
+
+
+@pytest.fixture
+def make(tiny: Callable[..., list[str]], trainer_of: Callable[..., Any]) -> Callable[..., Any]:
+    """`make(*overrides)`: the trainer of a tiny run, not started."""
+    from drivetrain.config import validate as check
+    from drivetrain.launch import launcher
+
+    def built(*words: str, **where: Any) -> Any:
+        job = launcher.prepare(tiny(*words))
+        check.validate_device(job.run)
+        return trainer_of(job, **where)
+
+    built.contexts = trainer_of.contexts  # type: ignore[attr-defined]
+    return built
 
 
 @pytest.fixture

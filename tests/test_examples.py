@@ -19,9 +19,6 @@ from drivetrain.cli.main import main
 from drivetrain.core.errors import UserError
 from drivetrain.core.horizon import Horizon
 from drivetrain.core.paths import add_import_paths
-from drivetrain.core.world import World
-from drivetrain.engine import build
-from drivetrain.engine.context import RunContext
 from drivetrain.launch import launcher
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipe
@@ -146,17 +143,9 @@ def job(tiny, my_pkg):
 
 
 @pytest.fixture
-def trainer(job, tmp_path):
+def trainer(job, trainer_of):
     """`trainer(*overrides)`: the trainer of such a run, not started."""
-    contexts = []
-
-    def built(*overrides):
-        contexts.append(RunContext(job(*overrides).run, World(), tmp_path / "run"))
-        return build.build(contexts[-1], [])
-
-    yield built
-    for context in reversed(contexts):
-        context.on_exit.close()
+    return lambda *overrides: trainer_of(job(*overrides))
 
 
 def test_every_example_has_a_row():

@@ -21,13 +21,19 @@ def sampled() -> list[tuple[str, str]]:
     return random.Random(0).sample(quick, SAMPLE)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What options want from outside."""
+    pairwise.prepare_folder(made := tmp_path_factory.mktemp("pairwise"))
+    return made
+
+
 @pytest.mark.parametrize("pair", sampled(), ids=" ".join)
-def test_a_pair_trains_or_is_refused_for_both(pair: tuple[str, str], tmp_path: Path) -> None:
-    pairwise.prepare_folder(tmp_path)
-    came = pairwise.try_one(pair, str(tmp_path))
+def test_a_pair_trains_or_is_refused_for_both(pair: tuple[str, str], folder: Path) -> None:
+    came = pairwise.try_one(pair, str(folder))
     assert came.status in ("trained", "refused"), came
     if came.status == "refused":
-        by_itself = [word for word in pair if pairwise.refused([word], tmp_path)]
+        by_itself = [word for word in pair if pairwise.refused([word], folder)]
         assert by_itself or pairwise.names_both(frozenset(pair), came.reason), came
 
 
@@ -44,28 +50,25 @@ HERE_NEVER = "is not installed|needs a CUDA device|finds no CUDA device"  # reas
 
 
 @pytest.mark.parametrize("words", [random.Random(0).sample(ALONE, 8), pytest.param(ALONE, marks=pytest.mark.slow)], ids=len)
-def test_no_option_is_refused_by_itself(words: list[str], tmp_path: Path) -> None:
+def test_no_option_is_refused_by_itself(words: list[str], folder: Path) -> None:
     """With the settings of the table. One that is would be refused in all of its pairs, and tried in none."""
-    pairwise.prepare_folder(tmp_path)
-    reasons = {word: pairwise.refused([word], tmp_path) for word in words}
+    reasons = {word: pairwise.refused([word], folder) for word in words}
     assert not {word: why for word, why in reasons.items() if why is not None and not re.search(HERE_NEVER, why)}
 
 
 @pytest.mark.parametrize(
     "pair", [("loss=distill", "data=digits"), ("loss=distill", "data=wine"), ("optimizer=schedulefree", "ema=ema")]
 )
-def test_an_option_with_needs_trains(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_an_option_with_needs_trains(pair: tuple[str, str], folder: Path) -> None:
     """The settings that it wants are in the table, so that it is not one of those that this machine cannot run."""
-    pairwise.prepare_folder(tmp_path)
-    came = pairwise.try_one(pair, str(tmp_path))
+    came = pairwise.try_one(pair, str(folder))
     assert came.status == "trained", came
 
 
-def test_a_broken_combination_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_combination_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The campaign can fail: a run that ends without an update, and one that raises."""
-    pairwise.prepare_folder(tmp_path)
     monkeypatch.setattr("drivetrain.optimizer.algorithms.flat_optimizer.Lion.update", lambda *a: 1 / 0)
-    assert pairwise.try_one(("optimizer=lion", "clip=norm"), str(tmp_path)).status == "broken"
+    assert pairwise.try_one(("optimizer=lion", "clip=norm"), str(folder)).status == "broken"
     assert not pairwise.names_both(frozenset(("optimizer=lion", "clip=norm")), "optimizer=lion is not for today")
 
 

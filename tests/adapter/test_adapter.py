@@ -17,6 +17,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.low_rank import merged
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.model import gpt
+from tests.support.command import tensors
+from tests.support.same_end import resumed
 
 VIT = ["model=timm", "model.name=vit_tiny_patch16_224",
        "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"]  # fmt: skip
@@ -265,15 +267,9 @@ NARROW = [
 
 @pytest.mark.parametrize("more", NARROW, ids=" ".join)
 def test_a_narrow_base_trains_and_goes_on_with_the_same_bits(tiny, more):
-    words = tiny(*VIT, "adapter=lora", "saving.every_updates=2", *more)
-    whole = drivetrain.train([*words, "updates=4", "output_dir=whole"])
-    assert whole.status == "completed", whole.error
-    stopped = drivetrain.train([*words, "updates=2", "output_dir=stopped"])
-    drivetrain.train([f"resume={stopped.run_dir}", "updates=4"])
-    files = [run.run_dir / "checkpoints" / "4" / "model.safetensors" for run in (whole, stopped)]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    whole, _ = resumed(tiny(*VIT, "adapter=lora", "saving.every_updates=2", *more), 2, 4)
     dtype = torch.int8 if "adapter.base=int8" in more else torch.uint8
-    assert safetensors.torch.load_file(files[0])["blocks.0.attn.qkv.weight"].dtype == dtype
+    assert tensors(whole)["blocks.0.attn.qkv.weight"].dtype == dtype
     assert evaluate(whole.run_dir).metrics["loss"] > 0
 
 

@@ -233,6 +233,7 @@ KINDS = {
     "sixteen.png": (lambda: Image.fromarray(np.asarray(picture().convert("L")).astype(np.uint16) * 257), True),
     "sixteen.tif": (lambda: Image.fromarray(np.asarray(picture().convert("L")).astype(np.uint16) * 257), True),
     "webp.webp": (lambda: picture(), False),
+    "bits.png": (lambda: picture().convert("1"), True),
 }
 
 

@@ -297,14 +297,6 @@ def test_an_empty_class_and_a_folder_without_classes_are_refused(images, tmp_pat
         ImageFolder(root=str(tmp_path / "flat"), size=8).load(CPU)
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "CMYK"])
-def test_every_kind_of_image_comes_out_as_rgb(tmp_path, mode):
-    path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
-    Image.new(mode, (30, 20)).save(path)
-    out = decode(path.read_bytes(), str(path), 8, 10**6)
-    assert (out.shape, out.dtype) == ((3, 8, 8), torch.uint8)
-
-
 def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path):
     image = Image.new("RGB", (64, 16), (255, 0, 0))
     image.paste((0, 255, 0), (24, 0, 40, 16))

@@ -8,8 +8,6 @@ import json
 import lzma
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +28,7 @@ from drivetrain.data.images import LabelsCsv
 from drivetrain.data.schema import Schema, mean_and_std
 from drivetrain.data.tables import Cells, Form, of_array, open_table
 from drivetrain.data.tabular import Diabetes, Rows, Tabular, Wine
+from tests.support.command import run
 
 CPU = torch.device("cpu")
 Write = Callable[..., str]
@@ -716,16 +715,17 @@ def test_reading_a_table_imports_no_pandas(tmp_path):
     path = table(
         tmp_path, {"a": lambda n: n, "b": lambda n: f"{n / 4} %", "c": lambda n: "xyz"[n % 3], "d": lambda n: "2024-01-01"}
     )
-    code = f"""
+    (tmp_path / "program.py").write_text(f"""
 import sys, torch
 from drivetrain.data.tabular import Tabular
+assert "pandas" not in sys.modules, "at the start"
 option = Tabular(path={path!r}, target="y")
 splits = option.load(torch.device("cpu"))
 [read(slice(1)) for _, read in option.read_inputs([b"a,b,c,d\\n", b"1,2 %,x,2024-01-01\\n"], splits, 10).blocks]
 assert "pandas" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+""")
+    done = run(cwd=tmp_path, how=["program.py"])
+    assert done.code == 0, done.err
 
 
 def test_the_cells_of_numpy_arrays():

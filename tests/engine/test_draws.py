@@ -12,8 +12,8 @@ from drivetrain.core.microbatch import Request
 from drivetrain.core.order import AGAIN, index_of
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
-from drivetrain.saving import checkpoint_io, manifest
 from tests.support import drawing_sets
+from tests.support.command import tensors
 
 WORDS = [
     "data=own", "data.target=drawing_sets.All", "data.validation=null", "model=own", "model.target=drawing_sets.Net",
@@ -31,11 +31,7 @@ def weights(train):
     """The weights that a run of these words ends with."""
 
     def ended(*words: str) -> torch.Tensor:
-        result = train(*WORDS, *words)
-        assert result.status == "completed", result.error
-        newest, _ = manifest.newest_valid(result.run_dir)
-        assert newest is not None
-        return torch.cat([w.flatten() for w in checkpoint_io.load(newest)[0].values()])
+        return torch.cat([w.flatten() for w in tensors(train(*WORDS, *words)).values()])
 
     return ended
 

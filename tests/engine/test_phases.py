@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,12 +13,9 @@ from torch.nn import functional as F
 import drivetrain
 from drivetrain.core import rng
 from drivetrain.core.errors import UserError
-from drivetrain.core.world import World
-from drivetrain.engine import build
-from drivetrain.engine.context import RunContext
 from drivetrain.launch.job import prepare
-from tests.conftest import Sink
-from tests.support.command import ROOT, checkpoints, records
+from tests.support.command import ROOT, records, tensors
+from tests.support.same_end import resumed
 
 HERE = ROOT / "examples/gan"
 WORDS = [
@@ -37,16 +33,8 @@ def _importable(import_from):
 
 
 @pytest.fixture
-def gan():
-    contexts = []
-
-    def built(*words):
-        contexts.append(RunContext(prepare([*WORDS, "saving=none", *words]).run, World(), Path("gan")))
-        return build.build(contexts[-1], [Sink()])
-
-    yield built
-    for context in reversed(contexts):
-        context.on_exit.close()
+def gan(trainer_of):
+    return lambda *words: trainer_of(prepare([*WORDS, "saving=none", *words]))
 
 
 class Pair(nn.Module):
@@ -81,11 +69,6 @@ PAIR = ["model=own", f"model.target={__name__}.Pair", "loss=own", f"loss.target=
         "phases={first: {parameters: [first.*]}, second: {parameters: [second], every: 2, lr: 0.03, max_norm: 0.2}}"]  # fmt: skip
 
 
-def saved(result):
-    assert result.status == "completed", result.error
-    return safetensors.torch.load_file(checkpoints(Path(result.run_dir))[-1] / "model.safetensors")
-
-
 def figures(result):
     return [{k: v for k, v in r.items() if k.startswith("loss") or k == "lr"} for r in records(Path(result.run_dir), "train")]
 
@@ -109,8 +92,8 @@ def one(tiny, tmp_path_factory):
 )
 def test_an_update_is_the_same_however_it_is_split(train, one, words):
     other = train(*PAIR, "log_every=1", *words)
-    weights = saved(one)
-    for name, value in saved(other).items():
+    weights = tensors(one)
+    for name, value in tensors(other).items():
         torch.testing.assert_close(value, weights[name], atol=1e-6, rtol=1e-5)
     for mine, theirs in zip(figures(one), figures(other), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5)
@@ -141,7 +124,7 @@ def test_a_rank_whose_samples_leave_weights_out_has_zeros_for_them(train):
     words = [w.replace("PairLoss", "rare_loss").replace(f"{__name__}.Pair", f"{__name__}.WithRare") for w in PAIR]
     words += ["batch.global_batch=4"]
     ranks = ["parallel=ddp", "parallel.nproc=2"]
-    one, two = saved(train(*words)), saved(train(*words, *ranks, "parallel.find_unused_parameters=true"))
+    one, two = tensors(train(*words)), tensors(train(*words, *ranks, "parallel.find_unused_parameters=true"))
     for name, value in two.items():
         torch.testing.assert_close(value, one[name], atol=1e-6, rtol=1e-5)
     with pytest.raises(UserError, match=r"first.rare.weight, first.rare.bias got none .*find_unused_parameters=true"):
@@ -202,23 +185,14 @@ def test_an_overflow_skips_its_own_phase(make):
 
 
 @pytest.mark.parametrize("words", [[], ["precision=amp"], ["ema=ema", "clip=norm"]], ids=lambda words: " ".join(words) or "plain")
-def test_a_run_resumes_in_the_middle_of_a_cycle(train, words):
-    given = [*PAIR, "log_every=1", "saving=last", "saving.every_updates=5", "saving.keep=9", *words]
-    whole = train(*given)
-    half = train(*given, "updates=5", "scheduler.length=7")
-    rest = drivetrain.train([f"resume={half.run_dir}", "updates=7", "trust=[tests]", "resume_changed=true"])
-    assert rest.status == "completed", rest.error
-    one, two = saved(whole), saved(rest)
-    assert all(torch.equal(value, two[name]) for name, value in one.items())
+def test_a_run_resumes_in_the_middle_of_a_cycle(tiny, words):
+    resumed(tiny(*PAIR, "scheduler.length=7", *words), 5, 7)
 
 
-def test_the_gan_draws_the_same_after_a_resume(tmp_path):
-    whole = drivetrain.train([*WORDS, "output_dir=whole", "updates=10"])
-    half = drivetrain.train([*WORDS, "output_dir=half", "updates=4"])
-    rest = drivetrain.train([f"resume={half.run_dir}", "updates=10", "trust=[wgan]"])
+def test_the_gan_draws_the_same_after_a_resume(gan):
+    whole, rest = resumed(WORDS, 4, 10)
     assert whole.metrics == rest.metrics
     assert figures(whole) == figures(rest)
-    assert all(torch.equal(value, saved(rest)[name]) for name, value in saved(whole).items())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from drivetrain.engine.trainer import Trainer
 from drivetrain.inference import evaluation, finished
 from drivetrain.launch import job as jobs
 from drivetrain.launch import launcher
+from drivetrain.run import reader, recipe_file
 from tests.conftest import Sink
 from tests.saving.test_resume import same
 
@@ -289,6 +290,7 @@ def test_a_run_and_its_recipe_have_the_same_stages(train: Callable[..., Any], tm
     assert [stage.title for stage in again.run.stages] == [stage.title for stage in job.run.stages]
     assert again.config_hash == job.config_hash == result.config_hash
     assert not [line for line in again.notices if "hash" in line]
+    assert recipe_file.compared(job.composed, job.machine_local_keys) == reader._read_config(result.run_dir)
     log = (Path(result.run_dir) / "log.txt").read_text()
     assert "update 1: stage 2 of 2, to the end: augment=[flip_crop]" in log
 

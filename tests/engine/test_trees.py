@@ -1,9 +1,6 @@
 """Runs on dicts and tuples keep every promise of a run on tensors."""
 
-from pathlib import Path
-
 import pytest
-import safetensors.torch
 import torch
 
 import drivetrain
@@ -36,11 +33,6 @@ def _sets(monkeypatch):
     monkeypatch.syspath_prepend(command.HERE)
 
 
-def weights(result) -> dict[str, torch.Tensor]:
-    assert result.status == "completed", result.error
-    return safetensors.torch.load_file(Path(result.run_dir) / f"checkpoints/{result.updates}/model.safetensors")
-
-
 def close(a, b) -> None:
     assert a.keys() == b.keys()
     for name, value in a.items():
@@ -50,31 +42,31 @@ def close(a, b) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_accumulation_equals_the_big_batch(train, make, name):
     whole, parts = (train(*OWN, *RUNS[name], *words) for words in ([], ACCUMULATED[name]))
-    close(weights(whole), weights(parts))
+    close(command.tensors(whole), command.tensors(parts))
     assert whole.judged("final") == pytest.approx(parts.judged("final"), rel=1e-3)
     start = make(*OWN, *RUNS[name]).model.state_dict()
-    assert not any(torch.equal(start[key], value) for key, value in weights(whole).items())
+    assert not any(torch.equal(start[key], value) for key, value in command.tensors(whole).items())
 
 
 def test_token_numbers_of_ones_own_train_a_shipped_transformer(train):
     """Padding on the right is nothing to a network that looks back: micro-batches with other padding give the same."""
     words = [w for w in OWN if w != "model=own"] + ["data.target=tree_sets.Text", "model=gpt", "model.width=8", "model.heads=2"]
     whole, parts = (train(*words, "model.depth=1", "loss=next_token", *w) for w in ([], ACCUMULATED["dicts"]))
-    close(weights(whole), weights(parts))
+    close(command.tensors(whole), command.tensors(parts))
 
 
 @pytest.mark.parametrize("name", slow.but("buckets".__eq__, ["dicts", "buckets", "tuples", "tags"]))
 def test_two_ranks_equal_one_process(train, name):
     one, two = train(*OWN, *RUNS[name]), train(*OWN, *RUNS[name], *ACCUMULATED[name], "parallel=ddp")
     assert two.world_size == 2
-    close(weights(one), weights(two))
+    close(command.tensors(one), command.tensors(two))
     assert two.judged("final") == pytest.approx(one.judged("final"), rel=1e-3)
 
 
 @pytest.mark.slow
 def test_sharded_ranks_equal_one_process(train):
     one, two = train(*OWN, *RUNS["dicts"]), train(*OWN, *RUNS["dicts"], "parallel=fsdp")
-    close(weights(one), weights(two))
+    close(command.tensors(one), command.tensors(two))
 
 
 @pytest.mark.parametrize("name", ["dicts", "buckets"])
@@ -86,7 +78,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: 
     assert stopped.status == "interrupted"
     stop_at(None)
     resumed = drivetrain.train([f"resume={stopped.run_dir}"])
-    assert same(weights(resumed), weights(whole))
+    assert same(command.tensors(resumed), command.tensors(whole))
     assert resumed.metrics == whole.metrics
 
 
@@ -95,7 +87,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train, stop_at, name):  # noqa: 
 def test_compiled_and_traced_runs_equal_the_plain_one(train, compilations, recorded, option, name, caplog):  # noqa: F811
     words = ["batch.pad_to=16"] if name == "buckets" else []
     plain, compiled = train(*OWN, *RUNS[name], *words), train(*OWN, *RUNS[name], *words, f"compile={option}")
-    close(weights(plain), weights(compiled))
+    close(command.tensors(plain), command.tensors(compiled))
     assert compilations or option == "step"
     assert "cannot be one graph" not in caplog.text
     assert recorded or option == "inductor"
@@ -105,7 +97,7 @@ def test_compiled_and_traced_runs_equal_the_plain_one(train, compilations, recor
 @pytest.mark.parametrize("option", ["inductor", "step"])
 def test_compilers_train_the_same(train, option):
     plain, compiled = train(*OWN, *RUNS["dicts"]), train(*OWN, *RUNS["dicts"], f"compile={option}")
-    close(weights(plain), weights(compiled))
+    close(command.tensors(plain), command.tensors(compiled))
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,16 @@ def read(loader: Loader, wanted=None) -> list[MicroBatch]:
     return list(loader.stream(pipeline(), requests() if wanted is None else wanted, CPU, torch.contiguous_format))
 
 
+def test_no_more_workers_are_started_than_there_are_batches(monkeypatch):
+    """An evaluation of one batch starts one process, and one of none starts none."""
+    started, start = [], workers._start
+    monkeypatch.setattr(workers, "_start", lambda loader: started.append(loader.num_workers) or start(loader))
+    given = list(requests(1))
+    for wanted in ([], given[:1], given, iter(given)):
+        assert len(read(Workers(num_workers=2), wanted)) == (len(wanted) if isinstance(wanted, list) else len(given))
+    assert started == [1, 2, 2]
+
+
 @pytest.mark.parametrize("name", ["workers(1)", "threads(1)", "device, sync", "resident"])
 def test_a_sample_that_comes_again_is_augmented_anew_by_every_loader(name):
     batch = Batch(global_batch=12).over(shuffled(29, times=3))

@@ -3,11 +3,11 @@
 import copy
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from drivetrain.core.errors import UserError
+from tests.support.command import tensors
 
 WORDS = ["model=own", f"model.target={__name__}.Bounded", "trust=[tests]", "updates=5", "epochs=5", "optimizer.lr=0.2"]
 BOUND = 0.1
@@ -38,11 +38,6 @@ class Bounded(nn.Module):
 class Listless(Bounded):
     def after_update(self) -> None:
         raise AssertionError
-
-
-def saved(result) -> dict[str, torch.Tensor]:
-    assert result.status == "completed", result.error
-    return safetensors.torch.load_file(result.run_dir / f"checkpoints/{result.updates}/model.safetensors")
 
 
 def test_it_is_called_after_each_update_that_was_made(make, each_update):
@@ -79,9 +74,9 @@ def test_it_equals_a_loop_by_hand(make):
 
 
 def test_it_goes_with_ranks_and_a_whole_step_graph(train):
-    one = saved(train(*WORDS))
+    one = tensors(train(*WORDS))
     for words in (["parallel=ddp", "parallel.nproc=2"], ["compile=step"]):
-        for name, value in saved(train(*WORDS, *words)).items():
+        for name, value in tensors(train(*WORDS, *words)).items():
             torch.testing.assert_close(value, one[name], atol=1e-5, rtol=1e-4)
 
 

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
+from drivetrain.launch.job import prepare
 from drivetrain.logger.files import as_rows
+from drivetrain.recipe import write
+from drivetrain.run import reader, recipe_file
 from tests.support.command import (
     OWN,
     TINY,
@@ -146,14 +151,32 @@ def test_recipe_holds_what_a_recipe_may_hold(done: Path) -> None:
 
 
 def test_config_is_whole_and_unresolved(done: Path, tmp_path: Path) -> None:
-    import yaml
-
     config = yaml.safe_load((done / "config.yaml").read_text())
     assert config["output_dir"] == "${oc.env:RUNS_PLACE}"
     assert (config["epochs"], config["optimizer"]["momentum"], config["clip"]["max_norm"]) == (2, 0.9, 1.0)
     shown = run("train", "--cfg", "job", *WORDS, cwd=tmp_path, env={"RUNS_PLACE": "elsewhere"})
     assert shown.code == 0, shown
-    assert yaml.safe_load(shown.out) == config
+    assert shown.out.strip() == (done / "config.yaml").read_text().strip()
+
+
+ODD = [
+    "1e-3", "1e5", ".5", "5.", "nan", "inf", ".nan", "1_000", "0x1f", "010", "0b1", "12:30:00", "y", "n", "Yes", "off", "TRUE",
+    "null", "~", "", " ", " x", "x ", "a: b", "a:b", "- x", "-", "#c", "'q'", '"q"', "${a}", "???", "=", "é", "a\nb",
+    "2024-01-01", "{a}", "[a]", "@x", "%x", "&x", "*x", "!x", "|", ">", "words of a line that is longer than a line of YAML " * 2,
+]  # fmt: skip
+
+
+def test_a_config_is_written_as_omegaconf_writes_it() -> None:
+    others = [1, 1.5, 1e-3, 1e20, True, None, [], {}, [[1], {"a": [2]}]]
+    tree = {"odd": {text: text for text in ODD if text}, "list": [*ODD, *others], "x": {}}
+    assert write.plain(tree) == OmegaConf.to_yaml(tree)
+
+
+def test_what_a_run_chose_is_known_without_reading_its_files(done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page is made of that."""
+    monkeypatch.setenv("RUNS_PLACE", "elsewhere")
+    job = prepare(WORDS)
+    assert recipe_file.compared(job.composed, job.machine_local_keys) == reader._read_config(done)
 
 
 def test_no_secret_of_the_environment_is_written(done: Path) -> None:

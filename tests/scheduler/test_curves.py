@@ -440,24 +440,14 @@ def test_momentum_that_cannot_cycle_is_refused_where_it_is_known_and_at_the_star
     curves.OneCycle().bind(adagrad, *OVER)  # nothing to cycle, nothing to refuse
 
 
-def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(tmp_path, monkeypatch, caplog):
-    from drivetrain.core.world import World
-    from drivetrain.data import digits as digits_options
-    from drivetrain.engine import build
-    from drivetrain.engine.context import RunContext
-
-    def build_run(job: Any) -> None:
-        context = RunContext(job.run, World(), tmp_path)
-        with context.on_exit:
-            build.build(context, [])
-
-    monkeypatch.setattr(digits_options.Digits, "train_samples", lambda self: None)
+def test_rules_are_asked_when_the_data_is_read_where_only_that_tells_the_length(trainer_of, monkeypatch, caplog):
+    monkeypatch.setattr("drivetrain.data.digits.Digits.train_samples", lambda self: None)
     job = prepare(["model=mlp", "scheduler=wsd", "scheduler.decay=200"])
     with pytest.raises(UserError, match="more than the run's 165"):
-        build_run(job)
+        trainer_of(job)
     job = prepare(["model=mlp", "scheduler=step", "scheduler.every=30ep"])
     assert job.notices == []
-    build_run(job)
+    trainer_of(job)
     assert "the learning rate never falls" in caplog.text
 
 

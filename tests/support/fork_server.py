@@ -363,10 +363,15 @@ def do_not_wait_for_the_disk() -> None:
 
 
 def look_often() -> None:
-    """Let a loader that closes look five times a second whether its workers have ended: torch waits for 5 s each."""
+    """Let a loader that closes look five times a second whether its workers have ended, where torch looks every five seconds.
+
+    A process looks as often whether the one that forked it is there.
+    """
     from torch.utils.data import _utils
 
-    _utils.MP_STATUS_CHECK_INTERVAL = _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
+    from drivetrain.core import forking
+
+    forking.LOOK_S = _utils.MP_STATUS_CHECK_INTERVAL = _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
 
 
 def preload() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.command import losses, records, result
+import drivetrain
+from drivetrain.run.result import Result
+from tests.support.command import losses, records, result, weights
 
 RESULT = ("status", "error", "metrics", "updates", "epochs", "world_size", "config_hash")
 
@@ -31,6 +34,16 @@ def saved(run_dir: Path) -> dict[str, Any]:
     assert newest is not None, problems
     weights, state = checkpoint_io.load(newest)
     return flat({"update": newest.name, "weights": weights, "state": state})
+
+
+def resumed(words: Sequence[str], stop: int, end: int, *again: str) -> tuple[Result, Result]:
+    """A run of `end` updates, and one of `stop` that was resumed to as many; both have the same weights in the end."""
+    whole, part = (drivetrain.train([*words, f"updates={updates}"]) for updates in (end, stop))
+    rest = drivetrain.train([f"resume={part.run_dir}", f"updates={end}", *again])
+    for run, updates in ((whole, end), (part, stop), (rest, end)):
+        assert (run.status, run.updates) == ("completed", updates), run.error
+    assert weights(rest.run_dir) == weights(whole.run_dir)
+    return whole, rest
 
 
 def differences(run_dir: Path, unbroken: Path) -> list[str]:

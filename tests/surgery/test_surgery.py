@@ -293,7 +293,7 @@ class Tabular(nn.Module):
         (["data.samples=25", "data.drop_last=false", "updates=2"], ""),  # which ends before that batch
         (["data.samples=25"], ""),
         ([*ACCUMULATE, "batch.accumulation_steps=12"], "set batch.global_batch=24 or more"),
-        (["batch.global_batch=2", "parallel=ddp", "surgery=[sync_bn]"], ""),
+        (["data.samples=8", "batch.global_batch=2", "parallel=ddp", "surgery=[sync_bn]"], ""),
         (["batch.global_batch=2", "parallel=ddp"], "gives it one over 2 ranks and 1 micro-batches: set batch.global_batch=4"),
     ],
 )

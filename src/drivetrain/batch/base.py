@@ -321,17 +321,15 @@ class Batch(Option, groups.Batch):
             return order.tensor_split(split_by_cost(lengths[order].tolist(), most).ends[:-1])
         return torch.split(order, math.ceil(self.micro_batch(world) / self.together) * self.together)
 
-    def evaluation_requests(
-        self, source: Source, world: World, max_batches: int | None, lockstep: bool = False
-    ) -> Iterator[Request]:
-        """Yield this rank's share of the first `max_batches` batches of an evaluation.
+    def evaluation_requests(self, source: Source, world: World, max_batches: int | None, lockstep: bool = False) -> list[Request]:
+        """Return this rank's share of the first `max_batches` batches of an evaluation.
 
         With `lockstep` all ranks get the same number of batches; a batch that only fills up has weight 0.
         """
         batches = self.evaluation(source, world)[:max_batches]
         count = math.ceil(len(batches) / world.size) * world.size if lockstep else len(batches)
-        for n in range(world.rank, count, world.size):
-            yield Request(0, batches[min(n, len(batches) - 1)], float(n < len(batches)))
+        numbers = range(world.rank, count, world.size)
+        return [Request(0, batches[min(n, len(batches) - 1)], float(n < len(batches))) for n in numbers]
 
     def evaluation_rounds(self, source: Source, world: World, max_batches: int | None) -> int:
         """Return the number of batches that the rank with the most of them gets in an evaluation."""

@@ -55,15 +55,15 @@ class TrainingLog:
         self._began: tuple[float, float] | None = limits.waited_s()  # None once it has been said that the cores are busy
         self.restart()
 
-    def restart(self) -> None:
-        """Start a new record here and drop the losses summed so far."""
+    def restart(self, used: tuple[float, float] | None = None) -> None:
+        """Start a new record here and drop the losses summed so far. `used`: what `_used_so_far` says now."""
         for total in (self.loss_sum, *self._parts().values(), *self._noise_sums()):
             total.zero_()
         for phase in self.phases:
             phase.runs = 0
         progress = self.progress
         self._last = (progress.updates, progress.samples, progress.steps)
-        self._used = (process.processor_seconds(), process.now()) if self.writers else (0.0, 0.0)
+        self._used = self._used_so_far() if used is None else used
 
     def state_dict(self) -> StateDict:
         """Return what the next records need of those before."""
@@ -106,8 +106,8 @@ class TrainingLog:
         parts, runs = self._parts(), self._runs(count)
         sums = self.parallel.all_reduce_sum(torch.stack([self.loss_sum, *parts.values(), *self._noise_sums()])).cpu()  # one copy
         loss, *values = (float(value) / (count * self.parallel.data_world.size) for value in sums)
-        of_use = self._use()
-        self.restart()
+        of_use = self._use(used := self._used_so_far())
+        self.restart(used)
         self._tell_busy()
         seconds, figures = self.timer.since_last()
         figures |= self.parallel.rank_metrics(seconds, self.timer.wait)
@@ -143,12 +143,16 @@ class TrainingLog:
             "%send other programs", 100 * waited / (ran + waited), fewer,
         )  # fmt: skip
 
-    def _use(self) -> dict[str, float]:
+    def _used_so_far(self) -> tuple[float, float]:
+        """The seconds of processor time so far, and the time; only where they are recorded."""
+        return (process.processor_seconds(), process.now()) if self.writers else (0.0, 0.0)
+
+    def _use(self, used: tuple[float, float]) -> dict[str, float]:
         """The processor cores and the share of the device that were in use since the last record."""
         if not self.writers:
             return {}
         (before, began), share = self._used, accelerators.busy(self.device)
-        cores = (process.processor_seconds() - before) / max(process.now() - began, 1e-9)
+        cores = (used[0] - before) / max(used[1] - began, 1e-9)
         return {"cpu_cores": max(cores, 0.0)} | ({} if share is None else {"gpu_busy": share})
 
     def _parts(self) -> dict[str, torch.Tensor]:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
-
 from drivetrain.config import compose as composing
 from drivetrain.config import hydra_words
 from drivetrain.config import validate as check
@@ -59,7 +57,7 @@ def _leave_hydras_folder(run_dir: Path, config: str, composed: Composed, setting
     folder.mkdir(parents=True, exist_ok=True)
     files.write_text(folder / "config.yaml", config)
     if not resumed:
-        files.write_text(folder / "overrides.yaml", OmegaConf.to_yaml([redact(word) for word in composed.overrides]))
+        files.write_text(folder / "overrides.yaml", write.plain([redact(word) for word in composed.overrides]))
         files.write_text(hydras, OURS + write.block({"hydra": settings.node(composed, run_dir)}))
 
 
@@ -122,7 +120,7 @@ class Job:
         about["signature"] = user_state.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         files.write_text(run_dir / "recipe.yaml", recipe)
-        config = OmegaConf.to_yaml(self.composed.unresolved)
+        config = write.plain(self.composed.unresolved)
         files.write_text(run_dir / "config.yaml", config)
         files.write_json(run_dir / "environment.json", about)
         _leave_hydras_folder(run_dir, config, self.composed, self.hydra, resumed=self.run_dir is not None)

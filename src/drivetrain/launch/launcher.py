@@ -32,7 +32,7 @@ from drivetrain.launch.job import prepare as prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.parallel.environment import launched, world_of_environment
 from drivetrain.recipe import fetch
-from drivetrain.run import directory
+from drivetrain.run import directory, recipe_file
 from drivetrain.run.directory import RunDirHandle
 from drivetrain.run.result import Result
 from drivetrain.saving import space
@@ -231,7 +231,7 @@ def _write_result(result: Result, job: Job, run_dir: Path) -> None:
     result.run_dir = run_dir
     result.write(run_dir)
     if job.work is None:
-        run_page.write(run_dir)
+        run_page.write(run_dir, recipe_file.compared(job.composed, job.machine_local_keys))
 
 
 # --- a config that a user's own program composed, such as a script with @hydra.main ---

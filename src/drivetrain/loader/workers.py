@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from operator import length_hint
 from types import TracebackType
 from typing import Any
 
@@ -65,6 +66,8 @@ class Workers(Loader):
     ) -> Iterator[ReadBatch]:
         from torch.utils.data import DataLoader
 
+        if not (num_workers := min(self.num_workers, length_hint(requests, self.num_workers))):  # an evaluation has few requests
+            return
         pending: deque[Request] = deque()  # asked for and not delivered yet
 
         def sampled() -> Iterator[Request]:
@@ -81,7 +84,7 @@ class Workers(Loader):
                 dataset,
                 sampler=_IteratorSampler(sampled()),
                 batch_size=None,
-                num_workers=self.num_workers,
+                num_workers=num_workers,
                 pin_memory=self.pin_memory and has_streams(device),
                 prefetch_factor=self.prefetch_factor,
                 timeout=WATCH_S,  # `_WaitLimit` asks again until timeout_s
@@ -89,19 +92,21 @@ class Workers(Loader):
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
-            for delivery in self._deliveries(loader, pipeline, pending):
+            for delivery in self._deliveries(loader, pipeline, pending, num_workers):
                 request = pending.popleft()
                 request.seconds, request.ready = delivery.seconds, delivery.ready
                 more = request.epoch_end and not self.persistent_workers
                 yield delivery.x, delivery.y, request
 
-    def _deliveries(self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
+    def _deliveries(
+        self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request], num_workers: int
+    ) -> Iterator[_Delivery]:
         """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
 
         def too_late() -> Interrupted:
             limit.kill()
-            worker = f"loader worker {delivered % self.num_workers + 1} of {self.num_workers}"  # they take turns
+            worker = f"loader worker {delivered % num_workers + 1} of {num_workers}"  # they take turns
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
         with _sigterm_blocked():

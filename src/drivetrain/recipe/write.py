@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,6 +18,7 @@ from drivetrain.recipe.safe_yaml import Entry, printable, scalar
 
 SCHEMA = 1  # the form that is written and read here
 HASH_DIGITS = 16
+TEXT = "tag:yaml.org,2002:str"
 FORMS = {  # key → what its text must look like, and that in words
     "schema": (r"[1-9]\d{0,5}", "a whole number from 1"),
     "drivetrain": (r"\d[0-9A-Za-z.+!-]{0,39}", 'a version, as "0.1.0"'),
@@ -129,6 +131,11 @@ def block(tree: JsonMapping) -> str:
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
 
 
+def plain(tree: object) -> str:
+    """A config as OmegaConf.to_yaml writes it, by PyYAML's emitter in C."""
+    return str(yaml.dump(tree, Dumper=_Plain, sort_keys=False, allow_unicode=True))
+
+
 def flow(value: object) -> str:
     """A value as YAML in one line."""
     return _name(value) if isinstance(value, str) else _flow(value)
@@ -139,14 +146,19 @@ def _flow(value: object) -> str:
     return str(dumped).strip()[1:-1]
 
 
+_RESOLVER = yaml.resolver.Resolver()
 _name = lru_cache(maxsize=1024)(_flow)  # every recipe names an option of each group
 
 
-class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # PyYAML's in C, where it was built with one
-    """Writes lists in one line, and quotes every text that the recipe's reader would read as something else."""
+class _Plain(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]  # PyYAML's C emitter, if it was built with one
+    """Quotes every text that OmegaConf would read as something else."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
+
+
+class _Dumper(_Plain):
+    """Writes lists in one line, and quotes every text that the recipe's reader would read as something else."""
 
 
 def _list(dumper: yaml.SafeDumper, value: Sequence[object]) -> yaml.Node:
@@ -154,11 +166,24 @@ def _list(dumper: yaml.SafeDumper, value: Sequence[object]) -> yaml.Node:
 
 
 def _string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    node = dumper.represent_str(value)
-    if scalar(yaml.ScalarNode(dumper.resolve(yaml.ScalarNode, value, (True, False)), value)) != (value, ""):
-        node.style = "'"
-    return node
+    return dumper.represent_scalar(TEXT, value, style=_style(value))
 
 
+@lru_cache(maxsize=4096)
+def _style(value: str) -> str | None:
+    """The quotes of a text that the recipe's reader would read as something else without them."""
+    plain = yaml.ScalarNode(_RESOLVER.resolve(yaml.ScalarNode, value, (True, False)), value)
+    return None if scalar(plain) == (value, "") else "'"
+
+
+def _plain_string(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    quoted = value in ("y", "Y", "n", "N")  # a truth value in YAML 1.1, though PyYAML reads a text
+    with suppress(ValueError):
+        float(value)
+        quoted = True
+    return dumper.represent_scalar(TEXT, value, style="'" if quoted else None)
+
+
+_Plain.add_representer(str, _plain_string)
 _Dumper.add_representer(list, _list)
 _Dumper.add_representer(str, _string)

@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import time
-from functools import lru_cache
+from functools import cache, lru_cache
+from glob import glob
 from importlib import metadata
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def describe(overrides: list[str], config_hash: str, machine_local: dict[str, ob
         "processor": processor(),
         "versions": versions,
         "git_commit": _git_commit(),
-        "lock_hash": _lock_hash(),
+        "lock_hash": _lock_hash(tuple(sys.path)),
         "command": [redact(word) for word in sys.argv],
         "overrides": [redact(word) for word in overrides],
         "config_hash": config_hash,
@@ -98,7 +99,8 @@ def _git(words: list[str], settings: dict[str, str], may_fail: bool = False) -> 
     return subprocess.run(["git", *words], env=env, capture_output=True, encoding="utf-8", timeout=5, check=not may_fail).stdout
 
 
-def _lock_hash() -> str:
+@cache
+def _lock_hash(places: tuple[str, ...]) -> str:
     """The SHA-256 over names and versions of all installed distributions, its first 16 hex digits."""
-    names = sorted({p.name for place in sys.path if place for p in Path(place).glob("*.dist-info")})
+    names = sorted({name for place in places if place for name in glob("*.dist-info", root_dir=place)})
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

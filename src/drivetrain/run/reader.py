@@ -150,20 +150,24 @@ def compared(tree: dict[str, object], chosen: dict[str, object]) -> JsonObject:
     return {**config, **chosen} if config else {}
 
 
-def read(path: Path) -> RunFiles:
-    """Read a run's directory; any of its files may be missing."""
+def read(path: Path, known: tuple[JsonObject, JsonObject] | None = None) -> RunFiles:
+    """Read a run's directory; any of its files may be missing. `known`: its config and what it changed, where they are known."""
     result = Result.read(path)
     environment = {k: v for k, v in _bounded(_json(path / "environment.json")).items() if fits(v, ENVIRONMENT.get(k, object))}
-    recipe = _bounded(_yaml(path / "recipe.yaml"))
-    changed = _choices(recipe)
-    config = compared(_bounded(_yaml(path / "config.yaml")), {**_choices(recipe.get("unchanged")), **changed})
-    changed |= {k: v for k, v in flatten(recipe).items() if k in config and k not in changed}
+    config, changed = known or _read_config(path)
     spoilt = result is None and (path / "result.json").exists()
     status = result.status if result else "running" if directory.is_locked(path) else "unreadable" if spoilt else "killed"
     train, evaluated = points(path / "metrics.jsonl")
     words = result.overrides if result else environment.get("overrides", [])
     label = " ".join(w for w in words if not w.startswith(("output_dir=", "logger="))) or "default"
     return RunFiles(path, label, result, status, config, environment, train, evaluated, changed)
+
+
+def _read_config(path: Path) -> tuple[JsonObject, JsonObject]:
+    recipe = _bounded(_yaml(path / "recipe.yaml"))
+    changed = _choices(recipe)
+    config = compared(_bounded(_yaml(path / "config.yaml")), {**_choices(recipe.get("unchanged")), **changed})
+    return config, changed | {k: v for k, v in flatten(recipe).items() if k in config and k not in changed}
 
 
 def _choices(part: object) -> JsonObject:

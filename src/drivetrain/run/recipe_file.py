@@ -23,6 +23,7 @@ from drivetrain.recipe import write
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS, names_code, printable
 from drivetrain.recipe.write import HASH_DIGITS, SCHEMA, Header
+from drivetrain.run import reader
 from drivetrain.run.identity import is_machine_local, reads_environment
 
 _DOTTED = re.compile(r"[A-Za-z_][\w.]*")  # needs no quotes
@@ -36,17 +37,10 @@ def to_recipe(
     `machine_local_keys` may also name groups and keys that the recipe leaves to whoever runs it. A comment names what it cannot
     hold, but the run needs. `sections` is further YAML, such as a claim.
     """
-    outside = {*OPERATOR_KEYS, *machine_local_keys}
     plain, given = flatten(composed.option_defaults), flatten(composed.unresolved)
-    values = {k: v for k, v in given.items() if not is_machine_local(k, outside) and not k.endswith("_target_")}
-    values = {k: v for k, v in values.items() if k not in composed.choices}  # a list group without options has no values
-    from_outside = sorted(k for k, v in values.items() if reads_environment(v))
+    chosen, unchanged, from_outside = _parts(composed, machine_local_keys)
     declared = OPERATOR_KEYS.keys() | (keys_of_machine(composed.plain, composed.plain["trust"]) or set())
     left_out = {key for key in machine_local_keys if not is_machine_local(key, declared)}.union(from_outside)
-    options = {g: o for g, o in composed.choices.items() if g not in outside}
-    differing = {g: o for g, o in options.items() if composed.default_choices.get(g) != o}
-    changed = {k: v for k, v in values.items() if k not in from_outside and (k not in plain or plain[k] != v)}
-    rest = {k: v for k, v in values.items() if k not in from_outside and k not in changed}
     elsewhere = sorted(k for k, v in given.items() if k in identifying_keys and plain.get(k) != v)
     words = code_words(composed.choices, given, composed.plain["trust"] or [])
     comments = []
@@ -58,10 +52,34 @@ def to_recipe(
     return write.text(
         Header(SCHEMA, process.__version__, digest(settings), frozenset(left_out)),
         composed.recipe.description if composed.recipe else "",
-        (differing, changed),
-        ({g: o for g, o in options.items() if g not in differing}, rest),
+        chosen,
+        unchanged,
         "".join(f"{line}\n" for line in comments) + sections,
     )
+
+
+def _parts(
+    composed: Composed, machine_local_keys: Collection[str]
+) -> tuple[tuple[JsonObject, JsonObject], tuple[JsonObject, JsonObject], list[str]]:
+    """The options and values that a run chose, those that were merely defaults, and the keys that came from the environment."""
+    outside, plain = {*OPERATOR_KEYS, *machine_local_keys}, flatten(composed.option_defaults)
+    values = {
+        k: v for k, v in flatten(composed.unresolved).items() if not is_machine_local(k, outside) and not k.endswith("_target_")
+    }
+    values = {k: v for k, v in values.items() if k not in composed.choices}  # a list group without options has no values
+    from_outside = sorted(k for k, v in values.items() if reads_environment(v))
+    options = {g: o for g, o in composed.choices.items() if g not in outside}
+    differing = {g: o for g, o in options.items() if composed.default_choices.get(g) != o}
+    changed = {k: v for k, v in values.items() if k not in from_outside and (k not in plain or plain[k] != v)}
+    rest = {k: v for k, v in values.items() if k not in from_outside and k not in changed}
+    return (differing, changed), ({g: o for g, o in options.items() if g not in differing}, rest), from_outside
+
+
+def compared(composed: Composed, machine_local_keys: Collection[str]) -> tuple[JsonObject, JsonObject]:
+    """The config of a run and what it chose otherwise than the defaults, as `reader.read` takes them from its files."""
+    (options, values), (others, _), _ = _parts(composed, machine_local_keys)
+    config = reader.compared(composed.unresolved, {**others, **options})
+    return config, {**options, **{k: v for k, v in values.items() if k in config and k not in options}}
 
 
 def code_words(choices: Mapping[str, object], values: Mapping[str, object], trust: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from drivetrain.config.composed import flatten
 from drivetrain.core import files
 from drivetrain.core.overrides import key_of
 from drivetrain.core.selection import Figure
-from drivetrain.core.typed import is_number
+from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.run.identity import reads_environment
 from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
@@ -39,12 +39,15 @@ OF_TRAINING: dict[str, tuple[str, float, bool]] = {  # figure of a record → ti
 }
 
 
-def write(run_dir: Path) -> Path | None:
-    """Write the page at the run's end, where its records are few enough to cost no time; return its path if it was written."""
+def write(run_dir: Path, known: tuple[JsonObject, JsonObject] | None = None) -> Path | None:
+    """Write the page at the run's end, where its records are few enough to cost no time; return its path if it was written.
+
+    `known` is as in `reader.read`.
+    """
     with contextlib.suppress(OSError):  # a full disk loses the page, not the run
         records = run_dir / "metrics.jsonl"
         if not records.exists() or records.stat().st_size <= MOST_AT_END:
-            return sheet_of(read(run_dir)).write(run_dir / FILE)
+            return sheet_of(read(run_dir, known)).write(run_dir / FILE)
     return None
 
 
