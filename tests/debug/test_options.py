@@ -288,7 +288,7 @@ PROFILE = ["debug=profile", "debug.skip=2", "debug.warmup=1", "debug.window=3", 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory):
-    own = ["model.hidden=[64]", "data.samples=60", "data.test_samples=20", f"output_dir={tmp_path_factory.mktemp('profiled')}"]
+    own = ["model.hidden=[64]", "data.samples=240", "data.test_samples=20", f"output_dir={tmp_path_factory.mktemp('profiled')}"]
     result = drivetrain.train([*TINY, *PROFILE, *own])
     assert (result.status, result.updates) == ("completed", 9), result.error
     return result
@@ -305,7 +305,6 @@ def test_profile_leaves_a_trace_of_its_window_with_phases_and_operations(profile
     marks = [e["name"] for e in spans if e.get("cat") == "user_annotation"]
     for phase in ("data", "forward", "backward", "update"):
         assert marks.count(phase) == 3, phase
-    assert marks.count("evaluate") == 2  # batches, at the end of the epoch in the window: their forwards are none of training
     assert sum(name.startswith("ProfilerStep") for name in marks) == 3
     assert {"aten::addmm", "aten::mm", "aten::cross_entropy_loss"} <= {e["name"] for e in spans}
     assert all(isinstance(e["ts"], int | float) and e["dur"] >= 0 for e in spans)  # what a viewer needs to draw it
@@ -319,7 +318,7 @@ def test_profile_says_the_time_the_operations_and_the_memory(profiled):
     head, *rest = report(profiled)
     shares = dict(re.findall(r"(\w+) (\d+)%", head))
     assert head.startswith("profile of updates 4 to 6: ")
-    assert list(shares) == ["data", "forward", "backward", "update", "evaluate", "rest"]
+    assert list(shares) == ["data", "forward", "backward", "update", "rest"]
     assert sum(map(int, shares.values())) in range(97, 104)
     operations = [re.fullmatch(r" +([\d.]+)% +[\d.]+ ms +(\d+) calls  (\S.*)", line) for line in rest[:12]]
     assert all(operations)
@@ -345,7 +344,7 @@ def test_profile_has_the_memory_over_time_in_a_file_and_in_the_trace(profiled):
     assert counters == levels
     (said,) = re.findall(r"at most ([\d.]+) MiB above the start, in (\w+)", "\n".join(report(profiled)))
     peak = max(range(len(levels)), key=levels.__getitem__)
-    assert (float(said[0]), said[1]) == (round(levels[peak] / 2**20, 1), rows[peak]["phase"] or "no")  # phase: in the evaluation
+    assert (float(said[0]), said[1]) == (round(levels[peak] / 2**20, 1), rows[peak]["phase"])
 
 
 class Row:
@@ -419,6 +418,13 @@ def test_profile_of_a_run_that_breaks_off_leaves_what_it_had(train, monkeypatch)
 def test_profile_without_memory_writes_none(train):
     result = train("debug=profile", "debug.memory=false")
     assert {p.name for p in (Path(result.run_dir) / "profile").iterdir()} == {"trace.json.gz", "operations.txt"}
+
+
+def test_evaluation_in_the_window_is_no_forward(train):
+    result = train("debug=profile", "debug.skip=1", "debug.warmup=1", "debug.window=4", "updates=6", "epochs=9")
+    marks = [e["name"] for e in trace_of(result) if e.get("cat") == "user_annotation"]
+    assert marks.count("forward") == 4  # updates 3 to 6, with the end of an epoch of 4 among them
+    assert marks.count("evaluate") == 2
 
 
 # --- nvtx ---

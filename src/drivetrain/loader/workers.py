@@ -92,21 +92,19 @@ class Workers(Loader):
                 generator=torch.Generator(),  # else it draws its base seed from the model's random stream
             )
             more = False
-            for delivery in self._deliveries(loader, pipeline, pending, num_workers):
+            for delivery in self._deliveries(loader, pipeline, pending):
                 request = pending.popleft()
                 request.seconds, request.ready = delivery.seconds, delivery.ready
                 more = request.epoch_end and not self.persistent_workers
                 yield delivery.x, delivery.y, request
 
-    def _deliveries(
-        self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request], num_workers: int
-    ) -> Iterator[_Delivery]:
+    def _deliveries(self, loader: Iterable[object], pipeline: Pipeline, pending: deque[Request]) -> Iterator[_Delivery]:
         """Yield what the workers deliver. A worker that is stuck or killed ends the run as interrupted, so it can be resumed."""
         delivered = 0
 
         def too_late() -> Interrupted:
             limit.kill()
-            worker = f"loader worker {delivered % num_workers + 1} of {num_workers}"  # they take turns
+            worker = f"loader worker {delivered % limit.workers + 1} of {limit.workers}"  # they take turns
             return timeout_error(worker, self.timeout_s, pipeline, int(pending[0].indices[0]))
 
         with _sigterm_blocked():
@@ -152,6 +150,7 @@ class _WaitLimit:
         self.timeout_s, self.exceeded = timeout_s, False
         self._batches = batches
         self._workers: Sequence[BaseProcess] = getattr(batches, "_workers", [])
+        self.workers = len(self._workers)
         self._waits_since: float | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="loader wait limit")
