@@ -56,6 +56,10 @@ def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypat
     """A rule that asks for what is wrong says nothing; one that is itself wrong fails, whatever else is."""
     from drivetrain.scheduler import Scheduler
 
+    for word in ("data=digts", "data.validation=7"):  # a metric's rule asks for the kind of the data's targets
+        with pytest.raises(UserError) as refused:
+            prepare(["metrics=[accuracy]", word])
+        assert len(refused.value.problems) == 1, refused.value.problems
     monkeypatch.setattr(Scheduler, "validate", lambda self, run: [f"{run.optimizer.lr} {run.values['epochs']}"])
     for word in ("optimizer=adaw", "optimizer.lr=-1", "epochs=0"):
         with pytest.raises(UserError) as refused:

@@ -12,8 +12,8 @@ from drivetrain.core.overrides import format_value
 from drivetrain.core.targets import TargetKind
 
 
-class InvalidValue(KeyError, AttributeError):
-    """A rule has asked for an option or a value that the config did not give rightly."""
+class InvalidValue(KeyError):
+    """A rule has asked for an option or a value that the config did not give rightly. No AttributeError: properties raise it."""
 
 
 class CheckedValues(dict[str, Any]):
