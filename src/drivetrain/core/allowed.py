@@ -130,6 +130,8 @@ def problem(hint: object, value: Any, entry: str = "") -> str:
 
     `entry` is the dotted name within the setting, where the value is that of one entry of a mapping.
     """
+    if not entry and (value is None or isinstance(value, int | float)):
+        return ""
     known = list(rules(hint))
     texts = [rule for rule in known if isinstance(rule, Text)]
     if entry or isinstance(value, dict):

@@ -79,9 +79,11 @@ def are_off() -> bool:
 
 def too_many(things: str, setting: str, count: int, times: int = 1) -> Iterator[str]:
     """Yield a problem if a setting starts more things than this machine can serve: `count` in each of `times` ranks."""
+    if count * times <= FEW or are_off():
+        return
     cores = usable_cores(1)
     most = max(FEW, OF_CORE * cores)
-    if count * times > most and not are_off():
+    if count * times > most:
         of_ranks = f" in each of {times} ranks" if times > 1 else ""
         cores_here = "1 core" if cores == 1 else f"{cores} cores"
         yield (
