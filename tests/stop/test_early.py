@@ -206,9 +206,13 @@ def test_a_file_that_no_run_wrote_is_no_result(train, tmp_path):
     run_dir = train("target=accuracy>=0.01").run_dir
     path = run_dir / "result.json"
     good = json.loads(path.read_text())
-    for spoilt in ({"reach": 1}, {"reach": "a>=1", "update": 3, "samples": "many", "seconds": 1.0}, {}):
-        path.write_text(json.dumps({**good, "target": spoilt}))
+    targets = ({"reach": 1}, {"reach": "a>=1", "update": 3, "samples": "many", "seconds": 1.0}, {})
+    not_in_the_file = ({"code": 0}, {"signal": 0}, {"run_dir": "."})
+    for spoilt in (*({"target": target} for target in targets), *not_in_the_file):
+        path.write_text(json.dumps({**good, **spoilt}))
         assert Result.read(run_dir) is None
+    path.write_text(json.dumps({**good, "status": "interrupted"}))
+    assert Result.read(run_dir).code == 75, "the exit code follows from the status"
 
 
 # --- a metric that ranks models and has no finite value: once, the run goes on; for long, it has diverged ---
