@@ -477,7 +477,7 @@ def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
     ("read", "words", "says"),
     [
         *(
-            (read, [word], "")
+            (read, [word], None)
             for read in (store.prepare, optuna.read)
             for word in ("optimizer.lr=range(0,1e9)", "epochs=range(0,1000000000)", "epochs=range(0,1e999)")
         ),

@@ -247,7 +247,7 @@ def test_an_answer_as_text_and_as_json():
 
 def test_what_if_keeps_the_batch_of_a_preset_and_records_no_step_twice(monkeypatch):
     """Another option of `batch` misses what the task's preset sets for the first one."""
-    words = [*(word for word in SMALL if not word.startswith("batch.")), *TEXT]
+    words = [*(word for word in SMALL if not word.startswith("batch.")), *TEXT, "model.depth=1"]
     own = subject_of(plan(words, (), "h100"))
     monkeypatch.setattr(forecast, "candidates", lambda _: ["compile=inductor", "batch=accumulate batch.accumulation_steps=2"])
     base = forecast.examine(own, 0.0)

@@ -89,7 +89,7 @@ def test_lora_on_a_7b_by_hand(layers, tmp_path, build):
 
 def small(tmp_path: Path) -> list[str]:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 100}
-    return [*words(folder(tmp_path, 3, **sizes), 32, 100, 4), "adapter=lora", "model.pretrained=false"]
+    return [*words(folder(tmp_path, 2, **sizes), 32, 100, 4), "adapter=lora", "model.pretrained=false"]
 
 
 def test_a_record_of_shapes_is_that_of_weights_with_values_and_the_peak_that_was_measured(tmp_path, monkeypatch, build):
