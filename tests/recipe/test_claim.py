@@ -248,7 +248,8 @@ def without(*missing: str) -> dict[str, str]:
     ],
 )
 def test_what_a_claim_needs_is_told(given, head, told):
-    assert told in problems_of(written(given, head))[0]
+    (problem,) = problems_of(written(given, head))
+    assert told in problem
 
 
 def test_all_that_is_wrong_is_told_at_once():

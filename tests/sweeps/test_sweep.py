@@ -410,12 +410,22 @@ LR = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
 
 
 def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
-    """Finished trials count, also failed ones; those under way come again with their values; new ones are others."""
+    """Finished trials count, also failed ones; those under way come again with their values; new ones are others.
+
+    Trials are drawn from the space, the same ones by the same seed.
+    """
     import optuna
 
-    words = ("model=mlp", LR, "hydra.sweeper.n_trials=6", "hydra.sweeper.seed=3")
+    words = ("model=mlp", LR, "epochs=1,2", "hydra.sweeper.n_trials=6", "hydra.sweeper.seed=3")
     sweep, search = a_search(tmp_path / "s", *words)
     first = search.ask(5)
+    for entry in first:
+        lr, epochs = (word.partition("=")[2] for word in entry.job.label.split())
+        assert 1e-4 <= float(lr) <= 1e-1
+        assert epochs in ("1", "2")
+    alike, other = (a_search(tmp_path / f"{seed}", *words[:-1], f"hydra.sweeper.seed={seed}")[1].ask(3) for seed in (3, 4))
+    drawn, again, others = ([entry.job.label for entry in entries[:3]] for entries in (first, alike, other))
+    assert drawn == again != others
     for entry, status, value in ((first[0], "completed", 0.5), (first[1], "failed", None), (first[2], "diverged", None)):
         ended(entry, status, value)
         search.tell(entry)
@@ -435,18 +445,6 @@ def test_a_search_goes_on_where_it_was(tmp_path: Path) -> None:
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{sweep.path / 'study.db'}")
     assert [t.state.name for t in study.trials] == ["COMPLETE", "FAIL", "PRUNED", "COMPLETE", "COMPLETE", "COMPLETE"]
     assert (study.best_trial.number, study.best_value, study.direction.name) == (3, 0.75, "MAXIMIZE")
-
-
-def test_a_search_draws_from_the_space_and_repeats_by_its_seed(tmp_path: Path) -> None:
-    labels = []
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        _, search = a_search(tmp_path / name, "model=mlp", LR, "epochs=1,2", f"hydra.sweeper.seed={seed}")
-        labels.append([e.job.label for e in search.ask(3)])
-    assert labels[0] == labels[1] != labels[2]
-    for label in labels[0]:
-        lr, epochs = (word.partition("=")[2] for word in label.split())
-        assert 1e-4 <= float(lr) <= 1e-1
-        assert epochs in ("1", "2")
 
 
 def test_a_grid_has_each_combination_once(tmp_path: Path) -> None:
