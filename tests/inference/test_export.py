@@ -1,4 +1,4 @@
-"""Exported files: alone, in plain torch or onnxruntime, they give the model's output; and so the page that shows how."""
+"""Exported files give the model's output in plain torch or onnxruntime, as the page shows; and the card of a run."""
 
 from __future__ import annotations
 

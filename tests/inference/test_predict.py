@@ -1,4 +1,4 @@
-"""`drivetrain predict`: the same answers as the evaluation, a row for each input, in order, and what is refused."""
+"""`drivetrain predict`: the answers of the evaluation, a row for each input, in order; and what verbs on a run refuse."""
 
 from __future__ import annotations
 

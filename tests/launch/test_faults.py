@@ -1,4 +1,4 @@
-"""The end of a run on several ranks when something happens to one of them."""
+"""Ranks by any launcher and on several machines: one run, one result, and its end when something happens to one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command that is told to stop before its run begins, or in a child's look at it: it says so, and leaves nothing."""
+"""A command that is stopped or killed, whenever that is and whatever it has started: it says so, and leaves nobody behind."""
 
 import itertools
 import json

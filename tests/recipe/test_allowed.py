@@ -1,4 +1,4 @@
-"""The content of a recipe: a text of it reaches a library only from a list. Anything else is refused before it has an effect."""
+"""Recipes and runs' folders may be a stranger's: what they hold is of a list, in bounds, or refused before it has an effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The written form of a recipe: every setting is in it, it is read back as it was, and what has changed since is told."""
+"""The written form of a recipe: every setting is in it, it is read as it was, changes are told, and its schema agrees."""
 
 import functools
 import itertools

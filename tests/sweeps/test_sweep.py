@@ -1,4 +1,4 @@
-"""The parts of a sweep by themselves: its words, its space, what is left of it, its table; nothing here trains."""
+"""The parts of a sweep by themselves: its words, its space, what is left of it, its table, and its jobs as tasks of Ray."""
 
 from __future__ import annotations
 

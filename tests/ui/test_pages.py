@@ -1,4 +1,4 @@
-"""The rules of docs/design-pages.md, read from the HTML and the style sheet, and pages as headless Chromium shows them."""
+"""Pages and sheets by the rules of docs/design-pages.md: their HTML, their other forms, and pages as Chromium shows them."""
 
 import csv
 import html

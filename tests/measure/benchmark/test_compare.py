@@ -1,4 +1,4 @@
-"""`drivetrain compare`: the variants, their rounds, their notes, and the verdict on quality."""
+"""`drivetrain compare`: the variants, their rounds and notes, the verdict on quality, and the answer in one sentence."""
 
 import math
 import os

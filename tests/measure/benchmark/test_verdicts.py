@@ -1,4 +1,4 @@
-"""Verdicts on quality: which figures decide, how sure for several variants and looks, and which variant a word is for."""
+"""Verdicts on quality: which figures decide, how sure for several variants and looks, and the seeds that they rest on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forecasts of small runs, in process: what techniques change in them, and the measured peak."""
+"""Forecasts of small runs, in process: what techniques change, the measured peak, and the arithmetic on made-up figures."""
 
 from __future__ import annotations
 
