@@ -50,10 +50,10 @@ BERT = [
     "model.config={hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32}",
 ]  # fmt: skip
 SCENES = ["data=digit_scenes", "data.samples=48", "data.test_samples=20"]
-PIXELS = [*SCENES, "data.kind=mask", "model=unet", "model.width=4"]
 TINY_VIT = "{hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 32, patch_size: 4}"
 SMALL_VIT = "model.kwargs={img_size: 8, patch_size: 4, depth: 2, embed_dim: 24, num_heads: 2}"
-PIXELS = ["data=own", "data.target=outside.Masks", "model=own", "model.target=outside.each_pixel", "trust=[outside]"]
+MASKS = ["data=own", "data.target=outside.Masks", "trust=[outside]"]
+PIXELS = [*MASKS, "model=own", "model.target=outside.each_pixel"]
 NUMBERS = ["data=own", "data.target=outside.Numbers", "loss=mse", "trust=[outside]"]
 BESIDE = {
     "surgery": RESNET,
@@ -105,7 +105,7 @@ BESIDE = {
     ("data", "jsonl"): ["data.path=texts.jsonl", "data.length=32", *TEXT[4:]],
     ("data", "diabetes"): ["loss=mse"],
     ("data", "digit_scenes"): [*SCENES[1:], "loss=bce", "model=resnet9", "model.width=4"],
-    ("model", "unet"): PIXELS,
+    ("model", "unet"): [*MASKS, "model.width=4"],
     ("task", "multilabel"): [*SCENES, "model=resnet9", "model.width=4"],
     ("task", "regression"): ["data=diabetes", "model.hidden=[8]"],
     ("task", "segmentation"): PIXELS,
@@ -303,18 +303,22 @@ def in_rows(given: Iterable[Option], alone: Container[Option] = ()) -> list[list
     """The options in rows, in each as many as have words that go together; those to be `alone` have a row of their own."""
     rows: list[tuple[list[Option], dict[str, str]]] = []
     for option in sorted(given, key=lambda option: -len(settings_of(option))):
-        own = settings_of(option)
-        fitting = (
-            each
-            for each in rows
-            if each[0][0] not in alone and all(each[1].get(key, value) == value for key, value in own.items())
-        )
-        row, taken = (None if option in alone else next(fitting, None)) or ([], {})
+        own, fitting = settings_of(option), []
+        for row, taken in rows if option not in alone else ():
+            if row[0] not in alone and all(taken.get(key, value) == value for key, value in own.items()):
+                fitting.append((row, taken))
+        # Options with a state find one another first, as it is their runs that are resumed.
+        row, taken = min(fitting, key=lambda each: is_resumed(each[0]) != (option[0] in WITH_STATE), default=([], {}))
         if not row:
             rows.append((row, taken))
         row.append(option)
         taken.update(own)
     return [row for row, _ in rows]
+
+
+def is_resumed(row: Iterable[Option]) -> bool:
+    """True if something in a row has a state."""
+    return any(group in WITH_STATE for group, _ in row)
 
 
 def words_of_row(row: Iterable[Option], beside: bool = True) -> list[str]:
@@ -334,7 +338,7 @@ def train_row(tiny: Callable[..., list[str]], row: Sequence[Option], resumes: bo
     assert first.judged("final")["loss"] > 0
     saved = run_dir / "checkpoints" / "2"
     assert not saved.exists() if ("saving", "none") in row else manifest.verify(saved) is None
-    if resumes or any(group in WITH_STATE for group, _ in row):
+    if resumes or is_resumed(row):
         again = drivetrain.train([f"resume={run_dir}", "updates=3"])
         assert (again.status, again.updates) == ("completed", 3), again.error
         assert again.run_dir.resolve() == run_dir.resolve()
@@ -428,7 +432,10 @@ def test_a_refusal_for_another_reason_is_no_lack(tiny, outside, monkeypatch):
         list(in_parts([("surgery", "fused_norm")], partial(train_row, tiny)))
 
 
-def test_every_option_is_in_a_row():
+def test_every_option_is_in_a_row_and_chosen_there():
+    for group, name in OPTIONS:
+        *_, chosen = (w for w in words_of((group, name)) if w.startswith(f"{group}="))
+        assert chosen == word(group, name)
     assert sorted(option for row in ROWS for option in row) == sorted(set(OPTIONS) - SLOW)
     for row in ROWS:
         groups = [group for group, _ in row if group != "metrics"]
@@ -464,7 +471,7 @@ def test_its_yaml_is_its_constructors_signature():
         config = compose(words_of_row(row, beside=False)).plain
         for group, option in row:
             assert contract_problems(group, option) == []
-            section = config[group][option] if group in LISTS else config[group]
+            section = dict(config[group][option] if group in LISTS else config[group])
             cls = import_name(section.pop("_target_"))
             made, parameters = vars(cls()), inspect.signature(cls).parameters  # from Python as from the command line
             defaults = {k: made.get(k, parameters[k].default) for k in section}
