@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
 from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
@@ -31,8 +30,7 @@ _TARGET = re.compile(r"^_target_: (\S+)", re.M)
 @cache
 def root_config() -> JsonMapping:
     """conf/config.yaml: the values that belong to no group, and the defaults."""
-    config: Any = OmegaConf.to_container(OmegaConf.load(conf_dir() / "config.yaml"))
-    return dict(config)
+    return _parsed((conf_dir() / "config.yaml").read_text(encoding="utf-8"))
 
 
 @cache
