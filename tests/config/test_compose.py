@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -50,6 +51,13 @@ def test_what_is_set_in_a_config_is_not_in_the_next_one() -> None:
     assert json.dumps(compose([*words, *given]).plain) != before
     composed = compose(words)
     assert json.dumps(composed.unresolved) == json.dumps(composed.option_defaults) == before
+
+
+def test_a_recipe_that_gives_a_mapping_for_a_list_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {shape: {a: 1}}\n")
+    with pytest.raises(UserError) as refused:
+        prepare(["recipe=mine.yaml", "data=synthetic"])
+    assert refused.value.problems == ["data.shape={'a': 1}: must be a list"]
 
 
 def test_an_error_in_a_rule_is_not_taken_for_an_option_that_is_missing(monkeypatch):
