@@ -1,10 +1,12 @@
 """The examples do what they say: examples/slow_loss, whose slow line the doctor finds, examples/extending and own_samples."""
 
+import heapq
 import re
 import shlex
 import shutil
 import sqlite3
 import sys
+import textwrap
 import tomllib
 from contextlib import closing
 from pathlib import Path
@@ -432,9 +434,10 @@ def test_the_docs_show_what_the_example_of_dicts_does():
 
 
 def test_the_command_of_the_docs_trains_on_dicts(monkeypatch, tmp_path):
-    """Shortened: a few updates in buckets, then evaluated."""
+    """Shortened: a few updates in buckets, on smaller modules, then evaluated."""
     text = re.search(r"drivetrain train (data=own data\.target=my_lines.*?)\n\n", (ROOT / "docs/data.md").read_text(), re.S)[1]
     monkeypatch.syspath_prepend(SAMPLES)
+    monkeypatch.setattr("my_lines.MODULES", (heapq, textwrap, shlex))
     result = drivetrain.train([*shlex.split(text.replace("\\\n", " ")), "updates=20", "batch=bucketed", f"output_dir={tmp_path}"])
     assert result.status == "completed", result.error
     assert result.judged("final")["accuracy"] > 0.5

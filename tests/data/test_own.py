@@ -222,9 +222,6 @@ def test_a_model_of_own_views_is_tried_with_one_view(train, words):
     assert (result.status, result.flops_per_sample is not None) == ("completed", True), result.error
 
 
-KEYS = {"train": {"split": "train"}, "test": {"split": "test"}}
-
-
 @pytest.fixture(autouse=True)
 def _sets(monkeypatch):
     monkeypatch.syspath_prepend(command.HERE)

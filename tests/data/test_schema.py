@@ -31,7 +31,6 @@ from drivetrain.data.tabular import Diabetes, Rows, Tabular, Wine
 from tests.support.command import run
 
 CPU = torch.device("cpu")
-Write = Callable[..., str]
 
 
 @pytest.fixture

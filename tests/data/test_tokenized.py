@@ -223,9 +223,8 @@ def test_a_cache_that_cannot_be_written(texts, large, tmp_path, monkeypatch):
     assert_same(option(texts, "rows").load(CPU), option(texts, "rows", cache=str(tmp_path / "other")).load(CPU))
 
 
-def test_texts_need_no_packing(texts, capsys):
-    assert main.main(["pack", str(texts / "rows.jsonl"), str(texts / "out"), "data=jsonl"]) == 2
-    assert "large texts are tokenized once by themselves" in capsys.readouterr().err
+def test_texts_need_no_packing(texts, refused):
+    assert "large texts are tokenized once by themselves" in refused("pack", texts / "rows.jsonl", texts / "out", "data=jsonl")
 
 
 # --- trained ---
