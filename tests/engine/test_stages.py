@@ -24,7 +24,7 @@ from drivetrain.launch import job as jobs
 from drivetrain.launch import launcher
 from drivetrain.run import reader, recipe_file
 from tests.conftest import Sink
-from tests.saving.test_resume import same
+from tests.support.same_end import flat
 
 Words = Callable[..., list[str]]
 MIXED = (
@@ -105,7 +105,7 @@ def test_stages_that_change_nothing_leave_the_same_run(staged: Callable[..., Sta
         run.fit()
         found.append((left(run.trainer), [{**r, "time": 0} for r in run.writers[0] if r["event"] == "evaluate"]))
     assert run.number == 2
-    assert same(found[0][0], found[1][0])
+    assert flat(found[0][0]) == flat(found[1][0])
     assert found[0][1] == found[1][1]
     assert len(found[0][1]) == 3
 
@@ -140,7 +140,7 @@ def test_a_resume_around_a_boundary_equals_the_uninterrupted_run(staged: Callabl
     resumed.restore(weights, state)
     assert resumed.number == (0 if update < 3 else 1 if update < 8 else 2)
     resumed.fit()
-    assert same(left(whole.trainer), left(resumed.trainer))
+    assert flat(left(whole.trainer)) == flat(left(resumed.trainer))
     begun, again = ([r["update"] for r in run.writers[0] if r["event"] == "stage"] for run in (whole, resumed))
     assert again == [at for at in begun if at >= update]  # those before are in the file
 
