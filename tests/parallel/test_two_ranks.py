@@ -286,7 +286,7 @@ def sums(make: Any, words: list[str], **more: Any) -> tuple[list[float], list[An
     trainer = make(*COMMON, *words, **more)
     stay_together()
     trainer.log.noise.every = 1
-    trainer.log.restart = lambda: None  # keeps the sums
+    trainer.log.restart = lambda *_: None  # keeps the sums
     trainer.fit()
     weights = trainer.parallel.full_state_dict(trainer.model, trainer.state())[0]
     trainer.parallel.finish_collectives()
