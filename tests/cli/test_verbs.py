@@ -500,7 +500,8 @@ def bare_checkout(place: Path) -> Path:
     return place
 
 
-def test_from_a_bare_checkout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [(), pytest.param(("parallel=ddp",), marks=pytest.mark.slow)], ids=["alone", "ranks"])
+def test_from_a_bare_checkout(tmp_path: Path, words: tuple[str, ...]) -> None:
     """The copy's own code, conf/ and recipes/ are used, in its ranks too, whatever is installed beside them."""
     place = bare_checkout(tmp_path / "clone")
     conf = place / "conf" / "model" / "mlp.yaml"
@@ -509,11 +510,11 @@ def test_from_a_bare_checkout(tmp_path: Path) -> None:
     model = place / "src" / "drivetrain" / "model" / "nets.py"
     model.write_text(model.read_text() + "\nprint('the code of', __file__)\n")
     env = {"PYTHONPATH": ""}
-    done = run("-q", "model=mlp", "recipe=only_here", "parallel=ddp", cwd=place, how=SRC_TRAIN, env=env, code=0)
+    done = run("-q", "model=mlp", "recipe=only_here", *words, cwd=place, how=SRC_TRAIN, env=env, code=0)
     assert f"the code of {model}" in done.out
     run_dir = only_run(place / "outputs")
     left = strict_json((run_dir / "result.json").read_text())
-    assert (left["status"], left["epochs"], left["world_size"]) == ("completed", 1.0, 2)
+    assert (left["status"], left["epochs"], left["world_size"]) == ("completed", 1.0, 1 + len(words))
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["model"]["hidden"] == [24]
 
 
