@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from drivetrain.launch.elastic import Gate
 from tests.support import command
 from tests.support.command import (
     OWN,
@@ -319,6 +321,28 @@ def test_a_rank_that_fails_is_named_once(place: str, tmp_path: Path) -> None:
     assert re.match(r"rank 1: my_nets\.py:\d+: raise .*: RuntimeError: this one is unwell", left["error"])
     assert done.err.count("RuntimeError: this one is unwell") == 1
     assert "this one is unwell" in (run_dir / "log.txt").read_text()
+
+
+def test_ranks_begin_when_all_of_this_machine_are_forked() -> None:
+    """One that begins lets the launcher look up a name, in a lock that a rank forked at this moment would wait for for ever."""
+    gate, (began, told) = Gate(), os.pipe()
+
+    def rank() -> int:
+        if not (pid := os.fork()):
+            gate.wait()
+            os.write(told, b"x")
+            os._exit(0)
+        return pid
+
+    def start() -> list[int]:
+        ranks = [rank(), rank()]
+        assert not select.select([began], [], [], 0.1)[0]
+        return ranks
+
+    assert [os.waitpid(pid, 0)[1] for pid in gate.around(start)()] == [0, 0]
+    assert os.read(began, 3) == b"xx"
+    os.close(began)
+    os.close(told)
 
 
 def test_a_rank_that_dies(tmp_path: Path) -> None:

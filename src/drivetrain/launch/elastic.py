@@ -23,7 +23,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from drivetrain.core import files, process
 from drivetrain.core.errors import BAD_CONFIG, DIVERGED, FAILED, INTERRUPTED, UserError, is_peer_failure
@@ -55,6 +55,8 @@ TELLS_OF_RANKS = "torch.distributed.elastic.multiprocessing.api"
 STOPPED = ("T", "t")  # process states: stopped by a signal, by a debugger
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 
+P = ParamSpec("P")
+T = TypeVar("T")
 RankResults = dict[int, JsonObject]  # rank → the content of its result file
 
 
@@ -445,21 +447,56 @@ def run(job: Job, run_dir: Path, quiet: bool, on_abandoned: Callable[[Result], N
         return _result_of_ranks(held.folder() or folder, run_dir, parallel, failed, monitor.ended)
 
 
+class Gate:
+    """Holds the ranks that are forked until all of this machine are.
+
+    A rank that connects to the launcher's store lets a thread of it look up a name, which takes a lock of the C library. A rank
+    that is forked at this moment would find the lock taken, and wait for it for ever.
+    """
+
+    def __init__(self) -> None:
+        self._ends = (-1, -1)  # of a pipe: its writing end is open while ranks are forked
+
+    def around(self, start: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that holds the ranks which `start` forks until it has returned."""
+
+        def started(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._ends = os.pipe()
+            try:
+                return start(*args, **kwargs)
+            finally:
+                for end in self._ends:
+                    os.close(end)
+
+        return started
+
+    def wait(self) -> None:
+        """In a rank: wait for the others."""
+        reading, writing = self._ends
+        os.close(writing)
+        os.read(reading, 1)  # it ends when nobody has the other end any more
+        os.close(reading)
+
+
 def _launch_ranks(parallel: ProcessGroupStrategy, folder: Path, *of_entry: object) -> None:
     """Start the ranks of this machine and wait for their end; `of_entry` are the arguments of `_rank_entry`."""
+    from torch.distributed.elastic.agent.server import local_elastic_agent
+    from torch.distributed.elastic.multiprocessing import start_processes
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.launcher.api import elastic_launch
 
     # Torch looks for the source of every frame to name an event that nobody records: most of a second for each start.
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+    gate = Gate()
+    local_elastic_agent.start_processes = gate.around(start_processes)
     try:
-        elastic_launch(_launch_config(parallel, folder), _rank_entry)(*of_entry)
+        elastic_launch(_launch_config(parallel, folder), _rank_entry)(gate, *of_entry)
     except RendezvousConnectionError:
         if parallel.nnodes == 1:
             raise
         # Two launchers on one host started at the same moment, and the other one took the port: it answers now.
-        elastic_launch(_launch_config(parallel, folder), _rank_entry)(*of_entry)
+        elastic_launch(_launch_config(parallel, folder), _rank_entry)(gate, *of_entry)
 
 
 def _launch_config(parallel: ProcessGroupStrategy, folder: Path) -> LaunchConfig:
@@ -529,7 +566,7 @@ def _rendezvous_errors(parallel: ProcessGroupStrategy) -> Iterator[None]:
         ) from None
 
 
-def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool) -> None:
+def _rank_entry(gate: Gate, job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool) -> None:
     """The main function of a rank's process: write its result to <rank>.json and exit with its code.
 
     After a restart `failures` has the reason, as it was when this process was forked.
@@ -544,6 +581,7 @@ def _rank_entry(job: Job, run_dir: Path, failures: FailureRecorder, quiet: bool)
     (folder / f"{world.rank}.json").unlink(missing_ok=True)
     held = RunDirHandle(folder)
     start_heartbeat(folder, world.rank)
+    gate.wait()
     with StopFlag() as stop, contextlib.ExitStack() as stack:
         if world.rank == 0:
             if job.run.parallel.nnodes > 1:  # only now it is known that the run's directory belongs on this machine
