@@ -327,4 +327,6 @@ def test_digits_to_the_same_accuracy(tmp_path, strategy):
     words = ["precision=bf16", "batch=accumulate", f"output_dir={tmp_path}"]
     one, many = drivetrain.train(words), drivetrain.train([*words, *STRATEGIES[strategy]])
     assert many.status == "completed", many.error
-    assert many.judged("final")["accuracy"] == pytest.approx(one.judged("final")["accuracy"], abs=0.0051)
+    accuracy = one.judged("final")["accuracy"]
+    two_errors = 2 * (2 * accuracy * (1 - accuracy) / 288) ** 0.5  # of a difference, on so many validation samples
+    assert many.judged("final")["accuracy"] == pytest.approx(accuracy, abs=two_errors)
