@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from drivetrain.core.forking import answer_of
+from drivetrain.core.machine.forking import answer_of
 from drivetrain.run import environment
 from drivetrain.ui.sheet import Table
 

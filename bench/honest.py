@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.harness import parse, table, write
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.selection import selected
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.selection import selected
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, digits
 from drivetrain.engine.trainer import Trainer

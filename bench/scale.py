@@ -155,7 +155,7 @@ def collectives() -> None:
     import torch
     import torch.distributed as dist
 
-    from drivetrain.core.device import keep_freed_memory
+    from drivetrain.core.machine.device import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()  # as a run does

@@ -24,8 +24,8 @@ from safetensors import safe_open
 
 from bench import harness
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.machine.paths import recipes_dir
+from drivetrain.core.options.overrides import format_value, key_of
 from drivetrain.measure.benchmark import compare, variants
 from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims import export

@@ -21,7 +21,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ["OMP_NUM_THREADS"] = "1"  # whatever it is outside: the workers of xdist and the ranks share the cores already
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that waits by spinning takes the core from the one it waits for
 
-from drivetrain.core import signals
+from drivetrain.core.machine import signals
 from tests.support import composed, fork_server
 
 sys.dont_write_bytecode = False

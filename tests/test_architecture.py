@@ -12,7 +12,7 @@ import pytest
 
 import drivetrain
 from drivetrain.config.catalog import options, shipped_targets
-from drivetrain.core.paths import conf_dir
+from drivetrain.core.machine.paths import conf_dir
 
 PACKAGE = Path(drivetrain.__file__).parent
 MODULES = {p.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): p for p in PACKAGE.rglob("*.py")}
@@ -179,7 +179,7 @@ def test_no_module_imports_the_launcher_or_the_checkout(package):
 @pytest.mark.parametrize("module", [*GROUPS, "saving", "engine", "core"])
 def test_no_config_library_below_the_config_side(module):
     """The config is resolved once: what runs sees plain values, never OmegaConf's."""
-    files = [p for name, p in MODULES.items() if name.split(".")[0] == module and name != "core.overrides"]
+    files = [p for name, p in MODULES.items() if name.split(".")[0] == module and name != "core.options.overrides"]
     assert files
     for path in files:
         assert not {n for n in imports(path) if n.split(".")[0] in ("omegaconf", "hydra")}
@@ -227,7 +227,9 @@ def test_nobody_replaces_anothers_method_or_class():
         if pattern.search(line) and not re.search(r"\bself\.\w+ = ", line)
     }
     values = {"ui.terminal", "model.transformers", "measure.certify.record"}  # streams, a config's values, a loss's numbers
-    assert {name for name, _ in found} - values <= {"core.torch_patches", "core.modules", "core.option"}, found
+    assert {name for name, _ in found} - values <= {"core.machine.torch_patches", "core.step.modules", "core.options.option"}, (
+        found
+    )
 
 
 # Lines of a package in which the word `Any` stands: what two packages pass to each other has a type. They only become fewer.
@@ -265,7 +267,7 @@ def test_few_values_may_be_of_any_type(package):
     found = sum(bool(re.search(r"\bAny\b", line)) for line in lines)
     most = ANY.get(package, 0)
     assert found <= most, (
-        f"{found} lines of {package} say Any, and {most} may: give what is passed on a type (core/typed.py, core/trees.py)"
+        f"{found} lines of {package} say Any, and {most} may: give what is passed on a type (core/typed.py, core/step/trees.py)"
     )
 
 
@@ -285,7 +287,7 @@ def test_options_are_asked_what_they_can_do_not_what_they_are_called():
         "config.keys",
         "recipe.reader",
         "ui.recipe_tree",
-        "core.run_spec",
+        "core.options.run_spec",
     }
     assert {name for name, path in MODULES.items() if "choices[" in path.read_text()} <= knows
 
@@ -378,7 +380,7 @@ OPEN_THEMSELVES = {
 def opens(path: Path) -> list[str]:
     """The calls in a file that open files, but for those of core.files."""
     calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
-    ours = {name.rpartition(".")[2] for name in imports(path) if name.startswith("drivetrain.core.files.")}
+    ours = {name.rpartition(".")[2] for name in imports(path) if name.startswith("drivetrain.core.machine.files.")}
     plain = [f.id for f in calls if isinstance(f, ast.Name) and f.id in OPENERS - ours]
     named = [f for f in calls if isinstance(f, ast.Attribute) and f.attr in OPENERS]
     return plain + [f.attr for f in named if ast.unparse(f.value) not in ("files", "self")]

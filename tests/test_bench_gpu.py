@@ -21,7 +21,7 @@ from bench.gpu.campaign import Campaign, Row
 from bench.gpu.speed import Loop
 
 from drivetrain.config.catalog import LISTS, options
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.machine.signals import StopFlag
 from drivetrain.launch import launcher
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,8 @@ from drivetrain.config import validate as check
 from drivetrain.config.catalog import LISTS, key_lines, option_files, options, shipped_targets
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import conf_dir
-from drivetrain.core.user_code import import_name
+from drivetrain.core.machine.paths import conf_dir
+from drivetrain.core.user.code import import_name
 from drivetrain.launch import launcher
 from drivetrain.model.shipped import Mlp
 from drivetrain.optimizer import algorithms

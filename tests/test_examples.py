@@ -19,8 +19,8 @@ import torch
 import drivetrain
 from drivetrain.cli.main import main
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon
-from drivetrain.core.paths import add_import_paths
+from drivetrain.core.machine.paths import add_import_paths
+from drivetrain.core.options.horizon import Horizon
 from drivetrain.launch import launcher
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader as recipe

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.core import rng
+from drivetrain.core.step import rng
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import prepare
 from tests.saving.test_resume import stop_at  # noqa: F401 (fixture)

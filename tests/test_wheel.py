@@ -50,7 +50,7 @@ def test_it_finds_its_config_from_anywhere(wheel, tmp_path):
     wheel.extractall(tmp_path / "site")
     code = """
 import drivetrain
-from drivetrain.core import paths
+from drivetrain.core.machine import paths
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import places
 print(drivetrain.__file__)

@@ -12,9 +12,9 @@ from bench import zoo
 from drivetrain.cli.main import main
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE
-from drivetrain.core.paths import recipes_dir
-from drivetrain.core.selection import Reach, evaluated
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.machine.paths import recipes_dir
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.selection import Reach, evaluated
 from drivetrain.core.world import World
 from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank

@@ -122,8 +122,8 @@ def _serve(
     run: Callable[..., Any], args: tuple[Any, ...], connection: Connection, output: int, deadline: float, threads: int | None
 ) -> None:
     global _to_parent, _deadline
-    from drivetrain.core import process
     from drivetrain.core.errors import UserError
+    from drivetrain.core.machine import process
 
     _to_parent, _deadline = connection, deadline
     with suppress(PermissionError):

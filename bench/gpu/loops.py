@@ -216,7 +216,7 @@ def peak_memory(work: Work) -> float:
     """Bytes at this variant's peak: the marker that variants here hand over at their end."""
     import torch
 
-    from drivetrain.core.device import peak_memory as peak
+    from drivetrain.core.machine.device import peak_memory as peak
 
     return float(peak(torch.device(work.device)))
 

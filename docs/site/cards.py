@@ -14,8 +14,8 @@ import matrix
 
 from drivetrain.cli import recipe_schema
 from drivetrain.config import catalog, schema
-from drivetrain.core.option import Option
-from drivetrain.core.user_code import import_name
+from drivetrain.core.options.option import Option
+from drivetrain.core.user.code import import_name
 
 MEASURED = ("ablate-cpu.json", "ablate-text-cpu.json", "gpu-speed-h200.json")  # comparisons of one override with a baseline
 EFFECTS = {

@@ -55,7 +55,7 @@ def _text(text: str) -> str:
 
 def words() -> str:
     """The end of the page of other tools' words: every one that the command answers."""
-    from drivetrain.config.elsewhere import ELSEWHERE, NOTES
+    from drivetrain.config.other_tools import ELSEWHERE, NOTES
 
     rows = [f"| `{word}` | `{ours}`{f' ({NOTES[word]})' if word in NOTES else ''} |" for word, ours in sorted(ELSEWHERE.items())]
     return "\n".join(["\n\n## Every word that is answered", "", "| typed | here |", "|---|---|", *rows, ""])

@@ -7,7 +7,7 @@ import math
 import torch
 from torch.nn.functional import avg_pool2d, binary_cross_entropy_with_logits
 
-from drivetrain.core.option import Count
+from drivetrain.core.options.option import Count
 from drivetrain.loss import Loss
 
 REACH = 1.01  # margins lie in -1 … 1; the levels go a little further on both sides

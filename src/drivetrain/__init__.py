@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from drivetrain.core.callback import Callback as Callback
-from drivetrain.core.callback import Event as Event
-from drivetrain.core.process import __version__ as __version__
+from drivetrain.core.machine.process import __version__ as __version__
+from drivetrain.core.user.callback import Callback as Callback
+from drivetrain.core.user.callback import Event as Event
 
 if TYPE_CHECKING:
     import pandas
@@ -50,7 +50,7 @@ def sweep(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **keyw
     Keywords are overrides too: sweep(optimizer="sgd,adamw"). It needs pandas (pip install 'drivetrain[pandas]'). Raises
     `drivetrain.core.errors.UserError` where no job can run; jobs that fail are rows with their `status` and `error`.
     """
-    from drivetrain.core.overrides import words_of
+    from drivetrain.core.options.overrides import words_of
     from drivetrain.measure.report import report
     from drivetrain.run.reader import as_frame
     from drivetrain.run.records import need_pandas
@@ -67,7 +67,7 @@ def compare(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **ke
     A notebook shows its answer and its table; `rows` has the figures of each variant. Raises `drivetrain.core.errors.UserError`
     where there is nothing to compare.
     """
-    from drivetrain.core.overrides import words_of
+    from drivetrain.core.options.overrides import words_of
     from drivetrain.measure.benchmark.compare import run
 
     return run(words_of("drivetrain.compare", overrides, keywords), config_dirs)[0]
@@ -80,7 +80,7 @@ def doctor(overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), **key
 
     A notebook shows the verdict and the table. Raises `drivetrain.core.errors.UserError` for a run that cannot be.
     """
-    from drivetrain.core.overrides import words_of
+    from drivetrain.core.options.overrides import words_of
     from drivetrain.measure.profile.doctor import examine
 
     return examine(words_of("drivetrain.doctor", overrides, keywords), config_dirs)

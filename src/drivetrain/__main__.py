@@ -1,6 +1,6 @@
 import sys
 
-from drivetrain.core.paths import remove_working_directory
+from drivetrain.core.machine.paths import remove_working_directory
 
 remove_working_directory()
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterator, Sequence
 from drivetrain.config import recipe_checks, schema
 from drivetrain.config.catalog import LISTS, option_files, summary
 from drivetrain.config.compose import compose
-from drivetrain.core import allowed, groups
 from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.option import Option
-from drivetrain.core.targets import unsaid
-from drivetrain.core.user_code import import_name
+from drivetrain.core.options import allowed, groups
+from drivetrain.core.options.option import Option
+from drivetrain.core.step.target_kinds import unsaid
+from drivetrain.core.user.code import import_name
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 
 
@@ -88,7 +88,7 @@ def _open_texts(group: str, cls: type[Option]) -> Iterator[str]:
         if name not in recipe_checks.local_settings(cls) and allowed.OPEN in allowed.rules(hint):
             yield (
                 f"{name} of {cls.__name__} may be any text or mapping, and a recipe could hold it: say in its annotation what it "
-                "may be (Literal, Name, ColumnName, …: drivetrain.core.allowed), or name it in machine_local_keys"
+                "may be (Literal, Name, ColumnName, …: drivetrain.core.options.allowed), or name it in machine_local_keys"
             )
 
 

@@ -12,9 +12,9 @@ import drivetrain
 from drivetrain.adapter import layers
 from drivetrain.adapter.base import Dora, Lora
 from drivetrain.cli.main import main
-from drivetrain.core import low_rank
 from drivetrain.core.errors import UserError
-from drivetrain.core.low_rank import merged
+from drivetrain.core.step import low_rank
+from drivetrain.core.step.low_rank import merged
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.model import gpt
 from tests.support.command import tensors

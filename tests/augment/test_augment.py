@@ -11,9 +11,9 @@ from drivetrain.augment.erasing import RandomErasing
 from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop, batch_crop, batch_flip
 from drivetrain.config.catalog import option_files, target
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import Request
-from drivetrain.core.tensors import Tensors
-from drivetrain.core.user_code import import_name
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.tensors import Tensors
+from drivetrain.core.user.code import import_name
 from drivetrain.launch import launcher
 from drivetrain.loader.base import Pipeline
 

@@ -15,7 +15,7 @@ from drivetrain.augment.erasing import RandomErasing
 from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop, _resize_matrix, _stretched, random_boxes, resized_crop, warp
 from drivetrain.augment.mixing import CutMix, Mixup
 from drivetrain.augment.randaugment import OPERATIONS, RandAugment
-from drivetrain.core import rng
+from drivetrain.core.step import rng
 from drivetrain.loss.classification import CrossEntropy
 
 functional = pytest.importorskip("torchvision.transforms.v2.functional")

@@ -14,8 +14,8 @@ from drivetrain.augment.mixing import CutMix, Mixup
 from drivetrain.augment.randaugment import RandAugment
 from drivetrain.batch import Batch
 from drivetrain.batch.base import Accumulate
-from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.data.decoding import decode

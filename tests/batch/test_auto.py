@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 import drivetrain
 from drivetrain.batch import Batch
 from drivetrain.batch.auto import Auto, Critical
-from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import UserError
+from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.order import shuffled
-from drivetrain.core.step import WrappingStep
+from drivetrain.core.step.step import WrappingStep
 from drivetrain.core.world import World
 from drivetrain.engine.rehearsal import largest_micro_batch
 from drivetrain.launch import launcher, trials

@@ -14,12 +14,12 @@ from drivetrain.batch.base import Accumulate
 from drivetrain.batch.bucketed import Bucketed, padded, split_by_cost
 from drivetrain.cli.show import show
 from drivetrain.core import order as orders
-from drivetrain.core import rng
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import Request
 from drivetrain.core.order import Order, shuffled
-from drivetrain.core.source import Source
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.step import rng
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import Source
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.world import World
 from drivetrain.launch import launcher
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from drivetrain.checkpointing import Checkpointing
 from drivetrain.checkpointing.base import Blocks, Selective
 from drivetrain.checkpointing.recompute import _frozen_statistics, offload_forward
-from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
+from drivetrain.core.step.blocks import repeated_blocks
 from drivetrain.engine.rehearsal import Rehearsal, fewest, peak_bytes
 from drivetrain.launch import launcher, trials
 from drivetrain.launch.trials import Trials

@@ -17,7 +17,7 @@ from PIL import Image
 from drivetrain.cli import show
 from drivetrain.cli.main import main
 from drivetrain.cli.show_data import sheet_of
-from drivetrain.core.horizon import Horizon
+from drivetrain.core.options.horizon import Horizon
 from drivetrain.data.digits import DigitScenes
 from drivetrain.data.images import ImageFolder
 from drivetrain.data.masks import Masks

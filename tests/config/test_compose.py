@@ -16,9 +16,9 @@ from bench.gpu.loops import Work
 from drivetrain.config import catalog, schema
 from drivetrain.config.compose import compose
 from drivetrain.config.schema import Schema
-from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import Positive
+from drivetrain.core.options.allowed import FileName
+from drivetrain.core.options.option import Positive
 from drivetrain.data import Data
 from drivetrain.data.base import Fraction
 from drivetrain.launch.job import prepare

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 import drivetrain
 from drivetrain.cli.main import main
 from drivetrain.config import catalog
-from drivetrain.config.elsewhere import ELSEWHERE
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, split, translated
+from drivetrain.config.other_tools import ELSEWHERE
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare, prepare_run
 from drivetrain.launch.launcher import overrides_of

@@ -15,8 +15,8 @@ from drivetrain.cli import completion
 from drivetrain.cli.main import main
 from drivetrain.config import catalog, plugins
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import add_working_directory
-from drivetrain.core.process import PACKAGE
+from drivetrain.core.machine.paths import add_working_directory
+from drivetrain.core.machine.process import PACKAGE
 from drivetrain.launch.job import prepare
 from drivetrain.sweeps.store import prepare as prepare_sweep
 from drivetrain.testing import contract_problems

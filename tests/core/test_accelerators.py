@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from drivetrain.core import accelerators, nvidia_driver
-from drivetrain.core.accelerators import Accelerator
-from drivetrain.core.device import is_out_of_memory, sum_dtype
-from drivetrain.core.nvidia_driver import Devices
+from drivetrain.core.machine import accelerators, nvidia_driver
+from drivetrain.core.machine.accelerators import Accelerator
+from drivetrain.core.machine.device import is_out_of_memory, sum_dtype
+from drivetrain.core.machine.nvidia_driver import Devices
 
 
 class Driver:

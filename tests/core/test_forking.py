@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.forking import Died, ForkedProcess, NoAnswer, answer_of
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine.forking import Died, ForkedProcess, NoAnswer, answer_of
+from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.launch import launcher
 from tests.support.waiting import LIMIT_S
 

@@ -6,8 +6,8 @@ from random import Random
 import pytest
 from hydra.errors import HydraException
 
-from drivetrain.core.horizon import length_problem
-from drivetrain.core.overrides import format_value, parse, parse_each, redact
+from drivetrain.core.options.horizon import length_problem
+from drivetrain.core.options.overrides import format_value, parse, parse_each, redact
 
 ODD = "\\'\" ${}[](),:=~+-.#%@|/*?!ab0 19eE\n\t\r_é∑\u2028\x1b"
 WORDS = [

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from drivetrain.core import order as orders
-from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.order import AGAIN, Order, checked, index_of, numbered
+from drivetrain.core.step import rng
 
 WORD = 2**64
 

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint
 
-from drivetrain.core import torch_patches
-from drivetrain.core.modules import put_in_place, taken_over
+from drivetrain.core.machine import torch_patches
+from drivetrain.core.step.modules import put_in_place, taken_over
 
 
 def test_torch_has_no_hook_around_a_forward():

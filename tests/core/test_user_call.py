@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.core import files, process, user_state
 from drivetrain.core.errors import UserError
-from drivetrain.core.model_call import ModelCall
-from drivetrain.core.paths import remove_working_directory
-from drivetrain.core.user_call import UserCall
-from drivetrain.core.user_state import keep_first, measured_once
+from drivetrain.core.machine import files, home, process
+from drivetrain.core.machine.home import keep_first, measured_once
+from drivetrain.core.machine.paths import remove_working_directory
+from drivetrain.core.step.model_call import ModelCall
+from drivetrain.core.user.call import UserCall
 
 OFFERED = {"output": 1, "target": 2, "input": 3, "batch": 4, "model": 5, "progress": 6}
 
@@ -174,7 +174,7 @@ def test_a_file_is_kept_as_the_first_wrote_it(state):
     keep_first(state / "key", b"one")
     keep_first(state / "key", b"two")
     assert (state / "key").read_bytes() == b"one"
-    assert [file.name for file in user_state.user_state().iterdir()] == ["key"]
+    assert [file.name for file in home.state_dir().iterdir()] == ["key"]
     assert (state / "key").stat().st_mode & 0o77 == 0
 
 

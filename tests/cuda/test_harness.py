@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from drivetrain.core.device import reads_device_on_purpose
+from drivetrain.core.machine.device import reads_device_on_purpose
 from drivetrain.data import Normalize
 from drivetrain.engine.step import PlainStep
 from drivetrain.loader import base

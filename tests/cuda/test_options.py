@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from drivetrain.core.microbatch import Request
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.loader import Pipeline

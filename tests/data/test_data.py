@@ -10,8 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from drivetrain.core import rng
 from drivetrain.core.errors import UserError
+from drivetrain.core.step import rng
 from drivetrain.data import Normalize, listing
 from drivetrain.data.decoding import decode
 from drivetrain.data.digits import Digits

@@ -15,7 +15,7 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.selection import Selection
+from drivetrain.core.options.selection import Selection
 from drivetrain.data.base import HeldOut
 from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.images import ImageFolder, LabelsCsv

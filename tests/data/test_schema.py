@@ -20,9 +20,9 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
-from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.core.overrides import parse
+from drivetrain.core.options.context import NO_RUN_DIR
+from drivetrain.core.options.overrides import parse
 from drivetrain.data.base import Splits, Units
 from drivetrain.data.images import LabelsCsv
 from drivetrain.data.schema import Schema, mean_and_std

@@ -15,8 +15,8 @@ from PIL import Image
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.source import Source, Subset
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.step.source import Source, Subset
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.world import World
 from drivetrain.data import base as module
 from drivetrain.data.base import Splits, chosen, count_held_out, fingerprint, hash_of, hold_out
@@ -179,7 +179,7 @@ def test_loaders_read_a_held_out_set_alike(place, make, name, loader):
         pytest.skip("it pads to the longest")
     option = OPTIONS[name](place)
     source = option.load_sets(CPU).validation
-    from drivetrain.core.microbatch import Request
+    from drivetrain.core.step.microbatch import Request
     from drivetrain.launch.launcher import prepare
     from drivetrain.loader.base import Pipeline
 
@@ -291,7 +291,7 @@ def test_only_what_reports_reads_the_figures_of_the_test_set():
     """Whatever selects asks Result.judged, or the records of the judging set."""
     reports = {
         "run/result.py", "ui/terminal.py", "launch/worker.py", "inference/evaluation.py", "engine/evaluator.py",
-        "ui/plots.py", "engine/facts.py", "ui/pages/run.py", "run/remarks.py", "inference/card.py",
+        "ui/plots.py", "engine/summary.py", "ui/pages/run.py", "run/remarks.py", "inference/card.py",
         "data/base.py", "data/own.py",  # which make the sets
     }  # fmt: skip
     root = Path(drivetrain.__file__).parent

@@ -15,9 +15,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import drivetrain
-from drivetrain.core import signals
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.machine import signals
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine import evaluator
 from drivetrain.saving import checkpoint_io
 from tests.support.waiting import LIMIT_S

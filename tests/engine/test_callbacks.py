@@ -11,8 +11,8 @@ import torch
 import drivetrain
 from drivetrain.config.callbacks import Told
 from drivetrain.config.plugins import CALLBACKS
-from drivetrain.core.callback import Event
 from drivetrain.core.errors import UserError
+from drivetrain.core.user.callback import Event
 from drivetrain.core.world import World
 from drivetrain.engine.callbacks import CallbackStep
 from drivetrain.saving import checkpoint_io

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from drivetrain.core import lazy
-from drivetrain.core.device import Clock, DeviceClock, clock_for
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.machine.device import Clock, DeviceClock, clock_for
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.engine import build
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.process_group import RankWork

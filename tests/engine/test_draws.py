@@ -8,8 +8,8 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import Request
 from drivetrain.core.order import AGAIN, index_of
+from drivetrain.core.step.microbatch import Request
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import Choice
 from tests.support import drawing_sets

@@ -12,10 +12,10 @@ import drivetrain
 from drivetrain import data
 from drivetrain.core import lazy
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import RunSpec
-from drivetrain.core.source import Subset
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import Subset
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.data import decoding, digits
 from drivetrain.engine import input_checks
 from drivetrain.loader import Loader, Pipeline

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.parallel import Parallel

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.core import trees
 from drivetrain.core.errors import UserError
+from drivetrain.core.step import trees
 
 
 @dataclasses.dataclass

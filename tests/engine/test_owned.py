@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from drivetrain.core import owned
 from drivetrain.core.errors import UserError
-from drivetrain.core.owned import OwnState
+from drivetrain.core.user import state as owned
+from drivetrain.core.user.state import OwnState
 from drivetrain.core.world import World
 from drivetrain.data.own import OwnCollate, OwnSource, Stack
 from drivetrain.loader import Loader, Pipeline

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import drivetrain
-from drivetrain.core import rng
 from drivetrain.core.errors import UserError
+from drivetrain.core.step import rng
 from drivetrain.launch.job import prepare
 from tests.support.command import ROOT, records, tensors
 from tests.support.same_end import resumed

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from drivetrain.core.device import Clock
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.machine.device import Clock
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine import input_checks
 from drivetrain.engine.step_timer import Reading, StepTimer
 from drivetrain.loader import Loader, Pipeline

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.core import horizon, stages
 from drivetrain.core.errors import UserError
+from drivetrain.core.options import horizon, stages
 from drivetrain.core.world import World
 from drivetrain.engine import build
 from drivetrain.engine.context import RunContext

@@ -11,9 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import drivetrain
-from drivetrain.core import process
 from drivetrain.core.errors import Diverged, Interrupted, UserError
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.machine import process
+from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.world import World
 from drivetrain.run.result import Result
 from drivetrain.saving import checkpoint_io

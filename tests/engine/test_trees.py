@@ -5,7 +5,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.model_call import ModelCall
+from drivetrain.core.step.model_call import ModelCall
 from drivetrain.core.world import World
 from drivetrain.engine import flops
 from tests.compile.test_options import compilations, recorded  # noqa: F401 (fixtures)

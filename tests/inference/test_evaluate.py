@@ -17,7 +17,7 @@ from PIL import Image
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import INTERRUPTED, UserError
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.inference.evaluation import Evaluation, evaluate
 from drivetrain.inference.finished import Choice
 from tests.support.command import run

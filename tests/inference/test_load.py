@@ -22,7 +22,7 @@ from drivetrain.data.base import Splits
 from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.schema import Schema
 from drivetrain.data.tabular import Tabular
-from drivetrain.engine.facts import NoSamples, RunFiles
+from drivetrain.engine.summary import NoSamples, RunFiles
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 

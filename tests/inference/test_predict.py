@@ -21,7 +21,7 @@ from drivetrain.cli import completion, main
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.core.trees import map_tensors
+from drivetrain.core.step.trees import map_tensors
 from drivetrain.data.own import Own
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import MODEL_ALONE

@@ -10,8 +10,8 @@ import drivetrain
 from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
 from drivetrain.batch import Batch
 from drivetrain.core.errors import DataError
-from drivetrain.core.microbatch import Request
 from drivetrain.core.order import shuffled
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.world import World
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.dali import Dali

@@ -26,13 +26,14 @@ from drivetrain.augment.geometry import FlipCrop, RandomResizedCrop
 from drivetrain.batch import Batch
 from drivetrain.batch.base import Accumulate
 from drivetrain.batch.bucketed import Bucketed
-from drivetrain.core import signals, streams, trees
 from drivetrain.core.errors import DataError, Interrupted, UserError
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import MicroBatch, Request
+from drivetrain.core.machine import signals
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.machine.signals import StopFlag
 from drivetrain.core.order import shuffled
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.source import Source
+from drivetrain.core.step import streams, trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import Source
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.data.own import Own, OwnCollate, OwnSource, Stack

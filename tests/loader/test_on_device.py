@@ -19,9 +19,9 @@ from drivetrain.augment.mixing import CutMix, Mixup
 from drivetrain.batch import Batch
 from drivetrain.batch.base import Accumulate
 from drivetrain.config.catalog import options
-from drivetrain.core import trees
-from drivetrain.core.microbatch import MicroBatch, Request
 from drivetrain.core.order import shuffled
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
 from drivetrain.data.text import Texts

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import trees
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.update_step import TwoPasses, UpdateStep, Weighed

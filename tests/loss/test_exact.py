@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from drivetrain.core.horizon import Horizon
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.options.horizon import Horizon
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.loss.classification import Bce, CrossEntropy, Focal
 from drivetrain.loss.embedding import Contrastive, Triplet
 from drivetrain.loss.language import NextToken

@@ -11,7 +11,7 @@ import torch
 
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.update_step import TwoPasses, Weighed
 from drivetrain.launch import launcher

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torchvision.ops import sigmoid_focal_loss
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.source import Source
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.source import Source
 from drivetrain.loss.classification import Bce, CrossEntropy, Focal, positive_weights_for, weights_for
 from drivetrain.loss.distill import Distill
 from drivetrain.loss.embedding import Contrastive, Triplet

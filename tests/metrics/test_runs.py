@@ -10,7 +10,7 @@ import torch
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import Request
+from drivetrain.core.step.microbatch import Request
 from drivetrain.launch import launcher
 from drivetrain.metrics import states
 from drivetrain.run import reader

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 import drivetrain
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon
+from drivetrain.core.options.horizon import Horizon
 from drivetrain.model.freezing import Schedule, keeping_statistics
 
 RESNET = ["data.shape=[1,8,8]", "model=resnet9", "model.width=4"]

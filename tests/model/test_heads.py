@@ -17,7 +17,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import Request
+from drivetrain.core.step.microbatch import Request
 from drivetrain.loss.language import MaskedToken, Masking
 from tests.support import later, slow
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.core import allowed as rules
-from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
+from drivetrain.core.options import allowed as rules
+from drivetrain.core.step.blocks import repeated_blocks
 from drivetrain.inference.loaded import load
 from drivetrain.model import transformers as option
 from drivetrain.parallel import tensor

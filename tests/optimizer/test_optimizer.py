@@ -23,7 +23,7 @@ from drivetrain.config.catalog import content, option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.validate import machine_local_keys, validate, validate_device
 from drivetrain.core.errors import UserError
-from drivetrain.core.user_code import import_name
+from drivetrain.core.user.code import import_name
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch.job import prepare

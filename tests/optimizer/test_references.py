@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import RunSpec
+from drivetrain.core.options.option import RunSpec
 from drivetrain.model.shipped import Mlp
 from drivetrain.optimizer import flat, muon, packages, torch_optim
 from drivetrain.optimizer.algorithms.flat_optimizer import Chunk

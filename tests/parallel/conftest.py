@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drivetrain.core.forking import ForkedProcess
+from drivetrain.core.machine.forking import ForkedProcess
 from drivetrain.core.world import World
 
 SECONDS = 120  # that two ranks may take

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
+from drivetrain.core.step.blocks import sequential_blocks
 from drivetrain.parallel import onehost, pipeline_stages
 from drivetrain.parallel.pipeline_stages import StagedForward, check_stages, stages_match_model
 

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import drivetrain
-from drivetrain.core import accelerators
-from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.accelerators import Accelerator
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.model.nets import ResNet9
@@ -177,7 +177,7 @@ def test_single_is_one_process_and_changes_nothing(make):
 
 @pytest.mark.parametrize(("devices", "ranks"), [(0, 2), (1, 1), (3, 3)], ids=["no device", "one", "three"])
 def test_ranks_follow_the_devices_two_on_a_cpu(monkeypatch, devices, ranks):
-    monkeypatch.setattr("drivetrain.core.accelerators.device_count", lambda: devices)
+    monkeypatch.setattr("drivetrain.core.machine.accelerators.device_count", lambda: devices)
     assert Ddp().ranks() == ranks
     assert Ddp(nproc=5).ranks() == 5
 

@@ -14,7 +14,7 @@ import torch._inductor
 from torch import nn
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.staged_run import StagedRun

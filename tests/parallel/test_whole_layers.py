@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from drivetrain.core import files
+from drivetrain.core.machine import files
 from drivetrain.core.world import World
 from drivetrain.launch import worker
 from drivetrain.parallel.sharded import WholeWeights, parts_of

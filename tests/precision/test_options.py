@@ -13,9 +13,9 @@ import torch
 
 import drivetrain
 from drivetrain.config.catalog import options
-from drivetrain.core import accelerators
-from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import Diverged, UserError
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.accelerators import Accelerator
 from drivetrain.core.world import World
 from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.launch import launcher

@@ -25,12 +25,13 @@ from drivetrain.config import recipe_checks, schema, validate
 from drivetrain.config.catalog import LISTS, option_files
 from drivetrain.config.compose import compose
 from drivetrain.config.keys import KeySetter
-from drivetrain.core import allowed, files, nvidia_driver, user_state
-from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import run_horizon
-from drivetrain.core.paths import recipes_dir
-from drivetrain.core.user_code import import_name
+from drivetrain.core.machine import files, home, nvidia_driver
+from drivetrain.core.machine.paths import recipes_dir
+from drivetrain.core.options import allowed
+from drivetrain.core.options.allowed import Entries, Text, one_of
+from drivetrain.core.options.horizon import run_horizon
+from drivetrain.core.user.code import import_name
 from drivetrain.launch.job import checked, prepare
 from drivetrain.loss import distill
 from drivetrain.recipe import reader as recipes
@@ -772,17 +773,17 @@ def test_a_changed_sweep_is_not_taken(tiny, tmp_path):
 
 def test_the_key_is_one_and_for_this_user_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    first = user_state.sign({"a": [1]})
-    assert user_state.sign({"a": [1]}) == first != user_state.sign({"a": [2]})
-    assert user_state.is_own({"a": [1]}, first)
-    assert not user_state.is_own({"a": [2]}, first)
-    assert not any(user_state.is_own({"a": [1]}, other) for other in (None, f"é{first}", "\udc80", 5))
-    assert user_state.key_file().stat().st_mode & 0o777 == 0o600
-    assert os.listdir(user_state.key_file().parent) == ["key"]
+    first = home.sign({"a": [1]})
+    assert home.sign({"a": [1]}) == first != home.sign({"a": [2]})
+    assert home.is_own({"a": [1]}, first)
+    assert not home.is_own({"a": [2]}, first)
+    assert not any(home.is_own({"a": [1]}, other) for other in (None, f"é{first}", "\udc80", 5))
+    assert home.key_file().stat().st_mode & 0o777 == 0o600
+    assert os.listdir(home.key_file().parent) == ["key"]
 
 
 def test_a_home_that_cannot_be_written_signs_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    assert user_state.sign({}) is None
-    assert not user_state.is_own({}, "0" * 64)
+    assert home.sign({}) is None
+    assert not home.is_own({}, "0" * 64)

@@ -18,9 +18,9 @@ from drivetrain.cli.recipe_schema import NAMES_CODE, recipe_schema
 from drivetrain.config.catalog import LISTS, SUMS, options
 from drivetrain.config.compose import compose
 from drivetrain.config.composed import Composed
-from drivetrain.core import paths, process
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.machine import paths, process
+from drivetrain.core.machine.paths import recipes_dir
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import reader, write
 from drivetrain.run import recipe_file

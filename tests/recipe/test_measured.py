@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from drivetrain.config.compose import compose
-from drivetrain.core.files import read_yaml
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.machine.files import read_yaml
+from drivetrain.core.machine.paths import recipes_dir
 
 FILE = Path(__file__).with_name("measured.json")
 CLAIMED = [file.stem for file in sorted(recipes_dir().glob("*.yaml")) if "claim" in read_yaml(file)]

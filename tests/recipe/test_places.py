@@ -16,7 +16,7 @@ import pytest
 from drivetrain.cli.main import main
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import format_value, parse, redact
+from drivetrain.core.options.overrides import format_value, parse, redact
 from drivetrain.launch.job import prepare
 from drivetrain.recipe import fetch, places
 from drivetrain.sweeps import store

@@ -6,7 +6,7 @@ import pytest
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import words_of
+from drivetrain.core.options.overrides import words_of
 from drivetrain.launch import launcher
 from drivetrain.run.result import Result
 from tests.support import notebook

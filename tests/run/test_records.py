@@ -12,7 +12,7 @@ import pytest
 
 import drivetrain
 from drivetrain.cli import main
-from drivetrain.core import process
+from drivetrain.core.machine import process
 from drivetrain.logger.files import Files
 from drivetrain.run import environment, reader, records, remarks
 from drivetrain.run.identity import differences
@@ -172,7 +172,7 @@ def test_a_rate_that_goes_on_as_its_schedule_has_it_is_not_told(words, train, ca
 
 
 PACKAGE = Path(drivetrain.__file__).parent
-DATES = {"core/process.py", "run/environment.py", "compile/base.py"}  # that read the date, and take no duration from it
+DATES = {"core/machine/process.py", "run/environment.py", "compile/base.py"}  # that read the date, and take no duration from it
 
 
 def test_setting_the_clock_back_moves_neither_records_nor_durations(monkeypatch, train):

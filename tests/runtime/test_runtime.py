@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import drivetrain
-from drivetrain.core import accelerators
-from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.accelerators import Accelerator
 from drivetrain.core.world import World
 from drivetrain.launch.job import prepare
 from drivetrain.runtime import Runtime
@@ -175,7 +175,7 @@ def test_threads_are_what_was_asked_for_also_after_another_run(make, monkeypatch
 def test_threads_are_those_of_the_environment_where_none_are_set(given, launch, asked, expected, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("drivetrain.core.limits.cores", list)
+    monkeypatch.setattr("drivetrain.core.machine.guards.cores", list)
     if launch is not None:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     assert Runtime(threads=asked).thread_count(2) == expected
@@ -280,7 +280,7 @@ class Timed:
 )
 def test_threads_are_chosen_by_trial_once_and_recorded_for_a_resume(seconds, words, chosen, monkeypatch, caplog):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr("drivetrain.core.limits.cores", list)
+    monkeypatch.setattr("drivetrain.core.machine.guards.cores", list)
     given, trials = Runtime(device="cpu", threads="auto"), Timed(seconds, *words)
     with caplog.at_level("INFO"):
         found = given.choose(trials)

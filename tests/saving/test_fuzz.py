@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 import drivetrain
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import write_json
+from drivetrain.core.machine.files import write_json
 from drivetrain.core.world import World
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.staged_run import StagedRun

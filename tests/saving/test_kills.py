@@ -16,9 +16,9 @@ import pytest
 import torch
 from bench import faults, kills, syscalls
 
-from drivetrain.core import forking
-from drivetrain.core.microbatch import Request
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.machine import forking
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine.evaluator import Evaluator
 from drivetrain.launch import elastic
 from drivetrain.loader import Pipeline, workers

@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 
 import drivetrain
-from drivetrain.core import streams
 from drivetrain.core.errors import CannotSave, UserError
+from drivetrain.core.step import streams
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.saving import checkpoint_io, manifest

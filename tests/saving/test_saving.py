@@ -19,7 +19,7 @@ import torch
 
 import drivetrain
 from drivetrain.core.errors import CannotSave, UserError
-from drivetrain.core.horizon import Progress
+from drivetrain.core.options.horizon import Progress
 from drivetrain.launch.worker import AVERAGED
 from drivetrain.logger.files import Files
 from drivetrain.parallel import Parallel

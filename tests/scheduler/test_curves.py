@@ -14,9 +14,9 @@ from torch.optim import lr_scheduler as theirs
 from drivetrain import scheduler as ours
 from drivetrain.config.catalog import content, option_files
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon, length_problem, run_horizon
-from drivetrain.core.option import Option
-from drivetrain.core.user_code import import_name
+from drivetrain.core.options.horizon import Horizon, length_problem, run_horizon
+from drivetrain.core.options.option import Option
+from drivetrain.core.user.code import import_name
 from drivetrain.launch import launcher
 from drivetrain.scheduler import curves
 

@@ -8,7 +8,7 @@ import pytest
 
 import drivetrain
 from drivetrain.core.errors import Diverged
-from drivetrain.core.selection import Reach, Selection
+from drivetrain.core.options.selection import Reach, Selection
 from drivetrain.engine.trainer import Trainer
 from drivetrain.launch import launcher
 from drivetrain.measure.benchmark import quality

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from drivetrain.config import compose
 from drivetrain.config.catalog import LISTS, default_options, options
-from drivetrain.core.paths import conf_dir
+from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.typed import JsonObject
 
 by_hydra = compose._hydra_compose.__wrapped__

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.core.context import BuildContext
-from drivetrain.core.option import RunSpec
+from drivetrain.core.options.context import BuildContext
+from drivetrain.core.options.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel import Parallel
 

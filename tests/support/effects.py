@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import drivetrain
-from drivetrain.core import nvidia_driver
-from drivetrain.core.paths import conf_dir, recipes_dir
+from drivetrain.core.machine import nvidia_driver
+from drivetrain.core.machine.paths import conf_dir, recipes_dir
 
 # What may be read: Python, the installed packages, drivetrain with its options and recipes.
 PACKAGES = [folder for folder in sys.path if folder.endswith("site-packages")]

@@ -20,10 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import arg_tree_leaves
 
-from drivetrain.core import accelerators, lazy
-from drivetrain.core.accelerators import Accelerator
-from drivetrain.core.device import ON_PURPOSE
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core import lazy
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.accelerators import Accelerator
+from drivetrain.core.machine.device import ON_PURPOSE
+from drivetrain.core.step.microbatch import MicroBatch
 
 KINDS = ("lazy", "cuda")
 TORCH = str(torch.__path__[0])

@@ -266,7 +266,7 @@ def _reap(status_of: dict[int, int]) -> None:
 
 def become(request: dict[str, Any], files: list[int], path: list[str]) -> None:
     """Take on what the request says, as if this interpreter had just started for it, and run its module."""
-    from drivetrain.core import process
+    from drivetrain.core.machine import process
 
     if request["session"]:
         os.setsid()
@@ -369,7 +369,7 @@ def look_often() -> None:
     """
     from torch.utils.data import _utils
 
-    from drivetrain.core import forking
+    from drivetrain.core.machine import forking
 
     forking.LOOK_S = _utils.MP_STATUS_CHECK_INTERVAL = _utils.worker.MP_STATUS_CHECK_INTERVAL = 0.2
 

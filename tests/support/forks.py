@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 import torch
 
-from drivetrain.core import forking, nvidia_driver
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine import forking, nvidia_driver
+from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.launch import elastic
 from drivetrain.measure.benchmark import interleave
 from drivetrain.sweeps import launchers

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from drivetrain.core.signals import StopFlag
+from drivetrain.core.machine.signals import StopFlag
 
 GATE_TIMEOUT_S = 240.0
 

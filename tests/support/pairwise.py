@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drivetrain.config.catalog import LISTS, option_files, options, target
-from drivetrain.core.user_code import import_name
+from drivetrain.core.user.code import import_name
 from tests.support import sets
 
 SMALL = ["updates=2", "epochs=2", "log_every=1", "batch.global_batch=8", "runtime.threads=1"]

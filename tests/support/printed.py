@@ -283,7 +283,7 @@ def aside(file: Path | None) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    from drivetrain.core.paths import remove_working_directory
+    from drivetrain.core.machine.paths import remove_working_directory
 
     remove_working_directory()
     from drivetrain.cli.main import main

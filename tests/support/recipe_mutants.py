@@ -9,8 +9,8 @@ import yaml
 from hypothesis import strategies as st
 
 from drivetrain.config.catalog import LISTS, option_files
-from drivetrain.core.files import read_yaml
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.machine.files import read_yaml
+from drivetrain.core.machine.paths import recipes_dir
 
 
 class Raw(str):

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-from drivetrain.core import accelerators, limits
-from drivetrain.core.accelerators import Accelerator
 from drivetrain.core.errors import UserError
-from drivetrain.core.selection import Selection, selected
+from drivetrain.core.machine import accelerators, guards
+from drivetrain.core.machine.accelerators import Accelerator
+from drivetrain.core.options.selection import Selection, selected
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps import launchers, optuna, store
@@ -139,10 +139,10 @@ def test_the_settings_reach_submitit_under_its_own_names(monkeypatch: pytest.Mon
 
 
 def test_jobs_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = limits.usable_cores(1)
-    monkeypatch.setenv(limits.JOBS, "2")
-    assert limits.usable_cores(1) == max(1, alone // 2)
-    assert limits.usable_cores(10**6) == 1
+    alone = guards.usable_cores(1)
+    monkeypatch.setenv(guards.JOBS, "2")
+    assert guards.usable_cores(1) == max(1, alone // 2)
+    assert guards.usable_cores(10**6) == 1
 
 
 def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

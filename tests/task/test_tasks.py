@@ -140,7 +140,7 @@ def test_each_task_trains_from_one_word(task: str):
 
 
 def test_the_two_views_of_a_sample_differ_and_depend_on_its_number_alone():
-    from drivetrain.core.microbatch import Request
+    from drivetrain.core.step.microbatch import Request
     from drivetrain.loader import Pipeline
 
     run = prepare(["task=contrastive"]).run
@@ -155,8 +155,8 @@ def test_the_two_views_of_a_sample_differ_and_depend_on_its_number_alone():
 
 def test_a_mask_moves_with_its_image():
     from drivetrain.augment.geometry import FlipCrop
-    from drivetrain.core.microbatch import Request
-    from drivetrain.core.tensors import Tensors
+    from drivetrain.core.step.microbatch import Request
+    from drivetrain.core.step.tensors import Tensors
     from drivetrain.loader import Pipeline
 
     mask = torch.randint(0, 9, (6, 8, 8))

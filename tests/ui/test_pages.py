@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import drivetrain
-from drivetrain.core import files
+from drivetrain.core.machine import files
 from drivetrain.run import reader
 from drivetrain.ui import output, sheet
 from drivetrain.ui.pages import charts, run, style

@@ -95,7 +95,7 @@ def test_the_tree_marks_what_was_set(at_a_terminal):
 
 @pytest.mark.parametrize("room", [40, 60, 80, 100, None])
 def test_a_record_fits_the_room_and_keeps_what_matters(room, monkeypatch):
-    monkeypatch.setattr("drivetrain.core.device.memory_now", lambda: 2**30)
+    monkeypatch.setattr("drivetrain.core.machine.device.memory_now", lambda: 2**30)
     line = terminal.Progress(5000, 10)._text(RECORD, room)
     assert "epoch 4/10" in line
     assert "loss 0.1235" in line
@@ -131,7 +131,7 @@ MAY_PRINT = {
     "ui/output.py",
     "ui/logs.py",
     "ui/progress.py",
-    "core/nvidia_driver.py",
+    "core/machine/nvidia_driver.py",
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drivetrain.augment import Augment
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Positive, RunSpec, Share
+from drivetrain.core.options.option import Positive, RunSpec, Share
+from drivetrain.core.step import rng
 
 STREAM = 1000  # of random numbers, which no other augmentation uses; drivetrain's own are below 1000
 

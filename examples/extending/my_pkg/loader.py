@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
+from drivetrain.core.step.microbatch import Request
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.base import ReadBatch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative
+from drivetrain.core.options.option import NonNegative
 from drivetrain.loss.classification import CrossEntropy
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext
+from drivetrain.core.options.option import BuildContext
 from drivetrain.metrics import Metric
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ class BalancedError(Metric):
     """The share of wrong answers among the samples of each class; the mean over the classes."""
 
     name = "balanced_error"
-    takes = ("class",)  # the kinds of targets that it can be computed from: drivetrain.core.targets
+    takes = ("class",)  # the kinds of targets that it can be computed from: drivetrain.core.step.target_kinds
     better = "min"  # which of two values is better; "max" where nothing is said, None: neither
 
     def create(self, context: BuildContext) -> Sums:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, NonNegative, Positive
+from drivetrain.core.options.option import Momentum, NonNegative, Positive
 from drivetrain.optimizer import Optimizer
 
 

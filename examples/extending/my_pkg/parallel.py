@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
+    from drivetrain.core.options.context import BuildContext
 
 
 @dataclass(kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.trees import cast
+from drivetrain.core.step.trees import cast
 from drivetrain.precision import Precision
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from drivetrain.core import groups, limits, low_rank
-from drivetrain.core.allowed import NamePattern
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import put_in_place
-from drivetrain.core.option import BuildContext, Count, Effect, Momentum, Option, Positive, RunSpec
-from drivetrain.core.paths import expanded
+from drivetrain.core.machine import guards
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options import groups
+from drivetrain.core.options.allowed import NamePattern
+from drivetrain.core.options.option import BuildContext, Count, Effect, Momentum, Option, Positive, RunSpec
+from drivetrain.core.step import low_rank
+from drivetrain.core.step.modules import put_in_place
 
 if TYPE_CHECKING:
     from drivetrain.adapter.layers import LoraLinear
@@ -107,8 +109,8 @@ class Lora(Adapter):
                 "outputs: set adapter=none, or a transformer or multilayer perceptron as model"
             )
         own = sum(p.numel() for p in model.parameters())
-        room = limits.memory_bytes() // ((2 + context.run.optimizer.states) * context.world.local_size)
-        with limits.model_within(room, f"adapter.rank={self.rank}", ", with their gradients and the optimizer's state"):
+        room = guards.memory_bytes() // ((2 + context.run.optimizer.states) * context.world.local_size)
+        with guards.model_within(room, f"adapter.rank={self.rank}", ", with their gradients and the optimizer's state"):
             new = {layer: self.adapted(layer) for layer in chosen.values()}
             if self.base != "full":
                 for layer in new.values():

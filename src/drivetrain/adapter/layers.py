@@ -1,7 +1,7 @@
 """Linear layers with low-rank adapters, the layers of a model that get one, and their files, which are those of peft.
 
 A layer with an adapter takes the place of the model's own and holds its weight, under the same name: files of weights fit as
-before, and a checkpoint has the adapter's tensors beside it (core/low_rank.py).
+before, and a checkpoint has the adapter's tensors beside it (core/step/low_rank.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, linear
 
-from drivetrain.core import files
-from drivetrain.core.allowed import check_patterns, matches
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
-from drivetrain.core.modules import run_once, taken_over
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine import files
+from drivetrain.core.options.allowed import check_patterns, matches
+from drivetrain.core.step.low_rank import LEVELS, is_adapters, narrowed, row_norms, widened
+from drivetrain.core.step.modules import run_once, taken_over
+from drivetrain.core.step.trees import Tree
 
 
 class NarrowProduct(torch.autograd.Function):

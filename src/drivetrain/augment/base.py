@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Effect, Option, RunSpec
-from drivetrain.core.source import CropBox, Pipeline
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import Effect, Option, RunSpec
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import CropBox, Pipeline
 
 CHUNK = 2**18  # values that a CPU works on at a time: they and their float copies stay in its cache
 

@@ -13,9 +13,9 @@ import annotated_types
 
 from drivetrain.augment import base
 from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative, RunSpec
+from drivetrain.core.options.option import NonNegative, RunSpec
+from drivetrain.core.step import rng
 
 Half = Annotated[float, annotated_types.Ge(0), annotated_types.Le(0.5)]
 

@@ -8,12 +8,12 @@ from typing import Literal
 from drivetrain.augment import base
 from drivetrain.augment.base import Augment, per_sample, require_images, where
 from drivetrain.augment.geometry import Interval, check_intervals, random_boxes
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import RunSpec, Share
-from drivetrain.core.source import Pipeline
-from drivetrain.core.tensors import send
+from drivetrain.core.options.option import RunSpec, Share
+from drivetrain.core.step import rng
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.tensors import send
 
 LARGE = 2**15  # values of an image: on a CPU, larger images are erased one by one, which touches fewer pixels
 

@@ -11,12 +11,12 @@ import annotated_types
 
 from drivetrain.augment import base
 from drivetrain.augment.base import Augment, require_images, require_still_targets, where
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import CountOrZero, Positive, RunSpec, Share
-from drivetrain.core.source import CropBox, Pipeline
-from drivetrain.core.tensors import send
+from drivetrain.core.options.option import CountOrZero, Positive, RunSpec, Share
+from drivetrain.core.step import rng
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import CropBox, Pipeline
+from drivetrain.core.step.tensors import send
 
 LARGE = 2**15  # values of an image: a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
 Interval = Annotated[Sequence[Positive], annotated_types.Len(2, 2)]  # lowest, highest

@@ -9,12 +9,12 @@ from typing import ClassVar, Literal, cast
 from drivetrain.augment import base
 from drivetrain.augment.base import Augment, in_chunks, per_sample, require_images, where
 from drivetrain.augment.erasing import box_mask
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Positive, RunSpec, Share
-from drivetrain.core.source import Pipeline
-from drivetrain.core.tensors import send
+from drivetrain.core.options.option import Positive, RunSpec, Share
+from drivetrain.core.step import rng
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.tensors import send
 
 KNOTS = 4096  # of the table of a Beta distribution
 

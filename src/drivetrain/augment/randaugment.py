@@ -10,10 +10,10 @@ import annotated_types
 from drivetrain.augment import base, color
 from drivetrain.augment.base import Augment, in_chunks, require_images, require_still_targets
 from drivetrain.augment.geometry import warp
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
-from drivetrain.core.tensors import send
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.step import rng
+from drivetrain.core.step.tensors import send
 
 Operations = Annotated[int, annotated_types.Ge(1), annotated_types.Le(len(base.OPERATION))]
 Magnitude = Annotated[float, annotated_types.Ge(0), annotated_types.Le(30)]

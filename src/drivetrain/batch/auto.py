@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, TypeGuard
 
 from drivetrain.batch.base import Batch, Scaling
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import BuildContext, Count, Effect, Positive, RunSpec
-from drivetrain.core.protocols import Trials
+from drivetrain.core.options.option import BuildContext, Count, Effect, Positive, RunSpec
+from drivetrain.core.options.protocols import Trials
 from drivetrain.core.typed import JsonMapping, fits
 
 logger = logging.getLogger(__name__)

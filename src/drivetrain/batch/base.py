@@ -15,14 +15,14 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from annotated_types import Ge
 
-from drivetrain.core import groups
 from drivetrain.core import order as orders
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import BuildContext, Count, Effect, Option, RunSpec
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Count, Effect, Option, RunSpec
 from drivetrain.core.order import Order, index_of
-from drivetrain.core.source import Source
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import Source
 from drivetrain.core.typed import JsonObject, StateDict
 from drivetrain.core.world import World
 

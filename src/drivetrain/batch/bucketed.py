@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from drivetrain.batch.base import Batch, BatchEnds, split_by_cost
 from drivetrain.core import order as orders
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.source import Source
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step import rng
+from drivetrain.core.step.source import Source
 from drivetrain.core.world import World
 
 logger = logging.getLogger(__name__)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
-from drivetrain.core import groups
-from drivetrain.core.allowed import Name
-from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, Effect, Option, Positive, RunSpec, Share
-from drivetrain.core.protocols import Trials
+from drivetrain.core.options import groups
+from drivetrain.core.options.allowed import Name
+from drivetrain.core.options.option import Count, CountOrZero, Effect, Option, Positive, RunSpec, Share
+from drivetrain.core.options.protocols import Trials
+from drivetrain.core.step.blocks import blocks_for, describe_blocks
 from drivetrain.core.typed import JsonMapping, fits
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from drivetrain.core import torch_patches
-from drivetrain.core.torch_patches import wrap_forward
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine import torch_patches
+from drivetrain.core.machine.torch_patches import wrap_forward
+from drivetrain.core.step.trees import Tree
 
 Policy = Callable[..., CheckpointPolicy]  # (context, operation, *arguments) → keep or recompute
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]  # around forward and recomputation

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from drivetrain.config import catalog
-from drivetrain.config.elsewhere import NOT_HERE
 from drivetrain.config.hydra_words import recipe_word, translated
 from drivetrain.config.keys import as_setting
+from drivetrain.config.other_tools import NOT_HERE
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.core.paths import add_import_paths
+from drivetrain.core.machine.paths import add_import_paths
 from drivetrain.recipe import places
 from drivetrain.run import directory
 from drivetrain.ui.output import echo, fold

@@ -12,8 +12,8 @@ from typing import Any
 
 from drivetrain.cli.arguments import FILE, FLAG, NUMBER, Command, overrides, runs
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.files import write_json
-from drivetrain.core.paths import expanded
+from drivetrain.core.machine.files import write_json
+from drivetrain.core.machine.paths import expanded
 from drivetrain.inference.finished import Choice
 from drivetrain.run.result import uncertainty
 from drivetrain.ui.output import echo

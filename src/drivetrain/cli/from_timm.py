@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_origin
 
-from drivetrain.config.elsewhere import ELSEWHERE, NOT_HERE
+from drivetrain.config.other_tools import ELSEWHERE, NOT_HERE
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import format_value
+from drivetrain.core.options.overrides import format_value
 from drivetrain.core.typed import fits
 
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])  # what data.normalize=imagenet means

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from drivetrain.cli.arguments import Command
 from drivetrain.config import catalog, plugins
-from drivetrain.config.elsewhere import suggestion
+from drivetrain.config.other_tools import suggestion
 from drivetrain.core.errors import DONE, UserError, did_you_mean, refuse
-from drivetrain.core.option import Option
-from drivetrain.core.user_code import import_name
+from drivetrain.core.options.option import Option
+from drivetrain.core.user.code import import_name
 from drivetrain.ui.output import echo
 from drivetrain.ui.sheet import Table
 

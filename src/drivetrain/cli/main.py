@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from drivetrain import __version__
 from drivetrain.cli import verbs
 from drivetrain.core.errors import BAD_CONFIG, DONE, FAILED, INTERRUPTED, Interrupted, UserError, wants_traceback
-from drivetrain.core.paths import remove_working_directory
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine.paths import remove_working_directory
+from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.launch import machine_limits
 from drivetrain.recipe import fetch
 from drivetrain.ui import output, terminal

@@ -15,7 +15,7 @@ from typing import Any
 from drivetrain.cli.arguments import FLAG, NUMBER, Command
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, UserError, refuse
-from drivetrain.core.limits import usable_cores
+from drivetrain.core.machine.guards import usable_cores
 from drivetrain.data import Data, packed, stored
 from drivetrain.launch.job import Job, prepare
 from drivetrain.run import directory

@@ -14,9 +14,9 @@ from drivetrain.cli.measuring import measuring
 from drivetrain.config import catalog
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
-from drivetrain.core import files
 from drivetrain.core.errors import DONE, OperatorGives, UserError, collecting, did_you_mean, refuse
-from drivetrain.core.overrides import key_of
+from drivetrain.core.machine import files
+from drivetrain.core.options.overrides import key_of
 from drivetrain.launch.job import checked
 from drivetrain.recipe import fetch, places, write
 from drivetrain.recipe.reader import Recipe

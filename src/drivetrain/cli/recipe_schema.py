@@ -17,9 +17,9 @@ from drivetrain.config import catalog, schema
 from drivetrain.config.catalog import LISTS, SUMS
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.validate import VALUES
-from drivetrain.core import process
-from drivetrain.core.paths import conf_dir
-from drivetrain.core.user_code import import_name, trust_problems
+from drivetrain.core.machine import process
+from drivetrain.core.machine.paths import conf_dir
+from drivetrain.core.user.code import import_name, trust_problems
 from drivetrain.recipe.claim import Claim
 from drivetrain.recipe.safe_yaml import OPERATOR_KEYS
 from drivetrain.recipe.write import FORMS, SCHEMA

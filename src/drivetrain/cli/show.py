@@ -12,12 +12,12 @@ from typing import get_args
 
 from drivetrain.batch import Batch
 from drivetrain.cli.arguments import FILE, Command
-from drivetrain.core import horizon as horizons
-from drivetrain.core import stages
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.core.horizon import Horizon
-from drivetrain.core.option import Effect, RunSpec
-from drivetrain.core.overrides import key_of
+from drivetrain.core.options import horizon as horizons
+from drivetrain.core.options import stages
+from drivetrain.core.options.horizon import Horizon
+from drivetrain.core.options.option import Effect, RunSpec
+from drivetrain.core.options.overrides import key_of
 from drivetrain.core.world import World
 from drivetrain.data import Data
 from drivetrain.launch.job import prepare

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from drivetrain.augment import Augment
-from drivetrain.core import trees
 from drivetrain.core.errors import DataError
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import RunSpec
-from drivetrain.core.source import Source
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import Source
 from drivetrain.data.base import IGNORE_INDEX, Data, Splits, Tensors, twice
 from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from drivetrain.cli.arguments import FLAG, Command
 from drivetrain.config import catalog, hydra_words, plugins
 from drivetrain.core.errors import DONE, UserError, did_you_mean
-from drivetrain.core.paths import conf_dir, recipes_dir
+from drivetrain.core.machine.paths import conf_dir, recipes_dir
 from drivetrain.launch.job import Job, prepare, prepare_run
 from drivetrain.recipe import places
 from drivetrain.run import environment
@@ -102,7 +102,7 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _run(job: Job, quiet: bool) -> int:
-    from drivetrain.core.forking import end_with_parent
+    from drivetrain.core.machine.forking import end_with_parent
     from drivetrain.launch import launcher
     from drivetrain.measure.report import report
     from drivetrain.parallel.environment import launched

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Effect, Option, Positive
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Effect, Option, Positive
 
 Tensors = Sequence["torch.Tensor"]
 GlobalNorm = Callable[[Tensors, float], "torch.Tensor"]  # (parameters, type of the norm) → norm of their gradients, 0-d

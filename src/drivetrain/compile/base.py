@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
-from drivetrain.core import groups
-from drivetrain.core.allowed import Name
-from drivetrain.core.blocks import blocks_for, describe_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import start_autograd_engine, torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, Effect, Option, RunSpec
-from drivetrain.core.paths import user_cache
-from drivetrain.core.step import Step, WrappingStep
-from drivetrain.core.torch_patches import wrap_forward
-from drivetrain.core.trees import Tree, first
+from drivetrain.core.machine.paths import user_cache
+from drivetrain.core.machine.torch_patches import wrap_forward
+from drivetrain.core.options import groups
+from drivetrain.core.options.allowed import Name
+from drivetrain.core.options.option import BuildContext, Effect, Option, RunSpec
+from drivetrain.core.step.blocks import blocks_for, describe_blocks
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.trees import Tree, first
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from drivetrain.core import groups, trees
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step
-from drivetrain.core.torch_patches import compiling
+from drivetrain.core.machine.torch_patches import compiling
+from drivetrain.core.options import groups
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step
 from drivetrain.core.typed import StateDict
 
 if TYPE_CHECKING:

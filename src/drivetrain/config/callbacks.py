@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from drivetrain.config import plugins
-from drivetrain.core import user_code
-from drivetrain.core.callback import Callback, Event
 from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.option import RunSpec
+from drivetrain.core.options.option import RunSpec
 from drivetrain.core.typed import JsonMapping
-from drivetrain.core.user_call import UserCall
+from drivetrain.core.user import code as user_code
+from drivetrain.core.user.call import UserCall
+from drivetrain.core.user.callback import Callback, Event
 
 EVENTS = ("start", "update", "evaluation", "save", "end")
 

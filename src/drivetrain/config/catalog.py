@@ -12,8 +12,8 @@ import yaml
 
 from drivetrain.config import plugins
 from drivetrain.core.errors import did_you_mean
-from drivetrain.core.files import read_json
-from drivetrain.core.paths import conf_dir
+from drivetrain.core.machine.files import read_json
+from drivetrain.core.machine.paths import conf_dir
 from drivetrain.core.typed import JsonMapping, JsonObject
 
 # groups of which several options may be added up, as loss=[a,b], and the class that does

@@ -26,12 +26,12 @@ from drivetrain.config.catalog import (
 )
 from drivetrain.config.catalog import problems as option_problems
 from drivetrain.config.composed import Composed
-from drivetrain.config.elsewhere import USUAL, suggestion
 from drivetrain.config.hydra_words import instead, is_hydra_override, off_switch
 from drivetrain.config.keys import KeySetter, replaced
+from drivetrain.config.other_tools import USUAL, suggestion
 from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.overrides import format_value, parse_each
-from drivetrain.core.paths import conf_dir
+from drivetrain.core.machine.paths import conf_dir
+from drivetrain.core.options.overrides import format_value, parse_each
 from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import places
 from drivetrain.recipe.reader import Recipe

@@ -18,7 +18,7 @@ from drivetrain.config.catalog import EXPERIMENTS, LISTS, options
 from drivetrain.config.composed import Composed
 from drivetrain.config.schema import Schema
 from drivetrain.core.errors import UserError, did_you_mean, refuse
-from drivetrain.core.overrides import format_value, key_of, parse, redact, single_values
+from drivetrain.core.options.overrides import format_value, key_of, parse, redact, single_values
 from drivetrain.core.typed import JsonObject
 from drivetrain.recipe import places
 

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from drivetrain.config.catalog import LISTS, SUMS, default_options, options, owners, root_config
-from drivetrain.config.elsewhere import ELSEWHERE, SECTIONS, suggestion
+from drivetrain.config.other_tools import ELSEWHERE, SECTIONS, suggestion
 from drivetrain.core.errors import did_you_mean
 from drivetrain.core.typed import JsonObject
 

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from drivetrain.core import paths
+from drivetrain.core.machine import paths
 
 OPTIONS, VERBS, CALLBACKS = "drivetrain.options", "drivetrain.verbs", "drivetrain.callbacks"
 

@@ -12,8 +12,8 @@ from drivetrain.config.catalog import options, root_config
 from drivetrain.config.compose import compose
 from drivetrain.config.composed import Composed, flatten
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import length_problem
-from drivetrain.core.option import Length, Option
+from drivetrain.core.options.horizon import length_problem
+from drivetrain.core.options.option import Length, Option
 from drivetrain.core.typed import JsonMapping, JsonObject
 
 LARGEST = 32  # stages of a run

@@ -23,14 +23,16 @@ from drivetrain.config.composed import Composed, references
 from drivetrain.config.plugins import trusted_packages
 from drivetrain.config.schema import Schema, Where
 from drivetrain.config.stage_configs import Planned
-from drivetrain.core import paths, phases, selection, user_code
-from drivetrain.core import stages as core_stages
 from drivetrain.core.errors import UserError, collecting, refuse
-from drivetrain.core.files import read_yaml
-from drivetrain.core.model_call import ForwardInput
-from drivetrain.core.option import Count, Option
-from drivetrain.core.run_spec import CheckedValues, InvalidValue, RunSpec, Stage
+from drivetrain.core.machine import paths
+from drivetrain.core.machine.files import read_yaml
+from drivetrain.core.options import phases, selection
+from drivetrain.core.options import stages as core_stages
+from drivetrain.core.options.option import Count, Option
+from drivetrain.core.options.run_spec import CheckedValues, InvalidValue, RunSpec, Stage
+from drivetrain.core.step.model_call import ForwardInput
 from drivetrain.core.typed import JsonMapping, JsonObject
+from drivetrain.core.user import code as user_code
 
 Epochs = Annotated[int, Ge(1), Le(1_000_000)]
 VALUES = Schema("the config", {  # the keys of conf/config.yaml that are no group

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from drivetrain.core import rng
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
+from drivetrain.core.step import rng
 
 # The order of the training samples. A number: each comes so many times in a row, up to as many as there are samples.
 Sampling = Literal["shuffled", "sequential", "balanced", "weighted", "repeated", "own"] | Annotated[int, Ge(2), Le(100)]

@@ -15,19 +15,20 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, T
 
 import annotated_types
 
-from drivetrain.core import groups, rng, trees
 from drivetrain.core import order as orders
-from drivetrain.core.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, RunSpec
+from drivetrain.core.options import groups
+from drivetrain.core.options.allowed import FILE_NAME, PLAIN_NAME, Entries, FileName, Text
+from drivetrain.core.options.option import Option, RunSpec
 from drivetrain.core.order import REPEATS, Order, Sampling
-from drivetrain.core.source import GroupedSource
-from drivetrain.core.source import Source as Source
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.tensors import Tensors as Tensors
-from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.step import rng, trees
+from drivetrain.core.step.source import GroupedSource
+from drivetrain.core.step.source import Source as Source
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.tensors import Tensors as Tensors
+from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.data.decoding import ImageFileSource, Range
 from drivetrain.data.untrusted import Encoding
 

@@ -18,10 +18,10 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from drivetrain.core.errors import DataError, OperatorGives, UserError
-from drivetrain.core.files import one_at_a_time
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.machine.files import one_at_a_time
+from drivetrain.core.options.option import RunSpec
 from drivetrain.data.base import Data, Fraction, Normalize, Splits, Tensors, measure_normalization
 from drivetrain.data.untrusted import check_member, ordinary, read_whole
 

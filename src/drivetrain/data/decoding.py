@@ -17,7 +17,7 @@ from annotated_types import Ge, Gt, Le
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.source import CropBox, Source
+from drivetrain.core.step.source import CropBox, Source
 
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile

@@ -11,12 +11,12 @@ from typing import Annotated, ClassVar, Literal
 import annotated_types
 from annotated_types import Ge, Le
 
-from drivetrain.core import rng
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_large
-from drivetrain.core.option import Count, RunSpec, Share
-from drivetrain.core.targets import TargetKind
+from drivetrain.core.machine.guards import too_large
+from drivetrain.core.options.option import Count, RunSpec, Share
+from drivetrain.core.step import rng
+from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import (
     Fraction,
     HeldOut,

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from drivetrain.core import rng
-from drivetrain.core.allowed import ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec, needs_extra
-from drivetrain.core.source import Source
+from drivetrain.core.options.allowed import ColumnName, Name
+from drivetrain.core.options.option import Count, RunSpec, needs_extra
+from drivetrain.core.step import rng
+from drivetrain.core.step.source import Source
 from drivetrain.data.base import FileSets, HeldOut, Splits, Validation
 from drivetrain.data.decoding import ImageFileSource
 from drivetrain.data.images import PictureData

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.allowed import ColumnName, FileName, one_of
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, RunSpec
-from drivetrain.core.targets import TargetKind
+from drivetrain.core.options.allowed import ColumnName, FileName, one_of
+from drivetrain.core.options.option import Count, CountOrZero, RunSpec
+from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data import listing
 from drivetrain.data.base import (
     SPLITS,

@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from drivetrain.core.allowed import ColumnName
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.options.allowed import ColumnName
+from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.data.base import Splits
 from drivetrain.data.huggingface import load_from_disk
 from drivetrain.data.jsonl import Jsonl, Known, Line

@@ -11,12 +11,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
-from drivetrain.core.allowed import ColumnName
 from drivetrain.core.errors import DataError, UserError, did_you_mean
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec, needs_extra
-from drivetrain.core.source import Source
+from drivetrain.core.options.allowed import ColumnName
+from drivetrain.core.options.option import Count, RunSpec, needs_extra
+from drivetrain.core.step.source import Source
 from drivetrain.data import tables
 from drivetrain.data.base import IGNORE_INDEX, FromFile, Inputs, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk

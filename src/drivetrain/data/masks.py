@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, RunSpec
-from drivetrain.core.source import CropBox
+from drivetrain.core.options.allowed import FileName
+from drivetrain.core.options.option import Count, CountOrZero, RunSpec
+from drivetrain.core.step.source import CropBox
 from drivetrain.data import listing
 from drivetrain.data.base import IGNORE_INDEX, Fraction, HeldOut, Splits, hash_fractions
 from drivetrain.data.decoding import (

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from drivetrain.core import owned, rng, streams, trees, user_code
-from drivetrain.core.allowed import Arguments, ColumnName, Name
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.options.allowed import Arguments, ColumnName, Name
+from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.order import checked, index_of
-from drivetrain.core.streams import Stream
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Tree, map_tensors, named_leaves
-from drivetrain.core.user_call import UserCall
+from drivetrain.core.step import rng, streams, trees
+from drivetrain.core.step.streams import Stream
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Tree, map_tensors, named_leaves
+from drivetrain.core.user import code as user_code
+from drivetrain.core.user import state as owned
+from drivetrain.core.user.call import UserCall
 from drivetrain.data.base import IGNORE_INDEX, SPLITS, Data, Fraction, Source, Splits, measure_on_some
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.source import CropBox, Source
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step.source import CropBox, Source
 from drivetrain.data.base import SPLITS, Data, Normalize, Splits, Validation
 from drivetrain.data.decoding import (
     Decoding,

@@ -12,13 +12,13 @@ from datetime import date, datetime
 from typing import Any, Literal, Self, get_args
 
 from drivetrain.core.errors import DataError, UserError, did_you_mean
-from drivetrain.core.files import parse_json
 from drivetrain.core.lazy import arrow_compute as pc
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import pyarrow as pa
 from drivetrain.core.lazy import torch
-from drivetrain.core.source import Source
-from drivetrain.core.targets import TargetKind
+from drivetrain.core.machine.files import parse_json
+from drivetrain.core.step.source import Source
+from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.typed import fits
 from drivetrain.data.base import Splits, Units
 from drivetrain.data.tables import MISSING, NO_NAME, Cells, Words, absent, is_number, numbers_of, with_nan

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.core.files import write_json
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine.files import write_json
 from drivetrain.core.typed import fits
 from drivetrain.data.untrusted import MAPPED, let_go, ordinary, read_whole
 

@@ -13,14 +13,16 @@ from functools import partial
 from itertools import islice
 from typing import Any, Literal, Self
 
-from drivetrain.core import owned, rng, streams, trees, user_code
-from drivetrain.core.allowed import Arguments, Name
 from drivetrain.core.errors import DataError, Interrupted, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero, RunSpec, needs_extra
+from drivetrain.core.options.allowed import Arguments, Name
+from drivetrain.core.options.option import Count, CountOrZero, RunSpec, needs_extra
 from drivetrain.core.order import Sampling
-from drivetrain.core.source import OwnCode, Source
-from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.step import rng, streams, trees
+from drivetrain.core.step.source import OwnCode, Source
+from drivetrain.core.step.trees import Tree, map_tensors
+from drivetrain.core.user import code as user_code
+from drivetrain.core.user import state as owned
 from drivetrain.core.world import World
 from drivetrain.data.own import Own, OwnSource, is_map_style, tensors_of
 

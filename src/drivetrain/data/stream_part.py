@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from drivetrain.core import rng, streams
-from drivetrain.core.forking import disown_garbage, end_with_run, parent_pid
-from drivetrain.core.signals import STOP_SIGNALS
+from drivetrain.core.machine.forking import disown_garbage, end_with_run, parent_pid
+from drivetrain.core.machine.signals import STOP_SIGNALS
+from drivetrain.core.step import rng, streams
 
 
 def begin_worker(_: int) -> None:

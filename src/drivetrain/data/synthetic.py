@@ -8,12 +8,12 @@ from typing import Annotated
 
 import annotated_types
 
-from drivetrain.core import rng
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_large
-from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.machine.guards import too_large
+from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.order import Sampling
-from drivetrain.core.targets import TargetKind
+from drivetrain.core.step import rng
+from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import Data, Fraction, Splits, Tensors
 
 Shape = Annotated[Sequence[Count], annotated_types.MinLen(1)]  # of one input, without the batch

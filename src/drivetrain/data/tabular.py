@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from drivetrain.core import rng
-from drivetrain.core.allowed import ColumnName, Text
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.targets import TargetKind
+from drivetrain.core.options.allowed import ColumnName, Text
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step import rng
+from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import Fraction, FromFile, HeldOut, Inputs, Splits, Tensors, number_apart
 from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, columns_of, named
 from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, Words, absent, open_table

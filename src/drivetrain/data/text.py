@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Literal, Self, cast
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.source import Source
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Tree
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step.source import Source
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Tree
 from drivetrain.data.base import IGNORE_INDEX, SPLITS, Data, Fraction, HeldOut, Listed, Splits, hash_fraction, hash_fractions
 from drivetrain.data.listing import walk
 from drivetrain.data.tokenizer import KEPT, Bytes, Documents, OfModel, Tokenizer, from_json

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.files import one_at_a_time, parse_json, read_text
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.paths import user_cache
+from drivetrain.core.machine.files import one_at_a_time, parse_json, read_text
+from drivetrain.core.machine.paths import user_cache
 from drivetrain.core.typed import fits
 from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, Stored, damaged, read_index, write_index, write_set
 from drivetrain.data.untrusted import digest_of

@@ -16,9 +16,9 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Annotated
 
-from drivetrain.core.allowed import Text
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.lazy import pyarrow as pa
+from drivetrain.core.options.allowed import Text
 from drivetrain.data.decoding import DAMAGED
 
 Content = bytes | mmap.mmap  # of a file

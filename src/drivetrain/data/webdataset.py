@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from drivetrain.core import files, rng
-from drivetrain.core.allowed import FileName
 from drivetrain.core.errors import DataError, OperatorGives, UserError
 from drivetrain.core.lazy import numpy as np
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
+from drivetrain.core.machine import files
+from drivetrain.core.machine.paths import user_cache
+from drivetrain.core.options.allowed import FileName
+from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.order import Sampling
-from drivetrain.core.paths import user_cache
-from drivetrain.core.source import CropBox
+from drivetrain.core.step import rng
+from drivetrain.core.step.source import CropBox
 from drivetrain.data.base import SPLITS, Fraction, HeldOut, Sets, Splits, hash_fractions
 from drivetrain.data.decoding import ImageFileSource, NetworkError
 from drivetrain.data.images import IMAGES, PictureData

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import one_update
-from drivetrain.core.option import BuildContext, Count, Effect, Option, Positive, RunSpec
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Count, Effect, Option, Positive, RunSpec
 from drivetrain.core.order import index_of
-from drivetrain.core.source import Pipeline, Subset
-from drivetrain.core.step import Step, Stream, StreamWatcher
+from drivetrain.core.step.microbatch import one_update
+from drivetrain.core.step.source import Pipeline, Subset
+from drivetrain.core.step.step import Step, Stream, StreamWatcher
 from drivetrain.core.world import World
 
 P = TypeVar("P")  # a precision

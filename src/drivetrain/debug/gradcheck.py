@@ -14,12 +14,12 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.groups import Loss
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
-from drivetrain.core.source import Pipeline
-from drivetrain.core.trees import Tree, call, cast, to
+from drivetrain.core.options.groups import Loss
+from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
 
 logger = logging.getLogger(__name__)

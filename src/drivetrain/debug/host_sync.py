@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-from drivetrain.core.device import ON_PURPOSE
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, CountOrZero, RunSpec
-from drivetrain.core.step import Stream, StreamWatcher
+from drivetrain.core.machine.device import ON_PURPOSE
+from drivetrain.core.options.option import BuildContext, CountOrZero, RunSpec
+from drivetrain.core.step.step import Stream, StreamWatcher
 from drivetrain.debug.base import Debug
 
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")  # reads its step counters, which are on the CPU anyway

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.core import files
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, CountOrZero
+from drivetrain.core.machine import files
+from drivetrain.core.options.option import Count, CountOrZero
 from drivetrain.core.typed import JsonObject
 from drivetrain.debug.window import Window
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import one_update
-from drivetrain.core.option import BuildContext, Count, CountOrZero, RunSpec
-from drivetrain.core.step import Stream, StreamWatcher
+from drivetrain.core.options.option import BuildContext, Count, CountOrZero, RunSpec
+from drivetrain.core.step.microbatch import one_update
+from drivetrain.core.step.step import Stream, StreamWatcher
 from drivetrain.debug.base import Debug, P
 
 Mark = Callable[[str], AbstractContextManager[object]]

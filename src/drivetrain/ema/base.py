@@ -8,12 +8,13 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
-from drivetrain.core import groups, streams
-from drivetrain.core import horizon as horizons
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import BuildContext, CountOrZero, Effect, Length, Option, RunSpec, Share
+from drivetrain.core.options import groups
+from drivetrain.core.options import horizon as horizons
+from drivetrain.core.options.option import BuildContext, CountOrZero, Effect, Length, Option, RunSpec, Share
+from drivetrain.core.step import streams
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.typed import StateDict
 
 # Relative widths of power-function averages: of one update in a thousand, and nearly the plain mean of a run's (1 / √12 = 0.289).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Count, RunSpec
+from drivetrain.core.options.option import BuildContext, Count, RunSpec
 from drivetrain.core.typed import StateDict
 from drivetrain.ema.base import Kept, Width
 

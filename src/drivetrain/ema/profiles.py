@@ -10,8 +10,8 @@ import numpy as np
 import safetensors
 import torch
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import files
 from drivetrain.core.typed import StateDict, fits
 from drivetrain.ema.base import BELOW, NARROWEST
 from drivetrain.saving import checkpoint_io, manifest, space

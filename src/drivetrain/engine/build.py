@@ -14,31 +14,33 @@ from drivetrain.batch.base import Batch
 from drivetrain.checkpointing import Checkpointing
 from drivetrain.clip import Clip
 from drivetrain.compile import Compile
-from drivetrain.core import files, owned, stages
-from drivetrain.core import horizon as horizons
-from drivetrain.core.device import clock_for
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.horizon import Horizon
-from drivetrain.core.limits import check_batch
-from drivetrain.core.model_call import ModelCall
-from drivetrain.core.owned import OwnState
-from drivetrain.core.protocols import LogWriter
-from drivetrain.core.selection import selected
-from drivetrain.core.step import Step
-from drivetrain.core.trees import Tree, described, named_leaves
+from drivetrain.core.machine import files
+from drivetrain.core.machine.device import clock_for
+from drivetrain.core.machine.guards import check_batch
+from drivetrain.core.options import horizon as horizons
+from drivetrain.core.options import stages
+from drivetrain.core.options.horizon import Horizon
+from drivetrain.core.options.protocols import LogWriter
+from drivetrain.core.options.selection import selected
+from drivetrain.core.step.model_call import ModelCall
+from drivetrain.core.step.step import Step
+from drivetrain.core.step.trees import Tree, described, named_leaves
 from drivetrain.core.typed import JsonObject
+from drivetrain.core.user import state as owned
+from drivetrain.core.user.state import OwnState
 from drivetrain.data.base import Data, Splits
 from drivetrain.debug.base import Debug
 from drivetrain.ema.base import Ema
-from drivetrain.engine import facts, flops, input_checks, phased_step
+from drivetrain.engine import flops, input_checks, phased_step, summary
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.evaluator import Evaluator, evaluated_sets
-from drivetrain.engine.facts import describe
 from drivetrain.engine.flops import Mfu, number_format
 from drivetrain.engine.noise_scale import NoiseScale, NoiseScaleStep
 from drivetrain.engine.step import PlainStep
 from drivetrain.engine.step_timer import StepTimer
+from drivetrain.engine.summary import describe
 from drivetrain.engine.trainer import Trainer
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.engine.update_step import ClosureStep, Passes, TwoPasses, UpdateStep, Weighed
@@ -98,7 +100,7 @@ def build(context: RunContext, log_writers: Sequence[LogWriter], before: Previou
     loss = context.loss = Loss.of(run).build(context)
 
     model, model_flops = _build_model(context, debug)
-    if model_flops.needs_two and (problems := list(facts.single_sample(context, batch, model_flops.needs_two))):
+    if model_flops.needs_two and (problems := list(summary.single_sample(context, batch, model_flops.needs_two))):
         raise UserError(problems)
     if (dtype := precision.gathered_dtype()) is not None:
         computes_in = getattr(torch, dtype)
@@ -386,7 +388,7 @@ def _horizon(context: RunContext, batch: Batch, known_before: bool) -> Horizon:
         raise UserError(f"{context.parallel.data_world.size} ranks, but only {samples} training samples: lower parallel.nproc")
     horizon = horizons.run_horizon(run, samples, batch)
     if horizon is None:
-        raise UserError(facts.too_few_samples(batch, run.values["epochs"], samples))
+        raise UserError(summary.too_few_samples(batch, run.values["epochs"], samples))
     if not known_before and run.debug.updates is None:
         refuse([*stages.boundary_problems(run, horizon), *Scheduler.of(run).horizon_problems(horizon)])
         _log(Scheduler.of(run).horizon_advice(horizon, run))

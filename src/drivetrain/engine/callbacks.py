@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from drivetrain.config.callbacks import Told, load
-from drivetrain.core.callback import AVERAGE, PLAIN, Event
 from drivetrain.core.errors import CallbackError
-from drivetrain.core.step import Step, WrappingStep
+from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.typed import JsonMapping
+from drivetrain.core.user.callback import AVERAGE, PLAIN, Event
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.training_log import TrainingLog
 

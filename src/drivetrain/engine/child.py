@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.config import validate
-from drivetrain.core import forking
-from drivetrain.core.context import NO_RUN_DIR
-from drivetrain.core.option import RunSpec
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine import forking
+from drivetrain.core.machine.signals import ended_by_signals
+from drivetrain.core.options.context import NO_RUN_DIR
+from drivetrain.core.options.option import RunSpec
 from drivetrain.core.world import World
 from drivetrain.engine.context import RunContext
 from drivetrain.precision import Precision

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from drivetrain.batch.base import Batch
-from drivetrain.core.context import BuildContext
+from drivetrain.core.options.context import BuildContext
 from drivetrain.data.base import Splits
 from drivetrain.loader import Pipeline
 from drivetrain.loss import Loss

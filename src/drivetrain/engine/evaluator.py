@@ -12,20 +12,21 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core import owned, rng, streams
-from drivetrain.core.callback import AVERAGE, PLAIN
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import Diverged, Interrupted, UserError
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.owned import OwnState
-from drivetrain.core.selection import Figure
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.source import Augmentation
-from drivetrain.core.step import StreamWatcher
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.tensors import send
-from drivetrain.core.trees import Tree, described
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.selection import Figure
+from drivetrain.core.step import rng, streams
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import Augmentation
+from drivetrain.core.step.step import StreamWatcher
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.tensors import send
+from drivetrain.core.step.trees import Tree, described
 from drivetrain.core.typed import JsonMapping
+from drivetrain.core.user import state as owned
+from drivetrain.core.user.callback import AVERAGE, PLAIN
+from drivetrain.core.user.state import OwnState
 from drivetrain.data.base import SPLITS, Splits
 from drivetrain.ema.base import Ema
 from drivetrain.loader import Loader

@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from drivetrain.core import streams
-from drivetrain.core.device import synchronize
-from drivetrain.core.trees import Tree, call, length
+from drivetrain.core.machine.device import synchronize
+from drivetrain.core.step import streams
+from drivetrain.core.step.trees import Tree, call, length
 from drivetrain.surgery.rank_norms import is_synchronised
 
 # TFLOP/s of matrix products by number format, accumulated in float32 and not sparse (data sheets give twice as much for

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import RunSpec
-from drivetrain.core.source import Source, Subset
-from drivetrain.core.step import Stream, StreamWatcher
-from drivetrain.core.trees import named_leaves
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.source import Source, Subset
+from drivetrain.core.step.step import Stream, StreamWatcher
+from drivetrain.core.step.trees import named_leaves
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.loss.base import Loss

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import WrappingStep
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import WrappingStep
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel import Parallel
 

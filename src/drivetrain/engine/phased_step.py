@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from drivetrain.clip.base import Clip, Norm
-from drivetrain.core import phases as settings
-from drivetrain.core.horizon import Progress
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step
+from drivetrain.core.options import phases as settings
+from drivetrain.core.options.horizon import Progress
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step
 from drivetrain.engine.context import RunContext
 from drivetrain.optimizer import Optimizer
 from drivetrain.optimizer.algorithms.muon import ChainedOptimizer

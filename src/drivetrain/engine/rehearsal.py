@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from drivetrain.checkpointing.recompute import checkpoint_forward
-from drivetrain.core import trees
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.torch_patches import fake_addresses
+from drivetrain.core.machine.torch_patches import fake_addresses
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.engine.trainer import Trainer
 
 Kind = Literal["view", "product", "convolution", "attention", "pointwise", "update"]

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import stages as core
 from drivetrain.core.errors import UserError, collecting, refuse
-from drivetrain.core.horizon import Progress
-from drivetrain.core.protocols import LogWriter
-from drivetrain.core.run_spec import Stage
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.stages import Boundary
-from drivetrain.core.step import Stream
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options import stages as core
+from drivetrain.core.options.horizon import Progress
+from drivetrain.core.options.protocols import LogWriter
+from drivetrain.core.options.run_spec import Stage
+from drivetrain.core.options.stages import Boundary
+from drivetrain.core.step.step import Stream
 from drivetrain.core.typed import StateDict
 from drivetrain.engine import build
 from drivetrain.engine.context import RunContext

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.protocols import LossStep, PrecisionStep
+from drivetrain.core.options.protocols import LossStep, PrecisionStep
+from drivetrain.core.step.microbatch import MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
 class PlainStep:
-    """Runs forward and backward of each micro-batch, then one update. `Step` in core/step.py documents the methods."""
+    """Runs forward and backward of each micro-batch, then one update. `Step` in core/step/step.py documents the methods."""
 
     forward: Callable[..., torch.Tensor]  # the model, compiled and wrapped
     loss: LossStep

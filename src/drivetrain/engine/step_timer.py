@@ -8,9 +8,9 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 
-from drivetrain.core import process
-from drivetrain.core.device import Clock, Mark
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core.machine import process
+from drivetrain.core.machine.device import Clock, Mark
+from drivetrain.core.step.microbatch import MicroBatch
 
 
 class StepTimer:

@@ -12,16 +12,16 @@ from typing import NoReturn
 import torch
 
 from drivetrain.batch.base import Batch
-from drivetrain.core import streams
-from drivetrain.core.device import is_out_of_memory, reads_device_on_purpose
 from drivetrain.core.errors import PEER_GONE, CallbackError, Diverged, Interrupted, UserError
-from drivetrain.core.horizon import Progress
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.owned import OwnState, Stateful
-from drivetrain.core.selection import Selection
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.step import Step, Stream, StreamWatcher
+from drivetrain.core.machine.device import is_out_of_memory, reads_device_on_purpose
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.horizon import Progress
+from drivetrain.core.options.selection import Selection
+from drivetrain.core.step import streams
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.step import Step, Stream, StreamWatcher
 from drivetrain.core.typed import StateDict
+from drivetrain.core.user.state import OwnState, Stateful
 from drivetrain.ema.base import Ema
 from drivetrain.engine.callbacks import Callbacks
 from drivetrain.engine.evaluator import Evaluator

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from drivetrain.core import accelerators, limits, process
-from drivetrain.core.device import memory_now
 from drivetrain.core.errors import Diverged
-from drivetrain.core.horizon import Progress
-from drivetrain.core.protocols import LogWriter
-from drivetrain.core.selection import Figure
-from drivetrain.core.step import Stream
+from drivetrain.core.machine import accelerators, guards, process
+from drivetrain.core.machine.device import memory_now
+from drivetrain.core.options.horizon import Progress
+from drivetrain.core.options.protocols import LogWriter
+from drivetrain.core.options.selection import Figure
+from drivetrain.core.step.step import Stream
 from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.engine.flops import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
@@ -52,7 +52,7 @@ class TrainingLog:
         self._seen: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # update and loss of the last records
         self.loss_sum = torch.zeros((), device=self.device)
         self.first: float | torch.Tensor | None = None  # the loss of the run's first update
-        self._began: tuple[float, float] | None = limits.waited_s()  # None once it has been said that the cores are busy
+        self._began: tuple[float, float] | None = guards.waited_s()  # None once it has been said that the cores are busy
         self.restart()
 
     def restart(self, used: tuple[float, float] | None = None) -> None:
@@ -132,7 +132,7 @@ class TrainingLog:
         """Say once that this process waits for cores that others use, which several threads suffer from the most."""
         if self._began is None or not self.writers:
             return
-        ran, waited = (now - before for now, before in zip(limits.waited_s(), self._began, strict=True))
+        ran, waited = (now - before for now, before in zip(guards.waited_s(), self._began, strict=True))
         if waited < BUSY_S or waited < BUSY * (ran + waited):
             return
         self._began = None

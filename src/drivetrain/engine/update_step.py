@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from drivetrain.core import streams, trees
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step, WrappingStep
-from drivetrain.core.trees import Tree
+from drivetrain.core.step import streams, trees
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.trees import Tree
 from drivetrain.loss.base import SMALLEST, Loss
 from drivetrain.loss.embedding import ComparingLoss, Gathered, Gradient
 from drivetrain.parallel.base import Parallel

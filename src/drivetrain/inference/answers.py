@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from drivetrain.core import rng
 from drivetrain.core.errors import UserError
+from drivetrain.core.step import rng
 from drivetrain.data import Data
 from drivetrain.inference.inputs import Sample
 from drivetrain.inference.predict import Outputs

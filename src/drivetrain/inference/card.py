@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import files
 from drivetrain.core.typed import JsonMapping, fits, is_number
 from drivetrain.run.reader import RunFiles
 from drivetrain.run.result import Result

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.files import read_json, write_json
-from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import expanded
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.step import Stream, StreamWatcher
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import length
+from drivetrain.core.machine.files import read_json, write_json
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.step.step import Stream, StreamWatcher
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import length
 from drivetrain.core.typed import JsonObject
 from drivetrain.data.base import Data, OwnData
-from drivetrain.engine.facts import recall
+from drivetrain.engine.summary import recall
 from drivetrain.inference.finished import Choice, chosen_weights, find, load_weights
 from drivetrain.launch import launcher, worker
 from drivetrain.launch.job import Job, recorded_environment

@@ -16,13 +16,13 @@ import torch
 
 from drivetrain.adapter import layers as adapter_layers
 from drivetrain.adapter.base import Lora
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine import files
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.data.base import Normalize
 from drivetrain.data.tokenizer import SETTINGS
-from drivetrain.engine.facts import RunFiles
+from drivetrain.engine.summary import RunFiles
 from drivetrain.inference import card
 from drivetrain.inference.finished import Finished, chosen_weights
 from drivetrain.inference.loaded import LoadedRun, open_run

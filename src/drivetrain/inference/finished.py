@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeGuard
 
-from drivetrain.core import low_rank, stages
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import CountOrZero
-from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.options import stages
+from drivetrain.core.options.option import CountOrZero
+from drivetrain.core.options.overrides import format_value, key_of
+from drivetrain.core.step import low_rank
 from drivetrain.core.typed import JsonObject, StateDict, fits
 from drivetrain.ema.base import Width
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings

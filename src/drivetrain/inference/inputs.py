@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 
 from drivetrain.core.errors import DataError, UserError, collecting, refuse
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.source import Source
-from drivetrain.core.trees import Tree, leaves, map_tensors, unflatten
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.step.source import Source
+from drivetrain.core.step.trees import Tree, leaves, map_tensors, unflatten
 from drivetrain.data import listing
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import decode

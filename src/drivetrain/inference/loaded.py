@@ -10,16 +10,16 @@ from pathlib import Path
 import torch
 
 from drivetrain.config import validate as check
-from drivetrain.core import streams
 from drivetrain.core.errors import UserError
-from drivetrain.core.targets import DESCRIPTIONS, TargetKind
-from drivetrain.core.trees import Tree, described, first
+from drivetrain.core.step import streams
+from drivetrain.core.step.target_kinds import DESCRIPTIONS, TargetKind
+from drivetrain.core.step.trees import Tree, described, first
 from drivetrain.core.world import World
 from drivetrain.data import Data
 from drivetrain.data.base import Splits
 from drivetrain.engine import build
 from drivetrain.engine.context import RunContext
-from drivetrain.engine.facts import describe, recall
+from drivetrain.engine.summary import describe, recall
 from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, Choice, Finished, find, load_weights
 from drivetrain.inference.inputs import Block, of_source
 from drivetrain.inference.predictions import Predictions

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.core.trees import Tree, concatenate, map_tensors
+from drivetrain.core.step.trees import Tree, concatenate, map_tensors
 from drivetrain.data import decoding
 from drivetrain.data.base import Data, Splits
 from drivetrain.data.untrusted import read_image_file

@@ -25,11 +25,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from drivetrain.core import files, process
 from drivetrain.core.errors import BAD_CONFIG, DIVERGED, FAILED, INTERRUPTED, UserError, is_peer_failure
-from drivetrain.core.files import read_json, write_json
-from drivetrain.core.forking import NoAnswer, answer_of, disown_garbage, end_openmp_threads, end_with_parent
-from drivetrain.core.signals import StopFlag, comes_again, handled_by
+from drivetrain.core.machine import files, process
+from drivetrain.core.machine.files import read_json, write_json
+from drivetrain.core.machine.forking import NoAnswer, answer_of, disown_garbage, end_openmp_threads, end_with_parent
+from drivetrain.core.machine.signals import StopFlag, comes_again, handled_by
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.worker import run_rank

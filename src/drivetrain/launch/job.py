@@ -15,13 +15,13 @@ from drivetrain.config import validate as check
 from drivetrain.config.composed import Composed, flatten
 from drivetrain.config.hydra_words import HydraSettings
 from drivetrain.config.keys import replaced
-from drivetrain.core import files, user_state
 from drivetrain.core.errors import UserError, collecting, refuse
-from drivetrain.core.files import MB, read_json
-from drivetrain.core.option import RunSpec
-from drivetrain.core.overrides import format_value, key_of, redact
-from drivetrain.core.paths import add_import_paths
-from drivetrain.core.selection import selected
+from drivetrain.core.machine import files, home
+from drivetrain.core.machine.files import MB, read_json
+from drivetrain.core.machine.paths import add_import_paths
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.options.overrides import format_value, key_of, redact
+from drivetrain.core.options.selection import selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import write
@@ -117,7 +117,7 @@ class Job:
         about["batch"] = self.run.batch.found
         about["checkpointing"] = self.run.checkpointing.found
         about["runtime"] = self.run.runtime.found
-        about["signature"] = user_state.sign(_of_this_machine(about))
+        about["signature"] = home.sign(_of_this_machine(about))
         recipe = recipe_file.to_recipe(self.composed, self.machine_local_keys, check.identifying_keys(self.run))
         files.write_text(run_dir / "recipe.yaml", recipe)
         config = write.plain(self.composed.unresolved)
@@ -269,7 +269,7 @@ def recorded_settings(recorded: JsonObject, words: Sequence[str]) -> JsonObject:
 
 def is_of_this_user(recorded: dict[str, object]) -> bool:
     """True if this user recorded the run on this machine, and nobody has changed what it says of trust, paths and devices."""
-    return user_state.is_own(_of_this_machine(recorded), recorded.get("signature"))
+    return home.is_own(_of_this_machine(recorded), recorded.get("signature"))
 
 
 def _of_this_machine(recorded: dict[str, object]) -> list[object]:

@@ -18,13 +18,13 @@ from omegaconf.resolvers import oc
 
 from drivetrain.config.catalog import LISTS, content, option_files
 from drivetrain.config.keys import OPEN
-from drivetrain.core import process
-from drivetrain.core.context import NO_RUN_DIR
 from drivetrain.core.errors import BAD_CONFIG, FAILED, PEER_GONE, UserError, collecting, did_you_mean, is_peer_failure, refuse
-from drivetrain.core.forking import end_with_users_parent
-from drivetrain.core.overrides import format_value, words_of
-from drivetrain.core.paths import add_import_paths
-from drivetrain.core.signals import SignalForwarder, StopFlag
+from drivetrain.core.machine import process
+from drivetrain.core.machine.forking import end_with_users_parent
+from drivetrain.core.machine.paths import add_import_paths
+from drivetrain.core.machine.signals import SignalForwarder, StopFlag
+from drivetrain.core.options.context import NO_RUN_DIR
+from drivetrain.core.options.overrides import format_value, words_of
 from drivetrain.core.world import World
 from drivetrain.launch import elastic, trials
 from drivetrain.launch.job import Job, device_problems, prepare_run

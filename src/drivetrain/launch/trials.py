@@ -16,13 +16,13 @@ from multiprocessing.sharedctypes import RawValue
 from typing import TYPE_CHECKING, TypeVar
 
 from drivetrain.batch import Batch
-from drivetrain.core.device import is_out_of_memory, memory_now, peak_memory_of_process, synchronize
 from drivetrain.core.errors import UserError
-from drivetrain.core.forking import Died, NoAnswer
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, one_update
-from drivetrain.core.option import RunSpec
-from drivetrain.core.overrides import key_of
+from drivetrain.core.machine.device import is_out_of_memory, memory_now, peak_memory_of_process, synchronize
+from drivetrain.core.machine.forking import Died, NoAnswer
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.step.microbatch import MicroBatch, one_update
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.engine import child
@@ -265,7 +265,7 @@ def _look(updates: int | None, micro_batches: Sequence[int], own_steps: int, tra
 
 
 def _fewest_blocks(block: str | None, micro_batch: int, steps: int, limit_gb: float, trainer: Trainer) -> dict[str, int]:
-    from drivetrain.core.blocks import blocks_for
+    from drivetrain.core.step.blocks import blocks_for
     from drivetrain.engine.rehearsal import Rehearsal, fewest, peak_bytes
 
     blocks, rehearsal = blocks_for("checkpointing=blocks", "checkpointing.block", trainer.model, block), Rehearsal(trainer)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from drivetrain.compile import Compile
-from drivetrain.core import accelerators, files, process, stages, user_code
 from drivetrain.core.errors import (
     BAD_CONFIG,
     DIVERGED,
@@ -26,12 +25,15 @@ from drivetrain.core.errors import (
     is_peer_failure,
     wants_traceback,
 )
-from drivetrain.core.option import RunSpec
-from drivetrain.core.protocols import LogWriter
-from drivetrain.core.selection import Figure
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.source import Source
+from drivetrain.core.machine import accelerators, files, process
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options import stages
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.options.protocols import LogWriter
+from drivetrain.core.options.selection import Figure
+from drivetrain.core.step.source import Source
 from drivetrain.core.typed import JsonMapping, JsonObject
+from drivetrain.core.user import code as user_code
 from drivetrain.core.world import World
 from drivetrain.data import Data
 from drivetrain.engine.context import RunContext
@@ -204,7 +206,7 @@ def _evaluate_average(trainer: Trainer, result: Result, kept: Sequence[Path], ru
 
     Statistics of BatchNorm are averaged too; counters are those of the newest checkpoint.
     """
-    from drivetrain.core.device import sum_dtype
+    from drivetrain.core.machine.device import sum_dtype
     from drivetrain.saving import checkpoint_io
 
     parallel, evaluator = trainer.parallel, trainer.evaluator
@@ -414,7 +416,7 @@ def _report(lines: list[str], world: World, run_dir: Path) -> None:
 
 def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool) -> StagedRun:
     """This rank's run, restored where the job has a checkpoint. On rank 0 the loggers start and go into `writers`."""
-    from drivetrain.engine import facts
+    from drivetrain.engine import summary
     from drivetrain.engine.staged_run import StagedRun
     from drivetrain.logger.base import guarded
     from drivetrain.logger.files import Files
@@ -438,8 +440,8 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
         doubts = list(context.data.doubts) if job.work is None or Data.of(job.run).own is not None else []
         if job.work is None:
-            logger.info("%s", facts.line(context, trainer))
-            doubts += facts.advice(trainer)
+            logger.info("%s", summary.line(context, trainer))
+            doubts += summary.advice(trainer)
         for doubt in doubts if not job.told else ():
             logger.warning("%s", doubt)
     return staged
@@ -447,7 +449,7 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
 
 def _record_measurements(result: Result, trainer: Trainer) -> None:
     """Fill in metrics, counts, times and memory."""
-    from drivetrain.core.device import peak_memory
+    from drivetrain.core.machine.device import peak_memory
 
     progress, timer = trainer.progress, trainer.timer
     result.metrics = {trainer.evaluator.set: {"final": progress.final, "best": progress.best}}

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from drivetrain.core.device import synchronize
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Positive
-from drivetrain.core.step import Stream
-from drivetrain.core.tensors import Tensors
+from drivetrain.core.machine.device import synchronize
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.options.option import Positive
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.step import Stream
+from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.loader.base import Loader, Pipeline, reading_advice
 from drivetrain.loader.device import Device, Resident, free_memory

@@ -12,15 +12,16 @@ from typing import Annotated, ClassVar, NamedTuple, cast
 
 from annotated_types import Ge, Le
 
-from drivetrain.core import groups, owned, rng, trees
 from drivetrain.core.errors import Interrupted, refuse
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_many, usable_cores
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import Effect, Option, RunSpec
+from drivetrain.core.machine.guards import too_many, usable_cores
+from drivetrain.core.machine.signals import Overdue, StopFlag
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import Effect, Option, RunSpec
 from drivetrain.core.order import AGAIN, index_of
-from drivetrain.core.signals import Overdue, StopFlag
-from drivetrain.core.source import (
+from drivetrain.core.step import rng, trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import (
     Augmentation,
     CropBox,
     CroppingSource,
@@ -30,10 +31,11 @@ from drivetrain.core.source import (
     SequenceSource,
     Source,
 )
-from drivetrain.core.step import Stream
-from drivetrain.core.tensors import has_streams, send
-from drivetrain.core.trees import Tree
+from drivetrain.core.step.step import Stream
+from drivetrain.core.step.tensors import has_streams, send
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
+from drivetrain.core.user import state as owned
 from drivetrain.core.world import World
 
 IN_FLIGHT = 8  # copies that may be queued: each holds a batch in pinned memory until the device gets there

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 
 from drivetrain.core.errors import DataError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, RunSpec, needs_extra
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.core.order import index_of
-from drivetrain.core.source import CropBox
-from drivetrain.core.tensors import send
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import CropBox
+from drivetrain.core.step.tensors import send
 from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import Count, RunSpec, Share
-from drivetrain.core.source import Source
-from drivetrain.core.step import Stream
-from drivetrain.core.tensors import Tensors, has_streams
-from drivetrain.core.trees import Tree
+from drivetrain.core.options.option import Count, RunSpec, Share
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.source import Source
+from drivetrain.core.step.step import Stream
+from drivetrain.core.step.tensors import Tensors, has_streams
+from drivetrain.core.step.trees import Tree
 from drivetrain.loader.base import Ahead, Loader, Pipeline, ReadBatch, reading_advice
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers

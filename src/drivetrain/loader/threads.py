@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Literal
 
-from drivetrain.core import trees
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, Positive
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.tensors import has_streams
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.option import Count, Positive
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.tensors import has_streams
+from drivetrain.core.step.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 LOOK_S = 0.25  # between two looks at whether the run was told to stop

@@ -16,15 +16,15 @@ from operator import length_hint
 from types import TracebackType
 from typing import Any
 
-from drivetrain.core import trees
 from drivetrain.core.errors import DataError, Interrupted
-from drivetrain.core.forking import disown_garbage, end_with_run, parent_pid
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Count, NonNegative
-from drivetrain.core.signals import StopFlag
-from drivetrain.core.tensors import has_streams
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine.forking import disown_garbage, end_with_run, parent_pid
+from drivetrain.core.machine.signals import StopFlag
+from drivetrain.core.options.option import Count, NonNegative
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.tensors import has_streams
+from drivetrain.core.step.trees import Tree
 from drivetrain.loader.base import Ahead, Batch, Loader, Pipeline, ReadBatch, reading_advice, timeout_error
 
 DEATH_NOTICE_S = 10.0  # from a broken connection until the worker's end is known

@@ -10,10 +10,11 @@ from pathlib import Path, PurePath
 from queue import SimpleQueue
 from typing import ClassVar
 
-from drivetrain.core import files, groups
 from drivetrain.core.errors import UserError
-from drivetrain.core.option import BuildContext, Effect, Option, RunSpec, needs_extra
-from drivetrain.core.paths import expanded
+from drivetrain.core.machine import files
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Effect, Option, RunSpec, needs_extra
 from drivetrain.core.typed import JsonMapping, JsonObject, fits
 from drivetrain.saving import manifest
 

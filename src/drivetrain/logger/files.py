@@ -8,8 +8,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from drivetrain.core import files
-from drivetrain.core.option import BuildContext
+from drivetrain.core.machine import files
+from drivetrain.core.options.option import BuildContext
 from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger
 from drivetrain.run import records

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.core import files
-from drivetrain.core.callback import PLAIN
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import BuildContext, CountOrZero, RunSpec
+from drivetrain.core.machine import files
+from drivetrain.core.options.option import BuildContext, CountOrZero, RunSpec
+from drivetrain.core.step.microbatch import Request
 from drivetrain.core.typed import JsonObject
+from drivetrain.core.user.callback import PLAIN
 from drivetrain.logger.base import Logger
 
 if TYPE_CHECKING:

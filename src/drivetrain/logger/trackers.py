@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from drivetrain.core.files import folder_in
-from drivetrain.core.option import RunSpec, needs_extra
+from drivetrain.core.machine.files import folder_in
+from drivetrain.core.options.option import RunSpec, needs_extra
 from drivetrain.core.typed import JsonObject
 from drivetrain.logger.base import Logger, TrackedRun, Tracker, numbers
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
-from drivetrain.core import groups, trees
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, Option, RunSpec
-from drivetrain.core.targets import FITTING_LOSS, TargetKind, describe, unsaid
-from drivetrain.core.trees import Forward, Tree, shape_of
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Option, RunSpec
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.target_kinds import FITTING_LOSS, TargetKind, describe, unsaid
+from drivetrain.core.step.trees import Forward, Tree, shape_of
 
 if TYPE_CHECKING:
-    from drivetrain.core.source import Augmentation
+    from drivetrain.core.step.source import Augmentation
 
 SHARES = (
     "accuracy",

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Literal, Self
 
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, NonNegative, RunSpec, Share
-from drivetrain.core.source import Source
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Tree, shape_of
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.option import BuildContext, NonNegative, RunSpec, Share
+from drivetrain.core.step.source import Source
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Tree, shape_of
 from drivetrain.loss.base import SMALLEST, Loss, same_shape, too_few, wide
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,15 @@ from typing import Any
 
 from drivetrain.config import catalog, plugins, recipe_checks, schema
 from drivetrain.config.validate import read_config
-from drivetrain.core import limits, low_rank, streams, user_code
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, Positive, RunSpec, Share
-from drivetrain.core.paths import expanded
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.machine import guards
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options.option import BuildContext, Positive, RunSpec, Share
+from drivetrain.core.step import low_rank, streams
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.trees import Forward, Tree
+from drivetrain.core.user import code as user_code
 from drivetrain.loss.base import PartedLoss, too_few, wide
 from drivetrain.loss.classification import CrossEntropy
 from drivetrain.saving import manifest
@@ -107,7 +109,7 @@ def trained_model(path: Path, key: str, context: BuildContext) -> torch.nn.Modul
         raise UserError(f"{key}={path}: its config.yaml sets {', '.join(keys)} to what no recipe may hold")
     weights = low_rank.merged(_weights(path, key))
     try:
-        with limits.model_within(limits.memory_bytes() // context.world.local_size, f"{key}={path}"):
+        with guards.model_within(guards.memory_bytes() // context.world.local_size, f"{key}={path}"):
             model: Any = option(**section).create(context.data.shape, context.data.classes)
         model.load_state_dict(weights)
     except RuntimeError as error:

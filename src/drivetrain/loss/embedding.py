@@ -6,12 +6,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, Count, Positive, RunSpec
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.loss.base import SMALLEST, Loss, wide
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from drivetrain.core import rng
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import BuildContext, Count, NonNegative, RunSpec, Share
-from drivetrain.core.source import Pipeline
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Tree, shape_of
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.option import BuildContext, Count, NonNegative, RunSpec, Share
+from drivetrain.core.step import rng
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, too_few
 from drivetrain.loss.classification import lowest_and_highest
 

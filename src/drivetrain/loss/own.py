@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from drivetrain.core import user_code
-from drivetrain.core.allowed import Arguments
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.targets import DESCRIPTIONS
-from drivetrain.core.trees import Forward, Tree
-from drivetrain.core.user_call import Progress, RunModel, UserCall
+from drivetrain.core.options.allowed import Arguments
+from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.target_kinds import DESCRIPTIONS
+from drivetrain.core.step.trees import Forward, Tree
+from drivetrain.core.user import code as user_code
+from drivetrain.core.user.call import Progress, RunModel, UserCall
 from drivetrain.loss.base import Loss, PartedLoss
 
 OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")

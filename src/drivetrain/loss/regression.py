@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Positive, RunSpec
-from drivetrain.core.trees import Tree, shape_of
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.option import BuildContext, Positive, RunSpec
+from drivetrain.core.step.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, same_shape, wide
 from drivetrain.loss.classification import IGNORE, OverClasses, check_pixels
 

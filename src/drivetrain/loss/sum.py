@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, NonNegative, RunSpec
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.options.option import BuildContext, NonNegative, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.loss.base import Loss, PartedLoss
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from drivetrain.config.catalog import LISTS, options, still_applies
 from drivetrain.config.composed import flatten
-from drivetrain.core.option import Effect, Option, RunSpec
-from drivetrain.core.overrides import format_value, key_of
+from drivetrain.core.options.option import Effect, Option, RunSpec
+from drivetrain.core.options.overrides import format_value, key_of
 from drivetrain.launch.job import Job
 
 STRICTNESS: tuple[Effect, ...] = ("exact", "close", "changes")

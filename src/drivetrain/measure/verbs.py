@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from drivetrain.config import schema
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.files import write_json
-from drivetrain.core.overrides import key_of, single_values
+from drivetrain.core.machine.files import write_json
+from drivetrain.core.options.overrides import key_of, single_values
 from drivetrain.launch.job import Job
 from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo

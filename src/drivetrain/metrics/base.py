@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self, TypedDict
 
-from drivetrain.core import groups
-from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, Effect, Option, RunSpec, needs_extra
-from drivetrain.core.targets import TargetKind, describe, unsaid
-from drivetrain.core.trees import Tree
+from drivetrain.core.options import groups
+from drivetrain.core.options.groups import Better
+from drivetrain.core.options.option import BuildContext, Effect, Option, RunSpec, needs_extra
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.target_kinds import TargetKind, describe, unsaid
+from drivetrain.core.step.trees import Tree
 
 DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
 EXTRA = "metrics"  # of drivetrain's package, which brings torchmetrics

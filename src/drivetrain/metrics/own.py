@@ -6,17 +6,18 @@ import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from drivetrain.core import trees, user_code
-from drivetrain.core.allowed import PLAIN_NAME, Arguments, Entries, Name, Text
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import OperatorGives, UserError
-from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.targets import DESCRIPTIONS
-from drivetrain.core.trees import Tree
-from drivetrain.core.user_call import Progress, UserCall
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.allowed import PLAIN_NAME, Arguments, Entries, Name, Text
+from drivetrain.core.options.groups import Better
+from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.target_kinds import DESCRIPTIONS
+from drivetrain.core.step.trees import Tree
+from drivetrain.core.user import code as user_code
+from drivetrain.core.user.call import Progress, UserCall
 from drivetrain.metrics.base import DIRECTIONS, Metric
 
 Direction = Literal["min", "max"]

@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from drivetrain.core.device import sum_dtype
 from drivetrain.core.errors import UserError
-from drivetrain.core.groups import Better
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import Bins, BuildContext, Count, RunSpec
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine.device import sum_dtype
+from drivetrain.core.options.groups import Better
+from drivetrain.core.options.option import Bins, BuildContext, Count, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Tree
 from drivetrain.metrics.base import Metric, Table, count, probabilities, rows
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from drivetrain.core import groups, trees
 from drivetrain.core.errors import UserError
-from drivetrain.core.trees import Tree
+from drivetrain.core.options import groups
+from drivetrain.core.step import trees
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 
 

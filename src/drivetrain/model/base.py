@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from drivetrain.core import groups
-from drivetrain.core import horizon as horizons
-from drivetrain.core.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern, flatten
 from drivetrain.core.errors import OperatorGives, UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import device_bytes, memory_bytes, model_within
-from drivetrain.core.option import BuildContext, Option, RunSpec
-from drivetrain.core.paths import expanded
-from drivetrain.core.step import Step, WrappingStep
-from drivetrain.core.trees import named_leaves
-from drivetrain.core.user_call import Progress, UserCall
+from drivetrain.core.machine.guards import device_bytes, memory_bytes, model_within
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options import groups
+from drivetrain.core.options import horizon as horizons
+from drivetrain.core.options.allowed import EPOCHS, NAME_PATTERN, Entries, NamePattern, flatten
+from drivetrain.core.options.option import BuildContext, Option, RunSpec
+from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.trees import named_leaves
+from drivetrain.core.user.call import Progress, UserCall
 
 NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from drivetrain.core.allowed import check_patterns, matches
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon, Progress
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.modules import put_in_place, taken_over
-from drivetrain.core.option import Length
-from drivetrain.core.step import WrappingStep
+from drivetrain.core.options.allowed import check_patterns, matches
+from drivetrain.core.options.horizon import Horizon, Progress
+from drivetrain.core.options.option import Length
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.modules import put_in_place, taken_over
+from drivetrain.core.step.step import WrappingStep
 
 NEVER = math.inf
 

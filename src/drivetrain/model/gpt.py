@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import relu, scaled_dot_product_attention
 
-from drivetrain.core.blocks import TensorLayout
+from drivetrain.core.step.blocks import TensorLayout
 
 ROTARY_BASE = 10_000.0
 MULTIPLIER, PRIME = 1_000_003, 2_147_483_647  # of the n-grams' hash: products stay within 63 bits

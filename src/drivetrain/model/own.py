@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from drivetrain.core import user_code
-from drivetrain.core.allowed import Arguments
 from drivetrain.core.errors import OperatorGives
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import RunSpec
+from drivetrain.core.options.allowed import Arguments
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.user import code as user_code
 from drivetrain.model.base import Model
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Count, Momentum, RunSpec
+from drivetrain.core.options.option import BuildContext, Count, Momentum, RunSpec
 from drivetrain.model.base import Model
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from drivetrain.core.allowed import Entries, Text, one_of
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, RunSpec, needs_extra
+from drivetrain.core.options.allowed import Entries, Text, one_of
+from drivetrain.core.options.option import Momentum, RunSpec, needs_extra
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 

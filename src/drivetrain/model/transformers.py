@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from drivetrain.core import files
-from drivetrain.core.allowed import Entries, Text
 from drivetrain.core.errors import OperatorGives, UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, RunSpec, needs_extra
-from drivetrain.core.trees import Tree, first
+from drivetrain.core.machine import files
+from drivetrain.core.options.allowed import Entries, Text
+from drivetrain.core.options.option import BuildContext, RunSpec, needs_extra
+from drivetrain.core.step.trees import Tree, first
 from drivetrain.model import hub
 from drivetrain.model.base import NO_START, Model
 

@@ -14,10 +14,10 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from drivetrain.core import low_rank
-from drivetrain.core.allowed import check_patterns, matches
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.option import needs_extra
+from drivetrain.core.options.allowed import check_patterns, matches
+from drivetrain.core.options.option import needs_extra
+from drivetrain.core.step import low_rank
 from drivetrain.saving import checkpoint_io, manifest
 
 Weights = dict[str, torch.Tensor]

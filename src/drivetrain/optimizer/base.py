@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from drivetrain.core import torch_patches
-from drivetrain.core.allowed import check_patterns, flatten
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Effect, RunSpec
+from drivetrain.core.machine import torch_patches
+from drivetrain.core.options.allowed import check_patterns, flatten
+from drivetrain.core.options.option import BuildContext, Effect, RunSpec
 from drivetrain.optimizer.groups import GroupSettings, Hyperparameters, parameter_groups, trained_names
 
 Implementation = Literal["fused", "foreach", "loop"]

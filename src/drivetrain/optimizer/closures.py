@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, Few, NonNegative, Positive, RunSpec
+from drivetrain.core.options.option import Count, Few, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.torch_optim import Sgd
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from annotated_types import Gt, Lt
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
+from drivetrain.core.options.option import Momentum, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings
 

@@ -9,12 +9,12 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt, Le
 
-from drivetrain.core import groups
-from drivetrain.core.allowed import NAME_PATTERN, Entries, NamePattern, flatten, matches
-from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative, Option, Positive
+from drivetrain.core.options import groups
+from drivetrain.core.options.allowed import NAME_PATTERN, Entries, NamePattern, flatten, matches
+from drivetrain.core.options.option import NonNegative, Option, Positive
+from drivetrain.core.step.blocks import repeated_blocks
 
 LayerDecay = Annotated[float, Gt(0), Le(1)]
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from drivetrain.core import torch_patches
-from drivetrain.core.allowed import NamePattern, check_patterns, matches
 from drivetrain.core.errors import UserError, refuse
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Few, Momentum, NonNegative, Positive
+from drivetrain.core.machine import torch_patches
+from drivetrain.core.options.allowed import NamePattern, check_patterns, matches
+from drivetrain.core.options.option import BuildContext, Few, Momentum, NonNegative, Positive
 from drivetrain.optimizer.base import Implementation, Optimizer
 from drivetrain.optimizer.groups import GroupSettings, trained_names
 

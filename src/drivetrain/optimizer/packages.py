@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Le
 
 from drivetrain.core.lazy import import_torchao, torch
-from drivetrain.core.option import Count, Momentum, NonNegative, Positive, RunSpec, needs_extra
+from drivetrain.core.options.option import Count, Momentum, NonNegative, Positive, RunSpec, needs_extra
 from drivetrain.optimizer.base import Implementation, Optimizer
 
 

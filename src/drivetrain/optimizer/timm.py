@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from drivetrain.core.allowed import PLAIN_NAME, Entries, Name
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import NonNegative, Positive, RunSpec, needs_extra
+from drivetrain.core.options.allowed import PLAIN_NAME, Entries, Name
+from drivetrain.core.options.option import NonNegative, Positive, RunSpec, needs_extra
 from drivetrain.optimizer.base import Implementation, Optimizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Momentum, NonNegative, Positive, RunSpec
+from drivetrain.core.options.option import Momentum, NonNegative, Positive, RunSpec
 from drivetrain.optimizer.base import Implementation, Optimizer
 
 

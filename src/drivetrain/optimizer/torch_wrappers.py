@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from drivetrain.core.torch_patches import compiling, keep_compiler_unimported, remove_step_wrappers
+from drivetrain.core.machine.torch_patches import compiling, keep_compiler_unimported, remove_step_wrappers
 
 
 @functools.cache

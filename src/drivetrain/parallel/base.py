@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from drivetrain.core import groups
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Effect, Option, RunSpec
-from drivetrain.core.protocols import LossStep
-from drivetrain.core.step import Step
-from drivetrain.core.trees import Tree
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Effect, Option, RunSpec
+from drivetrain.core.options.protocols import LossStep
+from drivetrain.core.step.step import Step
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel.environment import launched
 from drivetrain.saving.content import Divided, whole

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from drivetrain.core import groups
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.option import BuildContext, Count, Effect, Positive, RunSpec
-from drivetrain.core.protocols import LossStep
-from drivetrain.core.step import Step, WrappingStep
-from drivetrain.core.trees import Forward
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Count, Effect, Positive, RunSpec
+from drivetrain.core.options.protocols import LossStep
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.trees import Forward
 from drivetrain.parallel.process_group import ProcessGroupStrategy
 
 if TYPE_CHECKING:

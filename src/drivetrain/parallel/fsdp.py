@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core.allowed import Name
-from drivetrain.core.blocks import describe_blocks, repeated_blocks
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.trees import Tree
+from drivetrain.core.options.allowed import Name
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step.blocks import describe_blocks, repeated_blocks
+from drivetrain.core.step.trees import Tree
 from drivetrain.parallel.base import is_sharded
 from drivetrain.parallel.sharded import Sharded
 

@@ -10,14 +10,15 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from drivetrain.core import accelerators, trees
-from drivetrain.core.allowed import Name
-from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import run_once
-from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.machine import accelerators
+from drivetrain.core.options.allowed import Name
+from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.step import trees
+from drivetrain.core.step.blocks import sequential_blocks
+from drivetrain.core.step.modules import run_once
+from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.parallel.base import Parallel
 
 logger = logging.getLogger(__name__)

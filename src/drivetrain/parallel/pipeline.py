@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from drivetrain.core.allowed import Name
-from drivetrain.core.blocks import sequential_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Count, RunSpec
-from drivetrain.core.step import Step
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.options.allowed import Name
+from drivetrain.core.options.option import BuildContext, Count, RunSpec
+from drivetrain.core.step.blocks import sequential_blocks
+from drivetrain.core.step.step import Step
+from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel import onehost
 from drivetrain.parallel.fsdp import fully_shard_block

@@ -15,14 +15,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.step import Step, WrappingStep
-from drivetrain.core.torch_patches import wrap_forward
-from drivetrain.core.trees import Forward, Tree
+from drivetrain.core.machine.torch_patches import wrap_forward
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.parallel.base import is_sharded, shard_of
 
 if TYPE_CHECKING:
-    from drivetrain.core.context import BuildContext
+    from drivetrain.core.options.context import BuildContext
     from drivetrain.parallel.pipeline import Pipeline
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, Self
 
-from drivetrain.core import accelerators
-from drivetrain.core.device import Clock, Mark, clock_for
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_many
-from drivetrain.core.option import BuildContext, Count, CountOrZero, Positive, RunSpec
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.device import Clock, Mark, clock_for
+from drivetrain.core.machine.guards import too_many
+from drivetrain.core.options.option import BuildContext, Count, CountOrZero, Positive, RunSpec
 from drivetrain.core.world import World
 from drivetrain.parallel.base import Parallel, T
 from drivetrain.parallel.environment import launched
@@ -217,7 +217,7 @@ class ProcessGroupStrategy(Parallel):
         """Raise UserError on all ranks if they were started with different configs or versions, or share a device."""
         import socket
 
-        from drivetrain.core import process
+        from drivetrain.core.machine import process
 
         own_start = (context.config_hash, f"drivetrain {process.__version__}", f"torch {torch.__version__}")
         ranks = self.of_all_ranks((own_start, socket.gethostname(), device_id(self._device)))

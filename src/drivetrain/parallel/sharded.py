@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.microbatch import MicroBatch
-from drivetrain.core.modules import replace_parameters
-from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.step import Step, WrappingStep
-from drivetrain.core.trees import Tree
+from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.step.microbatch import MicroBatch
+from drivetrain.core.step.modules import replace_parameters
+from drivetrain.core.step.step import Step, WrappingStep
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel.base import OwnGradients, is_sharded, shard_of
 from drivetrain.parallel.process_group import ProcessGroupStrategy

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from drivetrain.core.blocks import TensorLayout, repeated_blocks
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Count, RunSpec
-from drivetrain.core.torch_patches import wrap_forward
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine.torch_patches import wrap_forward
+from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.step.blocks import TensorLayout, repeated_blocks
+from drivetrain.core.step.trees import Tree
 from drivetrain.parallel.fsdp import fully_shard_blocks
 from drivetrain.parallel.process_group import RankWork
 from drivetrain.parallel.sharded import Sharded

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import ClassVar, Literal, Protocol
 
-from drivetrain.core import groups
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import import_torchao, torch
-from drivetrain.core.option import BuildContext, Count, Effect, Option, Positive, RunSpec, needs_extra
-from drivetrain.core.torch_patches import wrap_forward
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine.torch_patches import wrap_forward
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import BuildContext, Count, Effect, Option, Positive, RunSpec, needs_extra
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Literal, ParamSpec, TypeVar
 
-from drivetrain.core import torch_patches
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import replace_parameters
-from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.trees import Tree, map_tensors
+from drivetrain.core.machine import torch_patches
+from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.step.modules import replace_parameters
+from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.precision import cpu_half
 from drivetrain.precision.base import OptimizerOption, Precision

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import run_once
-from drivetrain.core.trees import Tree
-from drivetrain.core.user_state import measured_once
+from drivetrain.core.machine.home import measured_once
+from drivetrain.core.step.modules import run_once
+from drivetrain.core.step.trees import Tree
 from drivetrain.run.environment import processor
 
 if TYPE_CHECKING:

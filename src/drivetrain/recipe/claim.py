@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from drivetrain.core.overrides import format_value
-from drivetrain.core.selection import Reach
+from drivetrain.core.options.overrides import format_value
+from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import sections
 from drivetrain.recipe.safe_yaml import Entry, code_refusal, names_code, printable

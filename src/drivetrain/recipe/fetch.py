@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.paths import user_cache
-from drivetrain.core.process import __version__
+from drivetrain.core.machine import files
+from drivetrain.core.machine.paths import user_cache
+from drivetrain.core.machine.process import __version__
 from drivetrain.recipe.safe_yaml import MAX_BYTES, printable
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from drivetrain.core.errors import UserError, did_you_mean
-from drivetrain.core.overrides import key_of, parse_each
-from drivetrain.core.paths import recipes_dir
+from drivetrain.core.machine.paths import recipes_dir
+from drivetrain.core.options.overrides import key_of, parse_each
 from drivetrain.recipe import fetch, reader
 from drivetrain.recipe.reader import Recipe, Source
 from drivetrain.recipe.safe_yaml import read_bytes

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.overrides import redact
+from drivetrain.core.machine import files
+from drivetrain.core.options.overrides import redact
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import safe_yaml

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from drivetrain.core.errors import UserError
-from drivetrain.core.overrides import MAX_DEPTH
+from drivetrain.core.options.overrides import MAX_DEPTH
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML's C parser, where it was built with one
 MAX_BYTES, MAX_NODES = 64 * 1024, 2000

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import yaml
 
-from drivetrain.core import process
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import process
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe.safe_yaml import Entry, printable, scalar
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
+from drivetrain.core.machine import files
 
 if TYPE_CHECKING:
-    from drivetrain.core import groups
+    from drivetrain.core.options import groups
 
 
 FILES = (  # what a run or a sweep writes into its directory

@@ -14,10 +14,10 @@ from glob import glob
 from importlib import metadata
 from pathlib import Path
 
-from drivetrain.core import process
 from drivetrain.core.lazy import torch
-from drivetrain.core.overrides import SECRET
-from drivetrain.core.overrides import redact as redact
+from drivetrain.core.machine import process
+from drivetrain.core.options.overrides import SECRET
+from drivetrain.core.options.overrides import redact as redact
 from drivetrain.core.typed import JsonObject
 
 

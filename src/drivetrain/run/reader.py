@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from drivetrain.config.composed import flatten
-from drivetrain.core import files
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.paths import expanded
-from drivetrain.core.selection import Reach
+from drivetrain.core.machine import files
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.run import directory, records
 from drivetrain.run.records import need_pandas

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.selection import Figure
+from drivetrain.core.machine import files
+from drivetrain.core.options.selection import Figure
 from drivetrain.core.typed import JsonObject, is_number
 
 Record = JsonObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from drivetrain.core.selection import Figure
+from drivetrain.core.options.selection import Figure
 from drivetrain.run.reader import Points
 from drivetrain.run.result import Result
 

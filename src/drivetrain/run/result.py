@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from drivetrain.core.errors import EXIT_OF_STATUS, FAILED
-from drivetrain.core.files import read_json, write_json
-from drivetrain.core.selection import Figure
+from drivetrain.core.machine.files import read_json, write_json
+from drivetrain.core.options.selection import Figure
 from drivetrain.core.typed import JsonMapping, JsonObject, fits, is_number, is_table
 
 TOLD = 0.02  # the width from which an interval is told beside its figure

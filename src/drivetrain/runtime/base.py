@@ -9,14 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import ClassVar, Literal, TypeGuard
 
-from drivetrain.core import accelerators, groups, rng, streams
-from drivetrain.core.accelerators import Accelerator
-from drivetrain.core.device import keep_freed_memory
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.limits import too_many, usable_cores
-from drivetrain.core.option import Count, CountOrZero, Effect, Option, RunSpec
-from drivetrain.core.protocols import Trials
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.accelerators import Accelerator
+from drivetrain.core.machine.device import keep_freed_memory
+from drivetrain.core.machine.guards import too_many, usable_cores
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import Count, CountOrZero, Effect, Option, RunSpec
+from drivetrain.core.options.protocols import Trials
+from drivetrain.core.step import rng, streams
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.core.world import World
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 import torch
 
-from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
+from drivetrain.core.machine import files
 from drivetrain.core.typed import JsonMapping, JsonObject, StateDict
 from drivetrain.saving import manifest, sharded_checkpoint, space
 from drivetrain.saving.content import Divided, Shards, Undivided, check_weights

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.targets import TargetKind
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine import files
+from drivetrain.core.step.target_kinds import TargetKind
+from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject, fits
 from drivetrain.run import directory
 from drivetrain.run.result import Result
@@ -70,7 +70,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _is_tree(value: object, deep: int = 0) -> bool:
-    """True if it is the structure of inputs, as engine/facts.py writes it."""
+    """True if it is the structure of inputs, as engine/summary.py writes it."""
     if not isinstance(value, dict) or deep > DEEPEST:
         return False
     if "keys" in value:
@@ -81,7 +81,7 @@ def _is_tree(value: object, deep: int = 0) -> bool:
 
 
 def _is_range(value: object) -> bool:
-    """True if it is the range of pixel values, as engine/facts.py writes it."""
+    """True if it is the range of pixel values, as engine/summary.py writes it."""
     if value is None:
         return True
     if not isinstance(value, dict) or value.keys() != {"low", "high", "said"} or not fits(value["said"], bool):

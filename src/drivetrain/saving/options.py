@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from drivetrain.core import groups
-from drivetrain.core.option import Count, Effect, Option, Positive, RunSpec
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import Count, Effect, Option, Positive, RunSpec
 
 
 class Saving(Option, groups.Saving):

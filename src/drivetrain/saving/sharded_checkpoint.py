@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from drivetrain.core.files import opened, read_json, write_json
 from drivetrain.core.lazy import torch
+from drivetrain.core.machine.files import opened, read_json, write_json
 from drivetrain.core.typed import StateDict
 from drivetrain.saving.content import Divided, Malformed, Shards, check_state
 from drivetrain.saving.manifest import PIECES

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from drivetrain.core import files
 from drivetrain.core.errors import CannotSave, UserError
+from drivetrain.core.machine import files
 from drivetrain.saving import manifest
 
 RESERVE = ".reserve"  # a file that takes space until the run ends, so that a full disk has room for result.json and the log

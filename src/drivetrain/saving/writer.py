@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from drivetrain.core import groups
 from drivetrain.core.errors import CannotSave
-from drivetrain.core.protocols import Checkpointed
+from drivetrain.core.options import groups
+from drivetrain.core.options.protocols import Checkpointed
 from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.run import directory
 from drivetrain.run.directory import RunDirHandle

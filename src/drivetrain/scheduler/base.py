@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from drivetrain.core import groups
-from drivetrain.core.horizon import Horizon, length_problem, run_horizon
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import BuildContext, Effect, Length, Option, RunSpec, Share
+from drivetrain.core.options import groups
+from drivetrain.core.options.horizon import Horizon, length_problem, run_horizon
+from drivetrain.core.options.option import BuildContext, Effect, Length, Option, RunSpec, Share
 from drivetrain.core.typed import StateDict
 
 

@@ -12,12 +12,12 @@ from typing import Annotated, Literal, NamedTuple
 
 from annotated_types import Ge, Le, Len, MinLen
 
-from drivetrain.core.allowed import FigureName
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import CountOrZero, Length, Momentum, NonNegative, Positive, RunSpec, Share
-from drivetrain.core.selection import evaluated, problems
+from drivetrain.core.options.allowed import FigureName
+from drivetrain.core.options.horizon import Horizon
+from drivetrain.core.options.option import CountOrZero, Length, Momentum, NonNegative, Positive, RunSpec, Share
+from drivetrain.core.options.selection import evaluated, problems
 from drivetrain.core.typed import StateDict
 from drivetrain.scheduler.base import (
     Scheduler,

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from drivetrain.core import accelerators, groups, process, selection
-from drivetrain.core.allowed import FigureName
 from drivetrain.core.errors import Diverged
-from drivetrain.core.horizon import run_horizon
-from drivetrain.core.option import BuildContext, Count, Effect, NonNegative, Option, RunSpec
-from drivetrain.core.selection import Reach
+from drivetrain.core.machine import accelerators, process
+from drivetrain.core.options import groups, selection
+from drivetrain.core.options.allowed import FigureName
+from drivetrain.core.options.horizon import run_horizon
+from drivetrain.core.options.option import BuildContext, Count, Effect, NonNegative, Option, RunSpec
+from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonObject, StateDict
 
 logger = logging.getLogger(__name__)

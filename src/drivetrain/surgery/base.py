@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
-from drivetrain.core import groups
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.option import Option, RunSpec
-from drivetrain.core.trees import Tree
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import Option, RunSpec
+from drivetrain.core.step.trees import Tree
 
 
 class Edit(Option, groups.Surgery):

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import put_in_place, taken_over
-from drivetrain.core.trees import Tree, first
+from drivetrain.core.step.modules import put_in_place, taken_over
+from drivetrain.core.step.trees import Tree, first
 from drivetrain.surgery.base import Edit
 
 # The names that such modules give to their parameters and to their epsilon.

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import replace_parameters
-from drivetrain.core.trees import Tree, call, first, leaves
+from drivetrain.core.step.modules import replace_parameters
+from drivetrain.core.step.trees import Tree, call, first, leaves
 from drivetrain.surgery.base import Edit
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from drivetrain.core.modules import taken_over
+from drivetrain.core.step.modules import taken_over
 
 
 class SumOverRanks(torch.autograd.Function):

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
-from drivetrain.core.modules import put_in_place
-from drivetrain.core.option import RunSpec
-from drivetrain.core.trees import Tree, first
+from drivetrain.core.options.option import RunSpec
+from drivetrain.core.step.modules import put_in_place
+from drivetrain.core.step.trees import Tree, first
 from drivetrain.surgery.base import Edit
 from drivetrain.surgery.no_bias_before_norm import NoBiasBeforeNorm
 

@@ -19,13 +19,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from drivetrain.config.hydra_words import is_hydra_override
-from drivetrain.core import accelerators, files
 from drivetrain.core.errors import DONE, FAILED, INTERRUPTED, UserError, collecting, refuse
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import add_import_paths
-from drivetrain.core.selection import Selection
-from drivetrain.core.signals import SignalForwarder
+from drivetrain.core.machine import accelerators, files
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.machine.paths import add_import_paths
+from drivetrain.core.machine.signals import SignalForwarder
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.options.selection import Selection
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import device_problems
 from drivetrain.run import directory, records

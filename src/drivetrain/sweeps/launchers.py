@@ -18,10 +18,10 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drivetrain.core import accelerators, files, limits, process
 from drivetrain.core.errors import BAD_CONFIG, UserError
-from drivetrain.core.forking import ForkedProcess
-from drivetrain.core.signals import STOP_SIGNALS, SignalForwarder
+from drivetrain.core.machine import accelerators, files, guards, process
+from drivetrain.core.machine.forking import ForkedProcess
+from drivetrain.core.machine.signals import STOP_SIGNALS, SignalForwarder
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch import launcher
 from drivetrain.run import directory
@@ -122,7 +122,7 @@ class Forked(Launcher):
     def _child(self, entry: Entry, slot: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self.slots > 1:
-            os.environ |= {limits.JOBS: str(self.slots), **own_device(entry, slot)}
+            os.environ |= {guards.JOBS: str(self.slots), **own_device(entry, slot)}
         if self.captured:
             capture(entry)
         code = run_job(entry, self.quiet)
@@ -285,7 +285,7 @@ class Submitit(Launcher):
         visible = (
             {} if self._option.gpus_per_node is not None else {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")}
         )
-        return {**visible, **({limits.JOBS: str(self.slots)} if self.slots > 1 else {})}
+        return {**visible, **({guards.JOBS: str(self.slots)} if self.slots > 1 else {})}
 
 
 class OnRay(Launcher):

@@ -11,8 +11,8 @@ from drivetrain.config import schema
 from drivetrain.config.hydra_words import HONOURED, HydraSettings, instead, is_hydra_override
 from drivetrain.config.hydra_words import split as split_hydra
 from drivetrain.core.errors import collecting, did_you_mean, refuse
-from drivetrain.core.option import Count, CountOrZero, Positive, needs_extra
-from drivetrain.core.overrides import key_of, single_values
+from drivetrain.core.options.option import Count, CountOrZero, Positive, needs_extra
+from drivetrain.core.options.overrides import key_of, single_values
 
 
 @dataclass

@@ -15,8 +15,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import FrozenTrial, TrialState
 
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.overrides import key_of, parse_each
-from drivetrain.core.selection import selected
+from drivetrain.core.options.overrides import key_of, parse_each
+from drivetrain.core.options.selection import selected
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.recipe import places

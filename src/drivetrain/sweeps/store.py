@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal
 
 from drivetrain.config.catalog import options
 from drivetrain.config.hydra_words import HydraSettings
-from drivetrain.core import user_state
 from drivetrain.core.errors import BAD_CONFIG, FAILED, UserError, collecting, refuse
-from drivetrain.core.files import read_json, write_json
-from drivetrain.core.overrides import format_value, key_of, parse_each
-from drivetrain.core.paths import add_import_paths
-from drivetrain.core.selection import Selection, selected
+from drivetrain.core.machine import home
+from drivetrain.core.machine.files import read_json, write_json
+from drivetrain.core.machine.paths import add_import_paths
+from drivetrain.core.options.overrides import format_value, key_of, parse_each
+from drivetrain.core.options.selection import Selection, selected
 from drivetrain.core.typed import JsonObject, fits
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
@@ -235,7 +235,7 @@ class Sweep:
             )
         jobs_json = [{"job": e.number, "overrides": e.job.overrides, "cell": e.job.cell} for e in self.entries]
         content = {"overrides": self.overrides, "config_dirs": self.config_dirs, "jobs": jobs_json}
-        write_json(self.path / "jobs.json", {**content, "signature": user_state.sign(content)})
+        write_json(self.path / "jobs.json", {**content, "signature": home.sign(content)})
         return new
 
 
@@ -308,7 +308,7 @@ def read(path: Path) -> JsonObject:
 def read_own(path: Path) -> JsonObject:
     """The content of a jobs.json that this user's drivetrain wrote: its words may name code to run. Raises UserError."""
     content = read(path)
-    if not user_state.is_own(content, read_json(path / "jobs.json").get("signature")):
+    if not home.is_own(content, read_json(path / "jobs.json").get("signature")):
         raise UserError(
             f"-m resume={path} was recorded by another user or machine, or has been changed, and its words may name code to run: "
             f"start it anew with the words that you agree with: {printable(shlex.join(map(str, content['overrides'])))}"

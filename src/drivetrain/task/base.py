@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from drivetrain.core import groups
-from drivetrain.core.option import Option, RunSpec
-from drivetrain.core.targets import describe
+from drivetrain.core.options import groups
+from drivetrain.core.options.option import Option, RunSpec
+from drivetrain.core.step.target_kinds import describe
 
 
 class Task(Option, groups.Task):

@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from drivetrain.core import files
+from drivetrain.core.machine import files
 from drivetrain.ui.output import notices, plain
 
 if TYPE_CHECKING:

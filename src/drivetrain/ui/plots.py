@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from drivetrain.core import files
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import Horizon
+from drivetrain.core.machine import files
+from drivetrain.core.options.horizon import Horizon
 from drivetrain.core.typed import JsonMapping
 from drivetrain.ui.output import writing
 from drivetrain.ui.sheet import Table

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
-from drivetrain.core.option import Effect
+from drivetrain.core.options.option import Effect
 from drivetrain.ui import output
 from drivetrain.ui.sheet import setting
 from drivetrain.ui.terminal import is_live
 
 if TYPE_CHECKING:
     from drivetrain.config.composed import Composed
-    from drivetrain.core.option import RunSpec
+    from drivetrain.core.options.option import RunSpec
 
 OFF = ("none", "single", "constant", "")
 

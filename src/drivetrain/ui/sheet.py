@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from drivetrain.core import files
+from drivetrain.core.machine import files
 from drivetrain.core.typed import JsonObject
 from drivetrain.ui import output
 from drivetrain.ui.output import echo

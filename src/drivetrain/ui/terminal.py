@@ -129,7 +129,7 @@ class Progress:
 
     def _text(self, r: JsonMapping, room: int | None = None, metrics: Sequence[str] = ()) -> str:
         """A record as a line of at most `room` characters; what matters least is left out first."""
-        from drivetrain.core.device import memory_now
+        from drivetrain.core.machine.device import memory_now
 
         waits = r.get("rank_work_excess", 0.0)
         parts = [  # (the first to be left out has the highest number, text)

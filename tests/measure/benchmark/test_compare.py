@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from drivetrain.cli import main
-from drivetrain.core import signals
-from drivetrain.core.forking import ForkedProcess
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine import signals
+from drivetrain.core.machine.forking import ForkedProcess
+from drivetrain.core.machine.signals import ended_by_signals
 from drivetrain.launch.job import prepare
 from drivetrain.measure.benchmark.compare import Comparison, Row, headline, names, notes_on, sections, table, techniques
 from drivetrain.measure.benchmark.interleave import Variant, run_rounds

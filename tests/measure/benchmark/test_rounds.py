@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.core import lazy, process
-from drivetrain.core.device import DeviceClock
-from drivetrain.core.microbatch import MicroBatch
+from drivetrain.core import lazy
+from drivetrain.core.machine import process
+from drivetrain.core.machine.device import DeviceClock
+from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.world import World
 from drivetrain.loader.auto import Cost
 from drivetrain.measure.benchmark import compare as rounds_of

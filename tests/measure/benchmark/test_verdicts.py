@@ -14,7 +14,7 @@ from bench import honest
 from bench.honest import BREAKS, HARMLESS, Variant
 
 from drivetrain.core.errors import Interrupted, UserError
-from drivetrain.core.selection import Reach, Selection
+from drivetrain.core.options.selection import Reach, Selection
 from drivetrain.launch.job import prepare
 from drivetrain.measure import changes, intervals
 from drivetrain.measure.benchmark import quality as test

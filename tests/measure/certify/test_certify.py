@@ -14,8 +14,8 @@ import torch
 from drivetrain.cli import measuring
 from drivetrain.config.catalog import LISTS, default_options, options
 from drivetrain.core.errors import UserError
-from drivetrain.core.microbatch import Request
-from drivetrain.core.option import Option
+from drivetrain.core.options.option import Option
+from drivetrain.core.step.microbatch import Request
 from drivetrain.launch import launcher
 from drivetrain.measure.certify import certify as verb
 from drivetrain.measure.certify import judge, record
@@ -229,7 +229,7 @@ def test_two_ranks_are_the_same_mathematics(strategy: str, command: Any) -> None
 
 @pytest.mark.slow
 def test_faults_of_ranks_are_named(tmp_path: Path, command: Any) -> None:
-    from drivetrain.core.paths import conf_dir
+    from drivetrain.core.machine.paths import conf_dir
 
     (tmp_path / "faulty_ranks.py").write_text(RANKS)
     (tmp_path / "conf/parallel").mkdir(parents=True)

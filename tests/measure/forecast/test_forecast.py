@@ -16,8 +16,8 @@ from drivetrain.checkpointing.base import rounded_up
 from drivetrain.cli.measuring import forecast as verb
 from drivetrain.config import validate
 from drivetrain.config.catalog import options
-from drivetrain.core.blocks import repeated_blocks
 from drivetrain.core.errors import UserError
+from drivetrain.core.step.blocks import repeated_blocks
 from drivetrain.engine import child
 from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE, Operation, StepRecord, peak_bytes
 from drivetrain.measure.forecast import forecast, replay

@@ -21,7 +21,7 @@ from bench import attribution
 from bench.attribution import MODELS, PLACES, draw
 from torch.autograd import DeviceType
 
-from drivetrain.core.device import Clock
+from drivetrain.core.machine.device import Clock
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile import doctor, step
 from drivetrain.measure.profile.doctor import COMPUTE, Problem, profiled

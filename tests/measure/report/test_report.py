@@ -13,7 +13,7 @@ import pytest
 
 import drivetrain
 from drivetrain.cli import main
-from drivetrain.core.selection import Reach
+from drivetrain.core.options.selection import Reach
 from drivetrain.data.tabular import data_file
 from drivetrain.measure.report import report
 from drivetrain.measure.report.report import common_target, named, summarize_seeds, verdict

@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from drivetrain.core import accelerators
 from drivetrain.core.errors import UserError
-from drivetrain.core.horizon import run_horizon
-from drivetrain.core.option import Count, Positive
-from drivetrain.core.overrides import key_of
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.signals import ended_by_signals
+from drivetrain.core.options.horizon import run_horizon
+from drivetrain.core.options.option import Count, Positive
+from drivetrain.core.options.overrides import key_of
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch import trials
 from drivetrain.launch.job import Job

@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from drivetrain.compile.base import compiled_anew
-from drivetrain.core import process, stages, trees
-from drivetrain.core.device import Clock, Mark, clock_for, peak_memory, synchronize
-from drivetrain.core.forking import ForkedProcess
-from drivetrain.core.step import Stream
+from drivetrain.core.machine import process
+from drivetrain.core.machine.device import Clock, Mark, clock_for, peak_memory, synchronize
+from drivetrain.core.machine.forking import ForkedProcess
+from drivetrain.core.options import stages
+from drivetrain.core.step import trees
+from drivetrain.core.step.step import Stream
 from drivetrain.core.typed import JsonObject
 from drivetrain.core.world import World
 from drivetrain.launch.job import Job
@@ -42,7 +44,7 @@ from drivetrain.sweeps.store import Entry, SweepJob
 if TYPE_CHECKING:
     import torch
 
-    from drivetrain.core.microbatch import MicroBatch
+    from drivetrain.core.step.microbatch import MicroBatch
     from drivetrain.engine.trainer import Trainer
 
 WARMUP_UPDATES = 3  # beyond those that a run itself counts as its warm-up

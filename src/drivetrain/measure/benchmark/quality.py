@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from drivetrain.core.errors import UserError, refuse
-from drivetrain.core.option import Count, Effect, Positive, RunSpec
-from drivetrain.core.selection import Figure as EvaluatedFigure
-from drivetrain.core.selection import Reach, Selection, evaluated, problems, selected
-from drivetrain.core.selection import problems_of as target_problems
+from drivetrain.core.options.option import Count, Effect, Positive, RunSpec
+from drivetrain.core.options.selection import Figure as EvaluatedFigure
+from drivetrain.core.options.selection import Reach, Selection, evaluated, problems, selected
+from drivetrain.core.options.selection import problems_of as target_problems
 from drivetrain.launch.job import Job
 from drivetrain.measure import changes
 from drivetrain.measure.benchmark.variants import (

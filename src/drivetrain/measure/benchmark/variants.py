@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from drivetrain.config.catalog import still_applies
 from drivetrain.config.compose import compose as compose_config
-from drivetrain.core import accelerators
 from drivetrain.core.errors import Interrupted, UserError, refuse
-from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.selection import Figure, Reach
-from drivetrain.core.signals import SignalForwarder
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.signals import SignalForwarder
+from drivetrain.core.options.overrides import format_value, key_of
+from drivetrain.core.options.selection import Figure, Reach
 from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.launch.job import Job, device_problems
 from drivetrain.launch.job import prepare as prepare_job

@@ -25,10 +25,10 @@ from functools import partial
 from drivetrain.config.catalog import LISTS
 from drivetrain.config.hydra_words import recipe_word, translated
 from drivetrain.core.errors import DONE, FAILED, UserError, collecting, refuse
-from drivetrain.core.option import Count, Positive
-from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import expanded
-from drivetrain.core.selection import selected
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options.option import Count, Positive
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.options.selection import selected
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job, is_of_this_user, of_run, recorded_environment, recorded_settings
 from drivetrain.launch.job import prepare as prepare_job

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.config.catalog import default_options
-from drivetrain.core import forking
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.option import Count, Option, RunSpec
-from drivetrain.core.signals import ended_by_signals
+from drivetrain.core.machine import forking
+from drivetrain.core.machine.signals import ended_by_signals
+from drivetrain.core.options.option import Count, Option, RunSpec
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from drivetrain.batch import Batch
 from drivetrain.checkpointing import Checkpointing
 from drivetrain.compile import Compile
-from drivetrain.core import streams, trees
-from drivetrain.core.microbatch import MicroBatch, Request
-from drivetrain.core.option import BuildContext, RunSpec
-from drivetrain.core.selection import Figure
-from drivetrain.core.step import Stream, WrappingStep
-from drivetrain.core.torch_patches import before_steps
-from drivetrain.core.trees import Tree
+from drivetrain.core.machine.torch_patches import before_steps
+from drivetrain.core.options.option import BuildContext, RunSpec
+from drivetrain.core.options.selection import Figure
+from drivetrain.core.step import streams, trees
+from drivetrain.core.step.microbatch import MicroBatch, Request
+from drivetrain.core.step.step import Stream, WrappingStep
+from drivetrain.core.step.trees import Tree
 from drivetrain.engine.trainer import Trainer
 from drivetrain.measure.certify.judge import (
     FLOAT32,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from drivetrain.core.errors import DONE, UserError, collecting, refuse
-from drivetrain.core.overrides import key_of
+from drivetrain.core.options.overrides import key_of
 from drivetrain.launch.job import prepare as prepare_job
 from drivetrain.measure import verbs
 from drivetrain.measure.report import report

@@ -15,8 +15,8 @@ from typing import Literal
 
 from drivetrain.config.composed import flatten
 from drivetrain.core.errors import DONE, FAILED, UserError, did_you_mean, refuse
-from drivetrain.core.overrides import key_of
-from drivetrain.core.selection import Reach
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from drivetrain.config.catalog import options
 from drivetrain.core.errors import DONE, FAILED, UserError, refuse
-from drivetrain.core.groups import Better
-from drivetrain.core.overrides import format_value, key_of
-from drivetrain.core.selection import Reach, evaluated
+from drivetrain.core.options.groups import Better
+from drivetrain.core.options.overrides import format_value, key_of
+from drivetrain.core.options.selection import Reach, evaluated
 from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.measure import verbs

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from drivetrain.checkpointing.base import Blocks
 from drivetrain.config import validate
-from drivetrain.core import stages as of_run
-from drivetrain.core import trees
-from drivetrain.core.blocks import blocks_for, repeated_blocks
-from drivetrain.core.device import memory_of_process
 from drivetrain.core.errors import DONE, FAILED, UserError
-from drivetrain.core.option import Positive, RunSpec
-from drivetrain.core.overrides import format_value
+from drivetrain.core.machine.device import memory_of_process
+from drivetrain.core.options import stages as of_run
+from drivetrain.core.options.option import Positive, RunSpec
+from drivetrain.core.options.overrides import format_value
+from drivetrain.core.step import trees
+from drivetrain.core.step.blocks import blocks_for, repeated_blocks
 from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.engine.rehearsal import (

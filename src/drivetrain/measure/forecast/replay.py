@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_map
 
-from drivetrain.core import limits
-from drivetrain.core.device import synchronize
+from drivetrain.core.machine import guards
+from drivetrain.core.machine.device import synchronize
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.engine.flops import from_table, measured
 from drivetrain.engine.rehearsal import Operation, Spec
@@ -332,7 +332,7 @@ CORRECTION = {"cpu": Figure(1.08, 0.63, 1.68)}
 def this_device(device: torch.device, formats: tuple[str, ...]) -> Device:
     """Return this machine's device, as this process measures it once."""
     on_cpu = device.type == "cpu"
-    memory = limits.memory_bytes() if on_cpu else torch.get_device_module(device).get_device_properties(device).total_memory
+    memory = guards.memory_bytes() if on_cpu else torch.get_device_module(device).get_device_properties(device).total_memory
     flops = {name: _products(device, name) for name in ("float32", *formats)}
     convolution = max(0.05, min(1.0, _convolution_flops(device) / flops["float32"]))
     efficiency = {

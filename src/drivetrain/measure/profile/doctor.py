@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.option import Count, Positive
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.options.option import Count, Positive
 from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch import trials

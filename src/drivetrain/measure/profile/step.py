@@ -38,12 +38,13 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.core import process, trees
-from drivetrain.core.device import Clock, Mark, clock_for, synchronize
 from drivetrain.core.errors import Diverged
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import MicroBatch, one_update
-from drivetrain.core.torch_patches import threads_set_by
+from drivetrain.core.machine import process
+from drivetrain.core.machine.device import Clock, Mark, clock_for, synchronize
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.machine.torch_patches import threads_set_by
+from drivetrain.core.step import trees
+from drivetrain.core.step.microbatch import MicroBatch, one_update
 from drivetrain.debug.profile import silence_profiler
 from drivetrain.debug.torch_modes import waiting_calls
 from drivetrain.engine.callbacks import CallbackStep

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drivetrain.core.errors import DONE, DataError, UserError, refuse
-from drivetrain.core.option import CountOrZero
-from drivetrain.core.overrides import key_of
-from drivetrain.core.paths import expanded
-from drivetrain.core.selection import Reach, Selection
+from drivetrain.core.machine.paths import expanded
+from drivetrain.core.options.option import CountOrZero
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.options.selection import Reach, Selection
 from drivetrain.core.typed import JsonObject, fits, is_number
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import quality

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal
 
 from drivetrain.compile.base import eager_only_settings
 from drivetrain.config.catalog import option_keys, options
-from drivetrain.core import accelerators
 from drivetrain.core.errors import DONE, UserError
-from drivetrain.core.limits import usable_cores
-from drivetrain.core.microbatch import one_update
-from drivetrain.core.option import Count, Positive, RunSpec
-from drivetrain.core.overrides import format_value
+from drivetrain.core.machine import accelerators
+from drivetrain.core.machine.guards import usable_cores
+from drivetrain.core.options.option import Count, Positive, RunSpec
+from drivetrain.core.options.overrides import format_value
+from drivetrain.core.step.microbatch import one_update
 from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch.job import Job

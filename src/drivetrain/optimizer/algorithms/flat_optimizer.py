@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from drivetrain.core.device import sum_dtype
+from drivetrain.core.machine.device import sum_dtype
 from drivetrain.core.typed import StateDict
 
 ROW = 64  # elements; each parameter begins a new row, so that norms and factors of single parameters are computed by rows

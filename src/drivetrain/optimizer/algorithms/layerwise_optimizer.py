@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from drivetrain.core.device import sum_dtype
+from drivetrain.core.machine.device import sum_dtype
 from drivetrain.optimizer.algorithms.flat_optimizer import Chunk, FlatOptimizer
 
 

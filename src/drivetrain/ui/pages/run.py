@@ -11,9 +11,9 @@ from typing import Any
 
 from drivetrain.config import catalog
 from drivetrain.config.composed import flatten
-from drivetrain.core import files
-from drivetrain.core.overrides import key_of
-from drivetrain.core.selection import Figure
+from drivetrain.core.machine import files
+from drivetrain.core.options.overrides import key_of
+from drivetrain.core.options.selection import Figure
 from drivetrain.core.typed import JsonObject, is_number
 from drivetrain.run.identity import reads_environment
 from drivetrain.run.reader import Points, RunFiles, read

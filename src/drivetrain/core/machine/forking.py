@@ -1,0 +1,224 @@
+"""Forks processes in which torch can compute, also where this process has computed with several threads before."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from drivetrain.core.errors import UserError
+from drivetrain.core.machine.signals import STOP_SIGNALS, handled_by
+
+LOOK_S = 1.0  # between two looks at whether the parent is there
+HARD = 2  # OpenMP's omp_pause_hard
+
+
+class ForkedProcess(ForkProcess):
+    """A forked process that may compute. Signals end it as they end any new process, and it ends with the one that forked it."""
+
+    def __init__(self, *given: Any, parents_end: signal.Signals = signal.SIGKILL, **named: Any) -> None:
+        """`parents_end` is the signal that it gets when its parent has ended: SIGTERM for one that has something to save."""
+        super().__init__(*given, **named)
+        self._parents_end = parents_end
+
+    def start(self) -> None:
+        """Fork. A signal that comes meanwhile is delivered when both processes have set up what it does."""
+        end_openmp_threads()
+        with _signals_held(), garbage_kept() as self._collects:
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the new process has this thread alone
+            try:
+                super().start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def run(self) -> None:
+        """In the forked process: call the target."""
+        disown_garbage()
+        if self._collects:
+            gc.enable()
+        for number in STOP_SIGNALS:  # the handlers it has inherited are for the parent
+            signal.signal(number, signal.SIG_DFL)
+        end_with_parent(self._parents_end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        super().run()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold stop signals back within the context, and deliver them at its end: a signal mask is of one thread only."""
+    if threading.current_thread() is not threading.main_thread():  # the main thread alone runs handlers
+        yield
+        return
+    held: list[int] = []
+    try:
+        with handled_by(lambda number, _: held.append(number)):
+            yield
+    finally:
+        for number in held:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[bool]:
+    """Collect no garbage within the context, in which this process forks. Yields whether it did. See `disown_garbage`."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield collects
+    finally:
+        if collects:
+            gc.enable()
+
+
+def disown_garbage() -> None:
+    """In a forked process: collect only what becomes garbage that was made here.
+
+    To free what the parent had can wait for a thread that the fork did not copy, as a process group of gloo does, for ever. It
+    would also copy the pages which both processes share.
+    """
+    gc.freeze()
+
+
+def parent_pid() -> int:
+    """Return the process that started this one, also where it has ended already and another has adopted this one."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None or multiprocessing.get_start_method() == "forkserver":  # then a server is the parent
+        return os.getppid()
+    return parent.pid
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Send this process a signal soon after the one that started it has ended, whatever it does then."""
+    parent = parent_pid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def end_with_run(run: int) -> None:
+    """End this worker at a SIGTERM of the run's process, and soon after that process has ended.
+
+    Slurm, systemd and containers send SIGTERM to all: the run still needs its next batch, to finish its update and save.
+
+    torch's own worker looks for its parent later, when the parent may be gone, and only between two batches.
+    """
+    tells_sender = hasattr(signal, "sigtimedwait")  # not on a Mac
+    while os.getppid() == run:
+        if not tells_sender:
+            time.sleep(LOOK_S)
+        elif (came := signal.sigtimedwait({signal.SIGTERM}, LOOK_S)) is not None and came.si_pid == run:
+            break
+    os._exit(0)
+
+
+@functools.cache
+def end_with_users_parent() -> None:
+    """Save and end soon after the process has ended that started this one by multiprocessing, where one did."""
+    if multiprocessing.parent_process() is not None:
+        end_with_parent(signal.SIGTERM)
+
+
+def end_with_input() -> None:
+    """End this process when its standard input ends: it is a pipe, whose other end the process holds that started this one.
+
+    So it also ends where that one was gone before this function was called.
+    """
+
+    def watch() -> None:
+        while os.read(0, 1):  # not sys.stdin, whose lock a process that is forked from this one would find taken
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="end with input", daemon=True).start()
+
+
+def end_openmp_threads() -> None:
+    """End the threads with which the calling thread computes; OpenMP starts others when it computes again.
+
+    A fork does not copy them, so the forked process would wait for them for ever.
+    """
+    with contextlib.suppress(OSError):  # another system than Linux
+        mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()}
+        for library in mapped:
+            if Path(library).name.startswith(("libgomp", "libomp", "libiomp")):
+                with contextlib.suppress(OSError, AttributeError):
+                    ctypes.CDLL(library).omp_pause_resource_all(HARD)
+
+
+LIMIT_S = 1800.0  # of work that does not say how long it may take: one that hangs is not waited for any longer
+MOST_READ = 4096  # bytes of the end of what it printed
+
+T = TypeVar("T")
+
+
+class NoAnswer(UserError):
+    """A process has failed, died or taken too long; the message says so."""
+
+
+class Died(NoAnswer):
+    """A process has ended without a word, as one does that the system kills for its memory."""
+
+
+def answer_of(work: Callable[[Callable[[T], None]], object], failed: str, limit_s: float = LIMIT_S) -> T:
+    """Fork a process that calls `work(answer)`; return what is passed to `answer`, there or in a process that it forks itself.
+
+    What it prints is not shown. Raises the UserError of the work, and NoAnswer, which begins with `failed`, for any other end.
+    """
+    connection, theirs = multiprocessing.Pipe(duplex=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as printed:
+        process = ForkedProcess(target=_child, args=(work, failed, theirs, printed.fileno()))
+        try:
+            process.start()
+            theirs.close()
+            if not connection.poll(limit_s):
+                raise NoAnswer(f"{failed}: it took longer than {limit_s / 60:.0f} minutes and was ended")
+            error, value = connection.recv()
+        except EOFError:
+            process.join()
+            raise Died(f"{failed}: its process ended with code {process.exitcode}{_end_of(printed)}") from None
+        finally:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+            connection.close()
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def _end_of(printed: IO[bytes]) -> str:
+    printed.seek(max(0, printed.seek(0, os.SEEK_END) - MOST_READ))
+    lines = printed.read().decode(errors="replace").strip().splitlines()
+    return f" ({lines[-1]})" if lines else ""
+
+
+def _child(work: Callable[[Callable[[object], None]], object], failed: str, connection: Connection, printed: int) -> None:
+    """The process: it sends (error, answer), one of which is None."""
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    try:
+        work(lambda value: connection.send((None, value)))
+    except UserError as error:
+        connection.send((error, None))
+    except Exception as error:
+        connection.send((NoAnswer(f"{failed}: {type(error).__name__}: {error}"), None))
+    os._exit(0)

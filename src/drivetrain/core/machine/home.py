@@ -1,0 +1,106 @@
+"""The files that are kept for this user on this machine, outside all runs: below $XDG_STATE_HOME, else ~/.local/state."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def state_dir() -> Path:
+    """The folder of what is kept. Without a home, or with a relative one, nothing can be written below what this returns."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"))
+    return (folder if folder.is_absolute() else Path(os.devnull)) / "drivetrain"
+
+
+def keep_first(file: Path, content: bytes) -> None:
+    """Write a file of the folder at once, unless it is there: of several processes, the first one's content counts.
+
+    Nothing is written where the folder cannot be.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as writer:
+            writer.write(content)
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, file)
+        temporary.unlink()
+
+
+def measured_once(what: Sequence[object], measure: Callable[[], float]) -> float:
+    """Return the positive number that was measured first for `what` on this machine, or measure it now and keep it.
+
+    Runs that choose by it choose alike, and so do the ranks of a run, and a run that goes on.
+    """
+    file = state_dir() / "measured" / hashlib.sha256(repr(tuple(what)).encode()).hexdigest()[:32]
+    if (kept := _number(file)) is not None:
+        return kept
+    number = measure()
+    keep_first(file, f"{number!r}\n".encode())
+    kept = _number(file)
+    return number if kept is None else kept
+
+
+def _number(file: Path) -> float | None:
+    """The number in a file; None where there is none. What is no number is removed, so that another can take its place."""
+    try:
+        number = float(file.read_bytes()[:40])
+    except OSError:
+        return None
+    except ValueError:
+        number = math.nan
+    if number > 0 and math.isfinite(number):
+        return number
+    with contextlib.suppress(OSError):
+        file.unlink()
+    return None
+
+
+KEY_BYTES = 32
+
+
+def key_file() -> Path:
+    """The file of this user's key: below $XDG_STATE_HOME, else ~/.local/state."""
+    return state_dir() / "key"
+
+
+def sign(content: object) -> str | None:
+    """Return the signature of JSON content (HMAC-SHA256, RFC 2104); None where the user's state folder cannot be written."""
+    key = _key()
+    return _signature(key, content) if key is not None else None
+
+
+def is_own(content: object, signature: object) -> bool:
+    """True if `sign(content)` gave this signature, for this user."""
+    key = _read_key() if isinstance(signature, str) else None
+    # As bytes: `compare_digest` takes no text that is not ASCII.
+    given = str(signature).encode("utf-8", "surrogatepass")
+    return key is not None and hmac.compare_digest(_signature(key, content).encode(), given)
+
+
+def _signature(key: bytes, content: object) -> str:
+    return hmac.new(key, json.dumps(content, sort_keys=True, default=str).encode(), hashlib.sha256).hexdigest()
+
+
+def _key() -> bytes | None:
+    """The user's key, made at its first use."""
+    if (key := _read_key()) is not None:
+        return key
+    keep_first(key_file(), secrets.token_bytes(KEY_BYTES))
+    return _read_key()
+
+
+def _read_key() -> bytes | None:
+    try:
+        key = key_file().read_bytes()
+    except (OSError, RuntimeError):
+        return None
+    return key if len(key) == KEY_BYTES else None

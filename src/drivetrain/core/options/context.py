@@ -1,0 +1,89 @@
+"""The build context: what an option can use when it is built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.options import groups
+from drivetrain.core.options.horizon import Horizon, Progress
+from drivetrain.core.options.run_spec import RunSpec
+from drivetrain.core.step.microbatch import Request
+from drivetrain.core.step.model_call import ModelCall
+from drivetrain.core.step.source import Pipeline, Source
+from drivetrain.core.step.step import Stream
+from drivetrain.core.step.trees import Tree
+from drivetrain.core.world import World
+
+NO_RUN_DIR = Path(os.devnull)  # of a run that keeps no files: a trial, or a rank that does not know the directory
+
+
+class RunningPhase(Protocol):
+    """A phase of the updates, in a run."""
+
+    parameters: Sequence[torch.nn.Parameter]
+    made: bool  # whether the last update has updated them
+
+
+@dataclass
+class BuildContext:
+    """Holds what is known of a run while it is built. `engine.build` fills it in, in its build order; options only read it.
+
+    Reading a field before it is built raises AttributeError: the build order is wrong.
+    """
+
+    run: RunSpec
+    world: World  # this process among all ranks
+    run_dir: Path
+    config_hash: str = ""  # differs between ranks that were started with different configs
+    config: Mapping[str, object] = field(default_factory=dict)  # by dotted key, without machine-local keys
+    findings: Callable[[], list[str]] = list  # the debug option's report at the end of the run, one line each
+    progress: Progress = field(default_factory=Progress)  # how far the run is; the trainer updates it
+    log_image: Callable[[str, Path], None] = lambda name, path: None  # shows a PNG file in all loggers; `engine.build` sets it
+    # Gives a context in which the model holds weights of a name, ready to be used; `engine.build` sets it.
+    eval_model: Callable[..., AbstractContextManager[torch.nn.Module]] = nullcontext
+    resumed: bool = False  # whether a checkpoint is restored once the run is built
+    trains: bool = True  # whether the model is trained, or only used
+    phases: Sequence[RunningPhase] = ()  # of the updates
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)  # 0-d: figures of updates, added up since the last record
+    on_exit: ExitStack = field(default_factory=ExitStack)  # undoes what an option changed for the whole process
+    # In which a model is created whose weights have shapes and no values, as a forecast wants it; None: they have values.
+    without_values: AbstractContextManager[object] | None = None
+
+    device: torch.device = field(init=False)
+    seed: int = field(init=False)
+    parallel: groups.Parallel = field(init=False)
+    data: groups.Splits = field(init=False)  # as the loss takes them
+    train_source: Source = field(init=False)
+    batch: groups.Batch = field(init=False)
+    horizon: Horizon = field(init=False)
+    precision: groups.Precision = field(init=False)
+    model: torch.nn.Module = field(init=False)
+    model_call: ModelCall = field(init=False)  # how the forward is called with a batch's inputs
+    example: Tree = field(init=False)  # two samples of zeros, as `trees.call` calls the model with them
+    memory_format: torch.memory_format = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    loss: groups.Loss = field(init=False)
+    train_data: Pipeline = field(init=False)
+    # The sets that are evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
+    evaluated: Mapping[str, Mapping[str, Pipeline]] = field(init=False)
+    read: Callable[[Iterable[Request]], Stream] = field(init=False)  # gives the micro-batches of training samples
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """The running sums of what a record of training has the means of: the parts of the loss, and other figures."""
+        return {**self.loss.parts(), **self.sums}
+
+    @property
+    def judging_data(self) -> Pipeline:
+        """The set that models are selected by, of several the first: a validation set, or a test set without one."""
+        return next(iter(next(iter(self.evaluated.values())).values()))
+
+    @property
+    def writes_files(self) -> bool:
+        """True if this process writes the files of the run that not each rank has its own of."""
+        return self.world.rank == 0 and self.run_dir != NO_RUN_DIR

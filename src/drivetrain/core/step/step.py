@@ -1,0 +1,51 @@
+"""The training step, as the protocol that everything uses to run, wrap or measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.step.microbatch import MicroBatch
+
+Stream: TypeAlias = Generator[MicroBatch, None, None]  # of the micro-batches of training
+StreamWatcher = Callable[[Stream], Stream]  # wraps the training stream and observes it
+
+
+class Step(Protocol):
+    """Forward, backward and update. A technique that changes the step wraps another one, by a WrappingStep.
+
+    The loop calls `micro_batch` for each micro-batch of an update, then `update` and `zero_grad` once.
+    """
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        """Run forward and backward. Adds loss × `batch.weight`, without history, to `loss_sum` (0-d) in place."""
+
+    def update(self) -> bool:
+        """Clip the gradients and update the weights. Returns False if skipped; then schedule and EMA must not move."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        """Return the same step with another callable in place of the model's forward."""
+
+
+@dataclass(eq=False)
+class WrappingStep:
+    """A step around another one, whose methods it passes on: a technique overrides those that it changes."""
+
+    inner: Step
+
+    def micro_batch(self, batch: MicroBatch, loss_sum: torch.Tensor) -> None:
+        self.inner.micro_batch(batch, loss_sum)
+
+    def update(self) -> bool:
+        return self.inner.update()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+    def with_forward(self, forward: Callable[..., torch.Tensor]) -> Step:
+        return replace(self, inner=self.inner.with_forward(forward))

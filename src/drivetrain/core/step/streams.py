@@ -1,0 +1,310 @@
+"""The random streams of a process that code draws from: torch's, numpy's, Python's, and those of generators that objects keep."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import pickle
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from drivetrain.core.lazy import torch
+from drivetrain.core.step import rng
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST = 10_000  # objects that are looked at for generators
+ITEMS = 64  # of each container
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "torchvision", "numpy", "PIL", "drivetrain"})
+_WORD = (1 << 32) - 1
+_BYTES = 4 * 625  # of a Mersenne Twister in numpy: 624 words and a position
+
+
+class Stream(Protocol):
+    """A source of random numbers whose state can be read and set."""
+
+    name: str  # what messages call it
+
+    def save(self) -> object:
+        """Return its state."""
+
+    def moved(self, saved: Any) -> bool:
+        """Return whether its state is another one than this, as after a draw."""
+
+    def restore(self, saved: Any) -> None:
+        """Give it a saved state again."""
+
+    def seed(self, number: int) -> None:
+        """Give it the state that follows from a number of 63 bits."""
+
+
+class TorchStream:
+    """A torch.Generator of the CPU."""
+
+    name = "torch"
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self.save = generator.get_state
+
+    def moved(self, saved: torch.Tensor) -> bool:
+        """See `Stream`."""
+        return not torch.equal(self._generator.get_state(), saved)
+
+    def restore(self, saved: torch.Tensor) -> None:
+        """See `Stream`."""
+        self._generator.set_state(saved)
+
+    def seed(self, number: int) -> None:
+        """See `Stream`."""
+        self._generator.manual_seed(number)
+
+
+class PythonStream:
+    """A random.Random."""
+
+    name = "random"
+
+    def __init__(self, generator: random.Random) -> None:
+        self.save, self.restore = generator.getstate, generator.setstate
+        self.seed = generator.seed
+
+    def moved(self, saved: object) -> bool:
+        """See `Stream`."""
+        return bool(self.save() != saved)
+
+
+class NumpyStream:
+    """A numpy.random.RandomState, such as the one of numpy.random.rand.
+
+    numpy takes 70 µs to copy a state. So the words are compared where they are; only where a normal number is kept for the next
+    draw, which moves no word, or where somebody else has drawn, is the state read.
+    """
+
+    name = "numpy"
+
+    def __init__(self, generator: np.random.RandomState) -> None:
+        self._generator = generator
+        state = self._state()
+        self._bits: Any = generator._bit_generator  # it has to stay where it is
+        self._address: int = self._bits.ctypes.state_address if type(self._bits).__name__ == "MT19937" else 0
+        if self._address and self._read() != state["state"]["key"].tobytes() + bytes(
+            ctypes.c_int(state["state"]["pos"])
+        ):  # another layout
+            self._address = 0
+        self._known = self._read(), state
+
+    def _state(self) -> Any:
+        return self._generator.get_state(legacy=False)
+
+    def _read(self) -> bytes:
+        return ctypes.string_at(self._address, _BYTES) if self._address else b""
+
+    def _keeps_a_number(self, state: Any) -> bool:
+        return not self._address or bool(state["has_gauss"])
+
+    def save(self) -> tuple[bytes, Any]:
+        """See `Stream`."""
+        words, state = self._known
+        if self._read() != words or self._keeps_a_number(state):
+            self._known = self._read(), self._state()
+        return self._known
+
+    def moved(self, saved: tuple[bytes, Any]) -> bool:
+        """See `Stream`."""
+        words, state = saved
+        if self._read() != words:
+            return True
+        return self._keeps_a_number(state) and pickle.dumps(self._state()) != pickle.dumps(state)
+
+    def restore(self, saved: tuple[bytes, Any]) -> None:
+        """See `Stream`."""
+        words, state = saved
+        if self._keeps_a_number(state):
+            self._generator.set_state(state)
+        else:
+            self._generator.seed(0)  # it forgets the number that it kept
+            ctypes.memmove(self._address, words, _BYTES)
+
+    def seed(self, number: int) -> None:
+        """See `Stream`."""
+        if self._address:
+            self._generator.seed(number & _WORD)
+        else:
+            self._generator.set_state({**type(self._bits)(number).state, "has_gauss": 0, "gauss": 0.0})
+
+
+class NumpyGeneratorStream:
+    """A numpy.random.Generator."""
+
+    name = "a generator of numpy"
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._bits: Any = generator.bit_generator
+
+    def save(self) -> Any:
+        """See `Stream`."""
+        return self._bits.state
+
+    def moved(self, saved: object) -> bool:
+        """See `Stream`."""
+        return pickle.dumps(self._bits.state) != pickle.dumps(saved)
+
+    def restore(self, saved: object) -> None:
+        """See `Stream`."""
+        self._bits.state = saved
+
+    def seed(self, number: int) -> None:
+        """See `Stream`."""
+        self._bits.state = type(self._bits)(number).state
+
+
+@functools.cache
+def of_process() -> Sequence[Stream]:
+    """Return the three streams of this process: torch's of the CPU, numpy's and Python's."""
+    import numpy as np
+
+    python: Any = random
+    legacy: Any = np.random.mtrand
+    return [TorchStream(torch.random.default_generator), NumpyStream(legacy._rand), PythonStream(python._inst)]
+
+
+def kept_by(*roots: object) -> list[Stream]:
+    """Return the generators that objects keep: as attributes, in containers, closures, partials, and globals of their code."""
+    import numpy as np
+
+    kinds: list[tuple[type, type]] = [
+        (torch._C.Generator, TorchStream), (np.random.RandomState, NumpyStream), (np.random.Generator, NumpyGeneratorStream),
+        (random.Random, PythonStream),
+    ]  # fmt: skip
+    python: Any = random
+    legacy: Any = np.random.mtrand
+    seen = {id(torch.random.default_generator), id(python._inst), id(legacy._rand)}
+    found: list[Stream] = []
+    waiting = list(roots)
+    for _ in range(MOST):
+        if not waiting:
+            break
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        stream = next((stream for kind, stream in kinds if isinstance(value, kind)), None)
+        if stream is not None:
+            if not isinstance(value, random.SystemRandom) and getattr(value, "device", torch.device("cpu")).type == "cpu":
+                found.append(stream(value))
+        else:
+            waiting += _parts(value)
+    return found
+
+
+def _parts(value: object) -> list[object]:
+    """Return what an object holds on to, of that which may be or hold a generator."""
+    if isinstance(value, str | bytes | int | float | types.ModuleType | torch.Tensor) or type(value).__module__ == "numpy":
+        return []
+    if isinstance(value, dict):
+        return list(itertools.islice(value.values(), ITEMS))
+    if isinstance(value, list | tuple):
+        return list(value[:ITEMS])
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
+        names = () if _is_library(value.__module__) else value.__code__.co_names
+        return cells + [value.__globals__[name] for name in names if name in value.__globals__]
+    if isinstance(value, type):
+        functions: list[object] = [part for part in vars(value).values() if isinstance(part, types.FunctionType)]
+        return [] if _is_library(value.__module__) else functions
+    slots = [getattr(value, name, None) for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}).values(), *slots, *type(value).__mro__]
+
+
+def _contents(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _is_library(module: str | None) -> bool:
+    """Return whether a module is of a library, whose code is not looked through."""
+    return (module or "").partition(".")[0] in LIBRARIES
+
+
+def salt(number: int) -> int:
+    """Return what the seed of stream `number` differs by: two generators of one kind would draw alike."""
+    return rng.mix(6, number) if number else 0
+
+
+def seed_all(number: int) -> None:
+    """Seed all streams of this process, those of its accelerator included, where it is in use."""
+    for position, stream in enumerate(of_process()):
+        stream.seed(number ^ salt(position))
+    for device in _devices_in_use().values():
+        device.manual_seed(number)
+
+
+def state() -> dict[str, torch.Tensor]:
+    """Return the state of all streams of this process, as tensors: a checkpoint holds nothing else."""
+    import numpy as np
+
+    _, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state(legacy=True)
+    _, key, *rest, number = legacy
+    bits = int(np.float64(gauss or 0.0).view(np.int64))
+    return {
+        "cpu": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.concatenate([key.astype(np.int64), rest, [np.float64(number).view(np.int64)]])),
+        "python": torch.tensor([*words, gauss is not None, bits]),
+        **{kind: device.get_rng_state() for kind, device in _devices_in_use().items()},
+    }
+
+
+def restore(saved: Mapping[str, torch.Tensor]) -> None:
+    """Restore a `state()`."""
+    import numpy as np
+
+    torch.set_rng_state(saved["cpu"])
+    *key, position, has, number = saved["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(key, np.uint32), position, has, np.int64(number).view(np.float64)))
+    *words, has, number = saved["python"].tolist()
+    random.setstate((3, tuple(words), float(np.int64(number).view(np.float64)) if has else None))
+    for kind, device in _devices_in_use().items():
+        if kind in saved:
+            device.set_rng_state(saved[kind])
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within the context, draws move no stream of this process: afterwards they are as before."""
+    before = [(stream, stream.save()) for stream in of_process()]  # no tensors are made: within the context of another device
+    of_devices = {kind: device.get_rng_state() for kind, device in _devices_in_use().items()}
+    try:
+        yield
+    finally:
+        for stream, saved in before:
+            stream.restore(saved)
+        for kind, device in _devices_in_use().items():
+            if kind in of_devices:
+                device.set_rng_state(of_devices[kind])
+
+
+def _devices_in_use() -> dict[str, types.ModuleType]:
+    """Return torch's module of the accelerator by its type, such as "cuda", if this process has started it."""
+    from torch import get_device_module
+
+    device = torch.accelerator.current_accelerator()  # the type that torch was built for, whether there is one or not
+    if device is None:
+        return {}
+    module = get_device_module(device)
+    in_use = module.is_available() if device.type == "mps" else module.is_initialized()
+    return {device.type: module} if in_use else {}

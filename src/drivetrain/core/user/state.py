@@ -1,0 +1,154 @@
+"""The state of what a user brings: whatever has `state_dict` and `load_state_dict` is saved with the run, and restored."""
+
+from __future__ import annotations
+
+import copy
+import io
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, cast
+
+from drivetrain.core.errors import UserError, refuse
+from drivetrain.core.lazy import torch
+from drivetrain.core.options import groups
+from drivetrain.core.options.context import BuildContext
+from drivetrain.core.typed import StateDict
+
+MOST = 10_000  # objects that are looked at
+ITEMS = 64  # of each container
+
+
+class Stateful(Protocol):
+    """An object that has a state."""
+
+    def state_dict(self) -> Any:
+        """Return it."""
+
+    def load_state_dict(self, state: StateDict, /) -> object:
+        """Load it."""
+
+
+def find(roots: Mapping[str, object]) -> dict[str, Stateful]:
+    """Return what has a state, by name: of these objects, and of what they keep as attributes and in containers.
+
+    A module that is kept in evaluation mode, such as a teacher that does not learn, has none.
+    """
+    found: dict[str, Stateful] = {}
+    waiting = list(roots.items())
+    seen: set[int] = set()
+    for name, value in waiting:
+        if id(value) in seen or len(seen) > MOST or isinstance(value, str | bytes | int | float | type | torch.Tensor):
+            continue
+        seen.add(id(value))
+        if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+            if name in roots or getattr(value, "training", True):
+                found[name] = cast(Stateful, value)
+        else:
+            waiting += [(f"{name}.{key}", part) for key, part in _parts(value)]
+    return found
+
+
+def _parts(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, dict):
+        return list(value.items())[:ITEMS]
+    if isinstance(value, list | tuple):
+        return list(enumerate(value[:ITEMS]))
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, partial):
+        return [("func", value.func), *enumerate(value.args), *value.keywords.items()]
+    if isinstance(value, types.ModuleType | types.FunctionType):
+        return []
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def of_run(context: BuildContext, metrics: Sequence[Any]) -> dict[str, Stateful]:
+    """Return what has a state of that which the user brought to a run, by name."""
+    kept = context.loss.keeps()
+    kept |= {f"metrics.{metric.name}": metric.state for metric in metrics if metric.state.state_dict()}  # few keep any
+    sets = {"train": context.train_data}
+    for split, named in context.evaluated.items():
+        sets |= {f"{split}.{name}" if name else split: pipeline for name, pipeline in named.items()}
+    for name, pipeline in sets.items():
+        if pipeline.own_code is not None:
+            kept |= {key.replace("data", f"data.{name}", 1): each for key, each in pipeline.own_code.keeps().items()}
+    return find(kept)
+
+
+def unsavable(name: str, owner: Stateful) -> Iterator[str]:
+    """Yield why the state of what the user calls `name` cannot be saved, where it cannot."""
+    file = io.BytesIO()
+    try:
+        torch.save(owner.state_dict(), file)
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:
+        yield (
+            f"the state of {name} ({type(owner).__name__}) cannot be saved ({type(error).__name__}: "
+            f"{str(error).strip().splitlines()[0]}): let its state_dict return tensors, numbers, texts, lists and dicts"
+        )
+
+
+@dataclass
+class OwnState:
+    """The state of a run's own objects on all ranks: once where it is the same on all of them, else that of each."""
+
+    owners: Mapping[str, Stateful] = field(default_factory=dict)
+    parallel: groups.Parallel | None = None
+
+    def check(self) -> None:
+        """Raise UserError where a checkpoint cannot hold a state: it is loaded without code."""
+        refuse(problem for name, owner in self.owners.items() for problem in unsavable(name, owner))
+
+    def state_dict(self) -> StateDict:
+        """Return `ranks`, the states of all ranks by name, or one that all have. Called on all ranks; for rank 0."""
+        if not self.owners or self.parallel is None:
+            return {}
+        mine = {name: copy.deepcopy(_on_cpu(owner.state_dict())) for name, owner in self.owners.items()}
+        ranks = self.parallel.gather_object(mine)
+        return {"ranks": ranks[:1] if all(same(ranks[0], other) for other in ranks[1:]) else ranks}
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Put back, at the end of the context, what is done within it to the states on this rank."""
+        before = {name: copy.deepcopy(owner.state_dict()) for name, owner in self.owners.items()}
+        yield
+        for name, owner in self.owners.items():
+            owner.load_state_dict(before[name])
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Load a `state_dict()`. Raises UserError where ranks have different states, and there are not as many now."""
+        ranks: Sequence[StateDict] = state.get("ranks", [])
+        if not ranks or self.parallel is None:
+            return
+        world = self.parallel.world
+        if len(ranks) not in (1, world.size):
+            different = [name for name in self.owners if not all(same(ranks[0][name], other[name]) for other in ranks)]
+            raise UserError(
+                f"each of the {len(ranks)} ranks that saved this run has its own state of {', '.join(different)}, and now there "
+                f"are {world.size}: resume with {len(ranks)} ranks"
+            )
+        mine = ranks[world.rank % len(ranks)]
+        for name, owner in self.owners.items():
+            if name in mine:
+                owner.load_state_dict(mine[name])
+
+
+def _on_cpu(tree: object) -> Any:
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), tree)
+
+
+def same(one: object, other: Any) -> bool:
+    """Return whether two states are equal, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        same_kind = isinstance(other, torch.Tensor) and (one.dtype, one.shape) == (other.dtype, other.shape)
+        return same_kind and one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
