@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from bench.harness import before, machine, parse, table, write
-from drivetrain.measure.bisect.bisect import LEAST_ROUNDS, Measured, Search, Settings, Subset, log_ratio
+from drivetrain.measure.bisect.bisect import LEAST_ROUNDS, BisectSettings, ChangeSearch, Measured, Subset, log_ratio
 from drivetrain.measure.intervals import EQUIVALENCE, Interval
 
 CHANGES = 15
@@ -63,7 +63,7 @@ def repeat(kind: str, share: float, seed: int, rounds: int) -> dict[str, Any]:
     draw = random.Random(f"{kind} {share} {seed}")
     guilty = draw.sample(range(CHANGES), 3)
     effect = Simulated(lambda chosen: math.log(1 - share) * share_of(kind, guilty, chosen), draw, rounds)
-    search = Search(CHANGES, effect)
+    search = ChangeSearch(CHANGES, effect)
     search.run()
     named = sorted(number for cause in search.causes for number in cause)
     return {
@@ -153,7 +153,7 @@ def main() -> None:
     found = before(given.out)
     noise = {"sd": NOISE, "outliers": OUTLIERS, "outlier": OUTLIER}
     if given.repeats:
-        found["simulated"] = {"changes": CHANGES, "noise": noise, "kinds": simulate(given.repeats, Settings.rounds)}
+        found["simulated"] = {"changes": CHANGES, "noise": noise, "kinds": simulate(given.repeats, BisectSettings.rounds)}
     for name, kinds in (("true", given.true), ("quality", given.quality)):
         for kind in filter(None, kinds.split(",")):
             run = {"machine": machine(), **true_run(kind, given.extra_ms, name == "quality")}

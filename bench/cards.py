@@ -140,7 +140,7 @@ def measured(case: Case, words: Sequence[str], folder: Path, rounds: int, block_
     specs = [variants.compose(case.off, [*base, case.off])]
     specs += [variants.compose(word, [*base, word, *cards()[word].beside]) for word in words]
     try:
-        found = compare.measure(specs, compare.Settings(rounds=rounds, block_s=block_s), base)
+        found = compare.measure(specs, compare.CompareSettings(rounds=rounds, block_s=block_s), base)
     except UserError as error:  # nothing is written: it may run the next time
         print(f"{case.off} does not run: {error}")
         return {}

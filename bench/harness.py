@@ -225,7 +225,7 @@ def ours(
         for logger in job.run.logger if files else ():
             logger.start(Path(folder), 0)
             sinks.append(logger)
-        sinks += [terminal.Progress(trainer.max_updates, trainer.epochs)] if files else []
+        sinks += [terminal.ProgressLine(trainer.max_updates, trainer.epochs)] if files else []
         sync.watch(lambda: marker(trainer))
         sinks.append(Sink(lambda record: sync(record["update"]) if record["update"] % updates == 0 else None))
         sync(0)

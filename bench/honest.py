@@ -175,7 +175,7 @@ _job = cache(lambda overrides: prepare([*OVERRIDES, *overrides]))
 _base_run = cache(partial(trained, Variant()))  # of a seed
 
 
-def judged(variant: Variant, repeat: int, plan: quality.Plan, shift: int = 0) -> Verdict:
+def judged(variant: Variant, repeat: int, plan: quality.QualitySettings, shift: int = 0) -> Verdict:
     """The verdict on one variant in one repeat. `shift` is added to its seeds, of which the first variant's are not."""
     base = _job(())
     claim = changes.between(base, _job(variant.overrides))
@@ -190,7 +190,7 @@ def judged(variant: Variant, repeat: int, plan: quality.Plan, shift: int = 0) ->
     return trial.verdicts[1]
 
 
-def _repeat(task: tuple[int, dict[str, int], quality.Plan]) -> list[tuple[str, Verdict]]:
+def _repeat(task: tuple[int, dict[str, int], quality.QualitySettings]) -> list[tuple[str, Verdict]]:
     """All variants of one repeat, those that are repeated so often."""
     repeat, repeats, plan = task
     torch.set_num_threads(1)
@@ -205,7 +205,7 @@ def _repeat(task: tuple[int, dict[str, int], quality.Plan]) -> list[tuple[str, V
 
 def campaign(repeats: dict[str, int], processes: int, out: Path) -> dict[str, Any]:
     """All verdicts, by kind and variant, as the result file has them; the file is written after each repeat."""
-    began, plan = time.perf_counter(), quality.Plan()
+    began, plan = time.perf_counter(), quality.QualitySettings()
     verdicts: dict[str, list[Verdict]] = {name: [] for kind in repeats for name in VARIANTS[kind]}
     tasks = [(number, repeats, plan) for number in range(max(repeats.values()))]
     content: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from drivetrain.core.options.overrides import format_value, key_of
 from drivetrain.measure.benchmark import compare, variants
 from drivetrain.measure.benchmark.variants import Facts
 from drivetrain.measure.claims import export
-from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, Settings, rounded, verify
+from drivetrain.measure.claims.verify import HOLDS, REFUTED, UNTOLD, VerifySettings, rounded, verify
 from drivetrain.measure.intervals import mean
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
@@ -190,7 +190,7 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
     base_words = [*(word for word in given if key_of(word) not in others), *plan.against]
     specs = [variants.compose(" ".join(plan.against), base_words), variants.compose(name, given)]
     base, job = (variants.baseline_job([spec]) for spec in specs)
-    done = compare.measure(specs, compare.Settings(rounds=rounds), given)
+    done = compare.measure(specs, compare.CompareSettings(rounds=rounds), given)
     claim = export.claim_of(done.rows[1], export.against(job, base))
     if claim is None or claim.speed is None:
         raise RuntimeError(f"{name}: {done.rows[1].error or done.rows[0].error}")
@@ -199,7 +199,7 @@ def speed(name: str, plan: Plan, rounds: int) -> Speed:
 
 def claim_of(name: str, runs: Sequence[RunFiles], plan: Plan, given: Any) -> Claim | None:
     """The claim that the runs of a recipe, and its comparison with a baseline, have shown."""
-    claim = export.claim_of_runs(runs, export.Settings(target=plan.target))
+    claim = export.claim_of_runs(runs, export.ExportSettings(target=plan.target))
     if claim is None:
         return None
     if given.shared:
@@ -311,7 +311,7 @@ def verified(name: str, seeds: int, given: Sequence[str]) -> dict[str, Any] | No
     recipe = places.read(name)
     if recipe.claim is None:
         return None
-    return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), Settings(seeds=seeds)).as_dict()}
+    return {"machine": harness.machine(), **verify(recipe, [*COMMON, *given], (), VerifySettings(seeds=seeds)).as_dict()}
 
 
 def main() -> None:

@@ -202,6 +202,20 @@ def test_settings_are_plain_values_when_they_reach_an_option(make):
     assert not [v for v in values if type(v).__module__.startswith("omegaconf")]
 
 
+# --- what things are called ---
+
+
+def test_a_class_name_has_one_meaning():
+    """No two packages have a public class of the same name. What `core` knows of a group's class bears that one's name."""
+    found: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef) and module != "core.options.groups" and not node.name.startswith("_"):
+                found.setdefault(node.name, set()).add(package_of(module))
+    assert found["Optimizer"] == {"optimizer"}
+    assert not {name: sorted(of) for name, of in found.items() if len(of) > 1}, "name a class by what it holds: CompareSettings"
+
+
 # --- what parts know of each other ---
 
 

@@ -19,10 +19,10 @@ from drivetrain.core.world import World
 from drivetrain.launch.job import checked, prepare
 from drivetrain.launch.worker import run_rank
 from drivetrain.measure.benchmark.variants import Facts
-from drivetrain.measure.claims.verify import ALL, HOLDS, REFUTED, Differences, Seen, verify
+from drivetrain.measure.claims.verify import ALL, HOLDS, REFUTED, ClaimRuns, Differences, verify
 from drivetrain.recipe import places
 from drivetrain.recipe import reader as recipes
-from drivetrain.recipe.claim import Claim, Device, Memory, Quality
+from drivetrain.recipe.claim import Claim, DeviceSection, Memory, Quality
 from drivetrain.run.reader import read
 
 NAMES = sorted(file.stem for file in recipes_dir().glob("*.yaml"))
@@ -75,7 +75,7 @@ def test_a_quick_recipe_does_what_it_claims(name: str, tmp_path: Path) -> None:
     run = replace(read(tmp_path), result=result, status=result.status)
     facts = Facts.of(run, 0, Reach.parse(claim.target.reach))
     differ = Differences.of(claim, facts.kind, facts.device, facts.data)
-    seen = Seen([facts], replace(differ, device="another one"), evaluated(job.run))  # which is not timed
+    seen = ClaimRuns([facts], replace(differ, device="another one"), evaluated(job.run))  # which is not timed
     answers = {kind.key: kind.answer(claim, seen) for kind in ALL if kind.key in ("quality", "target")}
     assert not differ.data
     assert answers["quality"].outcome == HOLDS, answers
@@ -88,7 +88,7 @@ def test_a_recipe_does_what_it_claims(name: str) -> None:
     recipe = places.read(name)
     if name not in zoo.names() or recipe.claim is None or zoo.PLANS.get(name, zoo.Plan()).pretrain:
         pytest.skip("it claims nothing, or starts from weights that python -m bench.zoo trains first")
-    found = verify(recipe, [*zoo.COMMON], (), zoo.Settings(seeds=1))
+    found = verify(recipe, [*zoo.COMMON], (), zoo.VerifySettings(seeds=1))
     assert all(answer.outcome != REFUTED for answer in found.answers), found.answers
 
 
@@ -151,7 +151,7 @@ def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: 
     file.write_text("description: a recipe\nclaim:\n  old: 1\n  older: 2\nepochs: 3\n")
     monkeypatch.setattr(zoo.places, "load", lambda _: (file, b""))
     quality = Quality("accuracy", "validation", 0.9, 1)
-    zoo.write_claim("r", Claim(device=Device("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality))
+    zoo.write_claim("r", Claim(device=DeviceSection("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality))
     text = file.read_text()
     assert text.startswith("description: a recipe\nepochs: 3\nclaim:\n")
     assert "old" not in text
@@ -165,7 +165,7 @@ def test_a_claim_takes_the_place_of_the_one_before(tmp_path: Path, monkeypatch: 
 ])  # fmt: skip
 def test_a_claim_of_memory_is_of_a_process_of_its_own_on_the_claims_device(run: dict, memory: Memory | None) -> None:
     quality = Quality("accuracy", "validation", 0.9, 1)
-    claim = Claim(device=Device("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality, memory=Memory(1, 9))
+    claim = Claim(device=DeviceSection("cpu", "a CPU"), versions={"torch": "2.15.0"}, quality=quality, memory=Memory(1, 9))
     found = zoo.with_memory(claim, Facts(0, **{"device": "a CPU", "peak_mib": 400.0, **run}))
     assert found == replace(claim, memory=memory)
 

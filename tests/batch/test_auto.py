@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import drivetrain
 from drivetrain.batch import Batch
-from drivetrain.batch.auto import Auto, Critical
+from drivetrain.batch.auto import AutoBatch, Critical
 from drivetrain.core.errors import UserError
 from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.order import shuffled
@@ -19,7 +19,7 @@ from drivetrain.core.step.step import WrappingStep
 from drivetrain.core.world import World
 from drivetrain.engine.rehearsal import largest_micro_batch
 from drivetrain.launch import launcher, trials
-from drivetrain.launch.trials import Trials
+from drivetrain.launch.trials import JobTrials
 from drivetrain.run.result import Result
 from tests.support.command import tensors
 
@@ -115,7 +115,7 @@ class Device:
 
 def search(true_limit, expected, global_batch=256, ranks=1):
     device = Device(true_limit, expected, ranks)
-    return Auto(global_batch=global_batch).choose(device), device.tried
+    return AutoBatch(global_batch=global_batch).choose(device), device.tried
 
 
 @pytest.mark.parametrize("true_limit", [2, 3, 7, 50, 100, 127, 128, 1000])
@@ -147,13 +147,13 @@ def test_auto_says_when_nothing_fits():
 
 def test_a_resumed_run_has_the_micro_batch_of_its_checkpoint():
     device = Device(50, 50)
-    device.resumes, batch = True, Auto(global_batch=256)
+    device.resumes, batch = True, AutoBatch(global_batch=256)
     assert batch.choose(device) is batch
     assert not device.tried
 
 
 def trials_of(*words):
-    return Trials(launcher.prepare([*TINY, "runtime.device=cpu", "batch.global_batch=96", *words]))
+    return JobTrials(launcher.prepare([*TINY, "runtime.device=cpu", "batch.global_batch=96", *words]))
 
 
 def test_trials_forecast_try_and_tell(net, caplog):
@@ -269,7 +269,7 @@ def measured(monkeypatch):
 
     def let(noise_scale):
         told = Told(noise_scale, 48)
-        monkeypatch.setattr(trials, "Trials", lambda job: told)
+        monkeypatch.setattr(trials, "JobTrials", lambda job: told)
         return told.asked
 
     return let
@@ -389,12 +389,12 @@ def test_the_look_measures_the_beginning_of_the_run(make):
 
 def test_the_look_is_a_process_of_its_own(tiny, monkeypatch):
     words = tiny("batch=critical", "batch.global_batch=6", "batch.max=24", "parallel=ddp", "runtime.device=cpu")
-    found = Trials(launcher.prepare(words)).look(2, 2, [6, 12])
+    found = JobTrials(launcher.prepare(words)).look(2, 2, [6, 12])
     assert (found["updates"], found["samples"]) == (2, 48)
     assert len(found["update_seconds"]) == (0 if found["noise_scale"] is None else 2)
     monkeypatch.setattr(trials, "at_beginning", lambda *given: [].pop())
     with pytest.raises(UserError, match="look at the first updates for the batch failed: IndexError: pop from empty list"):
-        Trials(launcher.prepare(words)).look(2, 2, [])
+        JobTrials(launcher.prepare(words)).look(2, 2, [])
 
 
 def test_updates_are_timed_as_far_as_a_larger_batch_may_be_sooner(make, monkeypatch):

@@ -20,7 +20,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.step.blocks import repeated_blocks
 from drivetrain.engine.rehearsal import Rehearsal, fewest, peak_bytes
 from drivetrain.launch import launcher, trials
-from drivetrain.launch.trials import Trials
+from drivetrain.launch.trials import JobTrials
 from tests.support import slow
 
 
@@ -506,7 +506,7 @@ def test_too_little_is_told_with_the_least_and_a_failed_forecast_with_its_reason
         Blocks(None, 2.0).choose(Told(recomputed=8, blocks=8, bytes=3 * 2**30))
     monkeypatch.setattr(trials, "_fewest_blocks", lambda *given: [].pop())
     with pytest.raises(UserError, match=r"cannot be forecast: IndexError: pop from empty list: set checkpointing.memory_gb=null"):
-        Trials(launcher.prepare(tiny(*DEEP))).fewest_blocks(None, 2.0)
+        JobTrials(launcher.prepare(tiny(*DEEP))).fewest_blocks(None, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -533,6 +533,6 @@ def test_a_run_says_what_it_recomputes_and_a_resumed_one_does_the_same(train, mo
     assert read["recomputed"] == 0 < read["bytes"] < 2**30
     said = (result.run_dir / "log.txt").read_text()
     assert f"0 of {read['blocks']} blocks recomputed in the backward: the step is forecast" in said
-    monkeypatch.setattr(Trials, "fewest_blocks", lambda *given: pytest.fail("it is not asked again"))
+    monkeypatch.setattr(JobTrials, "fewest_blocks", lambda *given: pytest.fail("it is not asked again"))
     again = launcher.launch(launcher.prepare_run([f"resume={result.run_dir}", "updates=3"]), quiet=True)
     assert again.status == "completed"

@@ -455,7 +455,7 @@ def own_option(place: Path, text: str, group: str = "model", name: str = "mynet"
     return place
 
 
-OWN_OPTION = "# my own network\n_target_: drivetrain.model.own.Own\ntarget: my_nets.Net\nkwargs: {}\n"
+OWN_OPTION = "# my own network\n_target_: drivetrain.model.own.OwnModel\ntarget: my_nets.Net\nkwargs: {}\n"
 
 
 def test_own_option_that_names_an_own_class(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from drivetrain.data.huggingface import HuggingFace
 from drivetrain.data.images import ImageFolder, LabelsCsv
 from drivetrain.data.instructions import Instructions
 from drivetrain.data.jsonl import Jsonl, Words
-from drivetrain.data.own import Own
+from drivetrain.data.own import OwnDataset
 from drivetrain.data.tabular import Tabular
 from drivetrain.data.webdataset import WebDataset
 from drivetrain.inference.evaluation import evaluate
@@ -164,7 +164,7 @@ def test_each_set_is_loaded_as_it_is_alone_and_training_is_read_once(files, form
 
 
 def test_own_data_makes_one_dataset_for_each_set(their_marks):
-    option = Own(
+    option = OwnDataset(
         target="their_marks.Marks",
         test={"one": {"split": "one"}, "two": {"split": "two", "count": 8}},
         train={"split": "train"},

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data.own import Own, OwnCollate, Stack, padding_for, split_sample
+from drivetrain.data.own import OwnCollate, OwnDataset, Stack, padding_for, split_sample
 from drivetrain.launch.job import prepare
 from tests.data.test_packed import CPU
 from tests.support import command
@@ -102,30 +102,32 @@ def values(source) -> list[float]:
 
 
 def test_both_sets_are_made_by_split_by_train_or_by_what_is_given():
-    by_split = Own(target="theirs_data.Split", kwargs={"scale": 2}).load(CPU)
+    by_split = OwnDataset(target="theirs_data.Split", kwargs={"scale": 2}).load(CPU)
     assert values(by_split.train) == list(range(40))
     assert values(by_split.test) == list(range(2000, 2040))
-    by_train = Own(target="theirs_data.Train").load(CPU)
+    by_train = OwnDataset(target="theirs_data.Train").load(CPU)
     assert values(by_train.test) == [1000 % 7 + i for i in range(40)]
-    given = Own(target="theirs_data.made", kwargs={"count": 9}, train={"first": 5}, test={"first": 50, "count": 3}).load(CPU)
+    given = OwnDataset(target="theirs_data.made", kwargs={"count": 9}, train={"first": 5}, test={"first": 50, "count": 3}).load(
+        CPU
+    )
     assert values(given.train) == list(range(5, 14))
     assert values(given.test) == [50, 51, 52]
 
 
 def test_classes_shape_and_normalising_come_from_the_set():
-    assert Own(target="theirs_data.Split").load(CPU).classes == 4
-    assert Own(target="theirs_data.Split", classes=7).load(CPU).classes == 7
-    assert Own(target="theirs_data.Split").load(CPU).normalize is None  # floats are ready
-    splits = Own(target="theirs_data.Train").load(CPU)
+    assert OwnDataset(target="theirs_data.Split").load(CPU).classes == 4
+    assert OwnDataset(target="theirs_data.Split", classes=7).load(CPU).classes == 7
+    assert OwnDataset(target="theirs_data.Split").load(CPU).normalize is None  # floats are ready
+    splits = OwnDataset(target="theirs_data.Train").load(CPU)
     assert (splits.classes, splits.names, splits.shape) == (3, ["a", "b", "c"], (3, 8, 8))
     x, y = splits.train.fetch(torch.arange(40))
     assert (x.dtype, y.dtype) == (torch.uint8, torch.int64)
     assert splits.normalize(x).mean().abs() < 1e-4
-    assert Own(target="theirs_data.Train", normalize=False).load(CPU).normalize is None
+    assert OwnDataset(target="theirs_data.Train", normalize=False).load(CPU).normalize is None
 
 
 def test_a_batch_is_asked_for_at_once_where_that_can_be():
-    source = Own(target="theirs_data.Batched", train={}, test={}).load(CPU).train
+    source = OwnDataset(target="theirs_data.Batched", train={}, test={}).load(CPU).train
     x, y = source.fetch(torch.tensor([7, 3, 7]))
     assert x[:, 0, 0, 0].tolist() == [7, 3, 7]
     assert y.tolist() == [3, 3, 3]
@@ -135,14 +137,14 @@ def test_a_batch_is_asked_for_at_once_where_that_can_be():
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (lambda: Own(target="theirs_data.Nothing"), r"data\.target=theirs_data\.Nothing cannot be imported"),
-        (lambda: Own(target="theirs_nothing.Base"), "cannot be imported"),
-        (lambda: Own(target="theirs_data.NO_CLASS"), "is int: name a class"),
-        (lambda: Own(target="theirs_data.Base"), r"takes neither split nor train: .*'data.train=\{folder: a\}'"),
-        (lambda: Own(target="theirs_data.Split", kwargs={"depth": 3}), r"cannot be built with \['depth', 'split'\]"),
-        (lambda: Own(target="theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
-        (lambda: Own(target="theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
-        (lambda: Own(target="theirs_data.Silent", train={}, test={}), r"set data\.classes"),
+        (lambda: OwnDataset(target="theirs_data.Nothing"), r"data\.target=theirs_data\.Nothing cannot be imported"),
+        (lambda: OwnDataset(target="theirs_nothing.Base"), "cannot be imported"),
+        (lambda: OwnDataset(target="theirs_data.NO_CLASS"), "is int: name a class"),
+        (lambda: OwnDataset(target="theirs_data.Base"), r"takes neither split nor train: .*'data.train=\{folder: a\}'"),
+        (lambda: OwnDataset(target="theirs_data.Split", kwargs={"depth": 3}), r"cannot be built with \['depth', 'split'\]"),
+        (lambda: OwnDataset(target="theirs_data.Stream", train={}, test={}), "must be a map-style Dataset"),
+        (lambda: OwnDataset(target="theirs_data.made", train={}, test={"count": 0}), "has no test samples"),
+        (lambda: OwnDataset(target="theirs_data.Silent", train={}, test={}), r"set data\.classes"),
     ],
 )
 def test_what_cannot_be_used_is_refused(data, says):
@@ -152,7 +154,7 @@ def test_what_cannot_be_used_is_refused(data, says):
 
 def test_samples_that_make_no_batch_are_said():
     with pytest.raises(DataError, match=r"samples \[0, 1\] … do not make a batch of \(x, y\)"):
-        Own(target="theirs_data.Ragged", train={}, test={}).load(CPU)
+        OwnDataset(target="theirs_data.Ragged", train={}, test={}).load(CPU)
 
 
 def test_code_is_named_and_trusted_by_the_operator(problems):
@@ -340,7 +342,7 @@ def test_what_makes_no_batch_is_named(samples, says):
 
 
 def ragged(name: str, **settings):
-    return Own(target=f"tree_sets.{name}", **settings).load(CPU)
+    return OwnDataset(target=f"tree_sets.{name}", **settings).load(CPU)
 
 
 def test_sequences_are_padded_and_a_mask_says_where_they_are_real():
@@ -440,7 +442,7 @@ def test_a_stream_of_samples_is_refused_with_what_to_do(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"an IterableDataset has not.* resumes at any of them.*list\(your_dataset\)"):
-        Own(target="streams_of_mine.Stream", train={}, test={}).load(CPU)
+        OwnDataset(target="streams_of_mine.Stream", train={}, test={}).load(CPU)
 
 
 def test_settings_that_cannot_be_are_refused(problems):

@@ -25,7 +25,7 @@ from drivetrain.core.options.context import NO_RUN_DIR
 from drivetrain.core.options.overrides import parse
 from drivetrain.data.base import Splits, Units
 from drivetrain.data.images import LabelsCsv
-from drivetrain.data.schema import Schema, mean_and_std
+from drivetrain.data.schema import TableSchema, mean_and_std
 from drivetrain.data.tables import Cells, Form, of_array, open_table
 from drivetrain.data.tabular import Diabetes, Rows, Tabular, Wine
 from tests.support.command import run
@@ -312,7 +312,7 @@ def schema(splits: Splits) -> dict[str, dict[str, Any]]:
 def values(path: str, column: str = "a", **settings: Any) -> list[float]:
     """The numbers that a column is read as, in the order of the rows."""
     cells = open_table(Path(path), Form(**settings)).cells()
-    decided = Schema.decided(cells, {}, hint=(";" in Path(path).read_text() and ",") or "")
+    decided = TableSchema.decided(cells, {}, hint=(";" in Path(path).read_text() and ",") or "")
     found = decided.read(cells).columns[column]
     assert isinstance(found, np.ndarray), decided.columns[column]
     return found.tolist()
@@ -465,13 +465,13 @@ def test_a_row_is_held_out_in_each_form_of_a_table(tmp_path):
     """Whichever order columns and rows have."""
     path = table(tmp_path, {"a": lambda n: n / 4, "b": lambda n: "xyz"[n % 3], "c": lambda n: -0.0 if n % 5 else n})
     cells = open_table(Path(path), Form()).cells()
-    rows = Schema.decided(cells, {}).read(cells)
+    rows = TableSchema.decided(cells, {}).read(cells)
     native = {name: np.array([row.split(",")[i] for row in Path(path).read_text().split()[1:]]) for i, name in enumerate("abcy")}
     parquet.write_table(
         pyarrow.table({n: c if n == "b" else c.astype(float) for n, c in reversed(native.items())}), tmp_path / "p"
     )
     other = open_table(tmp_path / "p", Form()).cells()
-    keys = Schema.decided(other, {}).read(other).keys()
+    keys = TableSchema.decided(other, {}).read(other).keys()
     assert keys.tolist() == rows.keys().tolist()
     assert len(set(keys.tolist())) == ROWS
     assert rows[::-1].keys().tolist() == keys[::-1].tolist()

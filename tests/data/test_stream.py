@@ -10,7 +10,7 @@ import torch
 import drivetrain
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.world import World
-from drivetrain.data.stream import Stream
+from drivetrain.data.stream import OwnStream
 from drivetrain.inference.evaluation import evaluate
 from tests.support import streams
 from tests.support.same_end import resumed
@@ -25,7 +25,7 @@ def importable(monkeypatch):
 
 
 def source(kind: str = "numbers", rank: int = 0, ranks: int = 1, **settings):
-    option = Stream(target=f"streams.{kind}", **{**KINDS.get(kind, {}), **settings})
+    option = OwnStream(target=f"streams.{kind}", **{**KINDS.get(kind, {}), **settings})
     option._samples = 10_000
     return option.load(CPU).train.taken(World(rank, ranks), 5, ExitStack())
 

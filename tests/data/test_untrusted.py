@@ -17,7 +17,7 @@ from PIL import Image
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import packed, stored, untrusted, webdataset
 from drivetrain.data.cifar10 import read_members
-from drivetrain.data.decoding import Layout
+from drivetrain.data.decoding import WantedPart
 from drivetrain.data.masks import MaskReading
 from drivetrain.data.untrusted import number_of_classes
 from tests.support.sets import images_of
@@ -47,7 +47,7 @@ def test_image_files_that_never_end(tmp_path):
         with pytest.raises(DataError, match=path.name):
             images_of([(path, 0)], 4, 10_000).fetch(torch.tensor([0]))
         with pytest.raises(DataError, match=path.name):
-            MaskReading((0, 1), None, 10_000, None).read(str(path), "a.png", Layout((4, 4), (0, 0, 4, 4), 1, False), 4)
+            MaskReading((0, 1), None, 10_000, None).read(str(path), "a.png", WantedPart((4, 4), (0, 0, 4, 4), 1, False), 4)
     Path("a.png").write_bytes(png())
     Path("link.png").symlink_to("a.png")  # as data sets have
     source = images_of([(Path("fifo.png"), 0), (Path("link.png"), 1)], 4, 10_000, 1.0, "skip", 1)

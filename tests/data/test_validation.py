@@ -24,7 +24,7 @@ from drivetrain.data.digits import Digits, DigitScenes
 from drivetrain.data.images import ImageFolder
 from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.masks import Masks
-from drivetrain.data.own import Own, OwnSource, Stack
+from drivetrain.data.own import OwnDataset, OwnSource, Stack
 from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Tabular, Wine
 from drivetrain.data.text import Stdlib, Texts
@@ -85,7 +85,7 @@ OPTIONS = {
     "jsonl": lambda place: Jsonl(path=str(place / "texts.jsonl"), length=6, validation=0.2),
     "jsonl, labelled": lambda place: Jsonl(path=str(place / "texts.jsonl"), label="label", validation=0.2),
     "stdlib": lambda place: Stdlib(root=str(place / "code"), length=16, validation=0.2),
-    "own": lambda place: Own(target=f"{__name__}.Numbers", validation=0.2),
+    "own": lambda place: OwnDataset(target=f"{__name__}.Numbers", validation=0.2),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from drivetrain.core.errors import CannotSave, UserError
 from drivetrain.core.order import shuffled
 from drivetrain.ema import Average, profiles
 from drivetrain.ema.post_hoc import PostHoc
-from drivetrain.ema.profiles import Stored
+from drivetrain.ema.profiles import StoredAverage
 from drivetrain.inference.finished import checkpoint_of, chosen_weights
 from drivetrain.saving import checkpoint_io, manifest
 from tests.support.context import context
@@ -267,7 +267,7 @@ def test_the_power_gives_the_width(width):
 
 
 def test_the_overlap_is_the_integral_of_the_product():
-    a, b = Stored(70.0, 4.0), Stored(100.0, 9.5)
+    a, b = StoredAverage(70.0, 4.0), StoredAverage(100.0, 9.5)
     x = (np.arange(700_000) + 0.5) / 10_000
     product = (5.0 * x**4 / 70**5) * (10.5 * x**9.5 / 100**10.5)
     assert profiles.overlap(a, b) == profiles.overlap(b, a) == pytest.approx(product.sum() / 10_000, rel=1e-6)
@@ -275,8 +275,8 @@ def test_the_overlap_is_the_integral_of_the_product():
 
 @pytest.mark.parametrize(("width", "error"), [(0.05, 1e-6), (0.07, 0.004), (0.1, 1e-6), (0.2, 0.03), (0.01, 0.5)])
 def test_sixteen_pairs_give_widths_to_the_error_that_the_docs_name(width, error):
-    stored = [Stored(1000 * k / 16, profiles.power(w)) for k in range(1, 17) for w in (0.05, 0.1)]
-    found = profiles.shares(stored, Stored(1000.0, profiles.power(width)))[1]
+    stored = [StoredAverage(1000 * k / 16, profiles.power(w)) for k in range(1, 17) for w in (0.05, 0.1)]
+    found = profiles.shares(stored, StoredAverage(1000.0, profiles.power(width)))[1]
     assert error / 3 < found < error or found < 1e-6 == error
 
 

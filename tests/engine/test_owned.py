@@ -11,8 +11,8 @@ from drivetrain.core.user.state import OwnState
 from drivetrain.core.world import World
 from drivetrain.data.own import OwnCollate, OwnSource, Stack
 from drivetrain.loader import Loader, Pipeline
-from drivetrain.loader.auto import Auto
-from drivetrain.loader.device import Device, Resident
+from drivetrain.loader.auto import AutoLoader
+from drivetrain.loader.device import DeviceLoader, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from drivetrain.parallel import Parallel
@@ -81,12 +81,12 @@ def test_a_state_that_cannot_be_saved_is_refused_before_the_run(train):
     assert train(*words, "saving=none").status == "completed"
 
 
-@pytest.mark.parametrize("loader", [Workers(num_workers=1), Threads(1), Device(), Device("sync"), Resident()])
+@pytest.mark.parametrize("loader", [Workers(num_workers=1), Threads(1), DeviceLoader(), DeviceLoader("sync"), Resident()])
 def test_only_the_loop_itself_reads_a_set_with_a_state(loader):
     pipeline = Pipeline(OwnSource(Curriculum(), "data.target", Stack()), (), None, 0)
     assert "data (Curriculum) has a state, which only loader=sync keeps in step" in loader.refusal(pipeline)
     assert Loader().refusal(pipeline) is None
-    auto = Auto(budget_s=0.01)
+    auto = AutoLoader(budget_s=0.01)
     auto.autotune(pipeline, 8, 2, torch.device("cpu"))
     assert auto.refusal(pipeline) is None
 

@@ -11,11 +11,11 @@ from drivetrain.core.machine.device import Clock
 from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.engine import input_checks
-from drivetrain.engine.step_timer import Reading, StepTimer
+from drivetrain.engine.step_timer import ReadTimes, StepTimer
 from drivetrain.loader import Loader, Pipeline
-from drivetrain.loader.auto import Auto
+from drivetrain.loader.auto import AutoLoader
 from drivetrain.loader.dali import Dali
-from drivetrain.loader.device import Device, Resident
+from drivetrain.loader.device import DeviceLoader, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support.waiting import until
@@ -44,7 +44,7 @@ def micro(ready, seconds=0.01):
 
 
 def test_depth_is_how_many_lay_ready_at_each_asking():
-    reading = Reading()
+    reading = ReadTimes()
     for asked, ready in ((1.0, 1.5), (2.0, 1.7), (3.0, 1.8), (4.0, 1.9), (5.0, 5.2)):
         reading.record(asked, micro(ready))
     # At 1 none, at 2 the three of 1.7 to 1.9, at 3 two, at 4 one, at 5 none.
@@ -55,7 +55,7 @@ def test_depth_is_how_many_lay_ready_at_each_asking():
 
 
 def test_readers_that_cannot_tell_are_left_out():
-    reading = Reading()
+    reading = ReadTimes()
     reading.record(1.0, micro(0.0, None))
     assert reading.since_last() == {}
 
@@ -66,7 +66,7 @@ def test_readers_that_cannot_tell_are_left_out():
         (Loader(), 0, 0),
         (Threads(2, prefetch_factor=3), 3, 6),
         (Workers(2, prefetch_factor=2), 3, 4),
-        (Device("threads", 2), 2, 4),
+        (DeviceLoader("threads", 2), 2, 4),
     ],
     ids=["sync", "threads", "workers", "device"],
 )
@@ -159,9 +159,9 @@ def test_it_says_what_helps_this_loader(monkeypatch):
     assert "loader.num_workers=4" in helps(Workers(2), files)
     assert "data=packed" in helps(Workers(2), files)
     assert "num" not in helps(Threads(4), files)
-    assert helps(Threads("auto"), memory) is helps(Resident(), memory) is helps(Auto(), memory) is None
-    assert helps(Device("threads", 2), memory) == "loader.num_readers=4, one for each core"
-    assert "loader.reader=threads" in helps(Device("sync"), memory)
+    assert helps(Threads("auto"), memory) is helps(Resident(), memory) is helps(AutoLoader(), memory) is None
+    assert helps(DeviceLoader("threads", 2), memory) == "loader.num_readers=4, one for each core"
+    assert "loader.reader=threads" in helps(DeviceLoader("sync"), memory)
     assert "data=packed" in helps(Dali(), files)
 
 

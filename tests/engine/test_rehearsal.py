@@ -12,8 +12,8 @@ from drivetrain.engine.rehearsal import (
     CudaAutocast,
     Fakes,
     Operation,
-    Recorder,
     Rehearsal,
+    WorkCounter,
     furthest,
     largest_micro_batch,
 )
@@ -21,14 +21,14 @@ from drivetrain.engine.rehearsal import (
 FLOAT = 4  # bytes
 
 
-def operations(recorder: Recorder, name: str) -> dict[str, Operation]:
+def operations(recorder: WorkCounter, name: str) -> dict[str, Operation]:
     """Phase → operation of this name."""
     return {o.phase: o for o in recorder.operations if o.call[0]._overloadpacket.__name__ == name}
 
 
 def test_a_linear_layers_operations_and_bytes():
     layer, samples, inputs, outputs = torch.nn.Linear(8, 4), 16, 8, 4
-    with Fakes() as fakes, Recorder(fakes) as recorder:
+    with Fakes() as fakes, WorkCounter(fakes) as recorder:
         layer(torch.ones(samples, inputs)).sum().backward()
     forward, backward = operations(recorder, "addmm")["forward"], operations(recorder, "mm")["backward"]
     assert forward.flops == backward.flops == 2 * samples * inputs * outputs
@@ -41,7 +41,7 @@ def test_a_linear_layers_operations_and_bytes():
 
 
 def test_the_peak_has_what_lives_at_the_same_time():
-    with Fakes() as fakes, Recorder(fakes) as recorder:
+    with Fakes() as fakes, WorkCounter(fakes) as recorder:
         first = torch.empty(1000)
         recorder.note(first, "batch")
         second = first + 1
@@ -55,7 +55,7 @@ def test_the_peak_has_what_lives_at_the_same_time():
 
 
 def test_views_and_changes_in_place_allocate_nothing():
-    with Fakes() as fakes, Recorder(fakes) as recorder:
+    with Fakes() as fakes, WorkCounter(fakes) as recorder:
         x = torch.empty(10, 100)
         x.view(-1)[5:].add_(1)
         x.t().mul_(2)
@@ -66,7 +66,7 @@ def test_what_the_forward_keeps_lives_until_its_backward():
     layers = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Sigmoid()) for _ in range(5))
     )
-    with Fakes() as fakes, Recorder(fakes) as recorder:
+    with Fakes() as fakes, WorkCounter(fakes) as recorder:
         for parameter in layers.parameters():
             recorder.note(fakes.standing_for(parameter), "parameters")
         output = layers(torch.ones(256, 64)).sum()
@@ -85,7 +85,7 @@ def peak_and_flops(*, recomputed: bool = False, autocast: bool = False) -> tuple
     ]
     for block in blocks if recomputed else []:
         checkpoint_forward(block)
-    with Fakes() as fakes, Recorder(fakes) as recorder, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with Fakes() as fakes, WorkCounter(fakes) as recorder, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         torch.nn.Sequential(*blocks)(torch.ones(4096, 64)).sum().backward()
     return sum(recorder.at_peak().values()), sum(o.flops * n for o, n in recorder.operations.items())
 
@@ -104,7 +104,7 @@ def test_bfloat16_nearly_halves_what_is_kept():
 
 def test_real_tensors_are_not_changed():
     layer = torch.nn.BatchNorm1d(4)
-    with Fakes() as fakes, Recorder(fakes):
+    with Fakes() as fakes, WorkCounter(fakes):
         layer(torch.ones(8, 4)).sum().backward()
     assert torch.equal(layer.running_mean, torch.zeros(4))
     assert layer.num_batches_tracked == 0
@@ -112,7 +112,7 @@ def test_real_tensors_are_not_changed():
 
 def test_a_host_read_of_a_fake_is_no_overflow_and_of_a_real_tensor_its_value():
     real = torch.tensor(3.0)
-    with Fakes() as fakes, Recorder(fakes):
+    with Fakes() as fakes, WorkCounter(fakes):
         assert torch.ones(2).sum().item() == 0.0
         assert real.item() == 3.0
 
@@ -132,7 +132,7 @@ def test_cudas_autocast_keeps_layer_norm_in_float32():
 )
 def test_a_count_that_is_made_of_numbers_has_its_value(count):
     """Optimizers count their updates so, and divide by what follows of the count."""
-    with Fakes() as fakes, Recorder(fakes):
+    with Fakes() as fakes, WorkCounter(fakes):
         steps = [count(), count()]
         torch._foreach_add_(steps, 1)
         steps[1] += 2

@@ -16,7 +16,7 @@ import yaml
 import drivetrain
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
-from drivetrain.data.schema import Schema
+from drivetrain.data.schema import TableSchema
 from drivetrain.inference import card, export
 from drivetrain.run import reader
 from drivetrain.run.result import interval
@@ -117,7 +117,7 @@ def test_a_file_has_the_schema_of_its_tables(kind, finished, tmp_path):
             about = json.loads(opened.metadata()["drivetrain"])
     else:
         _, about = read(path, kind)
-    schema = Schema.from_json(about["files"]["table.json"])
+    schema = TableSchema.from_json(about["files"]["table.json"])
     assert about["files"] == {"table.json": (run / "table.json").read_text()}
     assert (schema.columns["a"].type, schema.columns["b"].style["unit"]) == ("category", "%")
 

@@ -20,9 +20,9 @@ from drivetrain.core.errors import DataError, UserError
 from drivetrain.data import tokenizer
 from drivetrain.data.base import Splits
 from drivetrain.data.jsonl import Jsonl
-from drivetrain.data.schema import Schema
+from drivetrain.data.schema import TableSchema
 from drivetrain.data.tabular import Tabular
-from drivetrain.engine.summary import NoSamples, RunFiles
+from drivetrain.engine.summary import KeptFiles, NoSamples
 from drivetrain.run.result import Result
 from drivetrain.saving import manifest
 
@@ -136,7 +136,7 @@ def link(file: Path, to: str) -> None:
 def test_a_kept_file_is_an_ordinary_one(tmp_path: Path, make: Callable[[Path], Any], says: str) -> None:
     make(tmp_path / "table.json")
     with pytest.raises(UserError, match=f"table.json cannot be read .*({says})"):
-        RunFiles(tmp_path, None)["table.json"]
+        KeptFiles(tmp_path, None)["table.json"]
 
 
 def splits(name: str, text: str, **others: Any) -> Splits:
@@ -174,8 +174,8 @@ def test_a_table_that_no_run_writes(tmp_path: Path, content: Any) -> None:
 def test_a_table_that_a_run_writes(tmp_path: Path) -> None:
     date = {**DATE, "name": "d"}
     columns = [{**COLUMN, "name": "c0"}, {**TEXT, "categories": ["x", "y", "z"]}, date]
-    schema = Schema.from_json(json.dumps(table(*columns)))
-    assert (schema.outputs, Schema.from_json(schema.to_json())) == (8, schema)
+    schema = TableSchema.from_json(json.dumps(table(*columns)))
+    assert (schema.outputs, TableSchema.from_json(schema.to_json())) == (8, schema)
     (tmp_path / "t.csv").write_text("d,c0,a\n2024-02-03,2,y\n")
     ((names, read),) = Tabular().read_inputs(tmp_path / "t.csv", splits("table.json", schema.to_json()), 10).blocks
     assert (names, read(slice(1)).tolist()) == ([f"{tmp_path / 't.csv'}:2"], [[2, 0, 1, 0, 2024, 2, 3, 5]])

@@ -22,10 +22,10 @@ from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DataError, UserError
 from drivetrain.core.step.trees import map_tensors
-from drivetrain.data.own import Own
+from drivetrain.data.own import OwnDataset
 from drivetrain.inference.evaluation import evaluate
 from drivetrain.inference.finished import MODEL_ALONE
-from drivetrain.inference.inputs import Block, read_in_batches
+from drivetrain.inference.inputs import SampleBlock, read_in_batches
 from drivetrain.inference.predict import output
 from drivetrain.launch.job import checked
 from tests.support import command
@@ -281,7 +281,7 @@ def test_memory_is_bounded_and_order_kept():
         nonlocal begun
         for n in itertools.count():
             begun += 1
-            yield Block([str(n)], lambda _, n=n: (slow(n), [-n]))
+            yield SampleBlock([str(n)], lambda _, n=n: (slow(n), [-n]))
 
     def slow(n: int) -> torch.Tensor:
         time.sleep(0.002 * (n % 3 == 0))
@@ -424,7 +424,7 @@ def test_the_figures_and_the_rows_are_those_of_training(name, finished, tmp_path
     assert main.main(["predict", str(result.run_dir), "--data", "test", "--batch", "3", "--out", str(tmp_path / "p.csv")]) == 0
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
     assert sum(row["label"] == row["target"] for row in rows) / len(rows) == result.tested("final")["accuracy"]
-    monkeypatch.setattr(Own, "load", lambda *_: pytest.fail("the data was read"))
+    monkeypatch.setattr(OwnDataset, "load", lambda *_: pytest.fail("the data was read"))
     run = drivetrain.load(result.run_dir)
     assert len(run.predict(run.example())) == 2
 

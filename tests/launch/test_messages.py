@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from drivetrain.core.errors import BAD_CONFIG, FAILED, Diverged, UserError
-from drivetrain.data.own import Own
+from drivetrain.data.own import OwnDataset
 from drivetrain.engine.training_log import TrainingLog
 from drivetrain.launch import elastic, machine_limits
 from drivetrain.launch.job import prepare
@@ -100,7 +100,7 @@ def test_own_data_whose_targets_are_numbers_needs_no_number_of_classes():
     job = prepare(["data=own", f"data.target={__name__}.Numbers", f"trust=[{__name__.split('.')[0]}]", "task=regression"])
     assert job.run.data.load(torch.device("cpu")).classes == 1
     with pytest.raises(UserError, match="targets are numbers such as 0: if they are no classes, set task=regression"):
-        Own(target=f"{__name__}.Numbers").load(torch.device("cpu"))
+        OwnDataset(target=f"{__name__}.Numbers").load(torch.device("cpu"))
 
 
 # --- limits of a machine: a run that meets one names it, and what to set ---

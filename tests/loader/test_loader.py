@@ -36,12 +36,12 @@ from drivetrain.core.step.microbatch import MicroBatch, Request
 from drivetrain.core.step.source import Source
 from drivetrain.core.world import World
 from drivetrain.data import Normalize, Tensors
-from drivetrain.data.own import Own, OwnCollate, OwnSource, Stack
+from drivetrain.data.own import OwnCollate, OwnDataset, OwnSource, Stack
 from drivetrain.data.text import Texts
 from drivetrain.loader import Loader, Pipeline, threads, workers
-from drivetrain.loader.auto import Auto, Cost, CostPerBatch
+from drivetrain.loader.auto import AutoLoader, Cost, CostPerBatch
 from drivetrain.loader.base import in_memory_format
-from drivetrain.loader.device import Device, Resident
+from drivetrain.loader.device import DeviceLoader, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from tests.support import command, drawing_sets
@@ -56,11 +56,11 @@ LOADERS = {
     "workers(2), not persistent": lambda: Workers(num_workers=2, persistent_workers=False),
     "threads(1)": lambda: Threads(num_threads=1),
     "threads(3)": lambda: Threads(num_threads=3, prefetch_factor=4),
-    "device, threads": lambda: Device(num_readers=2),
-    "device, workers": lambda: Device(reader="workers", num_readers=1),
-    "device, sync": lambda: Device(reader="sync"),
+    "device, threads": lambda: DeviceLoader(num_readers=2),
+    "device, workers": lambda: DeviceLoader(reader="workers", num_readers=1),
+    "device, sync": lambda: DeviceLoader(reader="sync"),
     "resident": Resident,
-    "auto": Auto,
+    "auto": AutoLoader,
 }
 
 
@@ -423,7 +423,7 @@ def test_device_reads_raw_bytes_and_finishes_them_in_one_piece(monkeypatch):
     monkeypatch.setattr(
         FlipCrop, "__call__", lambda self, x, *a: seen.append((x.dtype, threading.current_thread().name)) or original(self, x, *a)
     )
-    assert len(read(Device(num_readers=2))) == 16
+    assert len(read(DeviceLoader(num_readers=2))) == 16
     assert set(seen) == {(torch.uint8, "MainThread")}
     seen.clear()
     read(Threads(num_threads=2))
@@ -457,7 +457,7 @@ def measured_as(monkeypatch, costs: dict[type[Loader], tuple[float, float]]) -> 
 
 
 def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
-    work, auto = pipeline(), Auto(budget_s=1e-9)
+    work, auto = pipeline(), AutoLoader(budget_s=1e-9)
     (line,) = auto.autotune(work, 8, 10**9, CPU)
     assert line.startswith("loader=auto took loader=")
     assert "core-second, its start included (others, relative to it: " in line
@@ -473,7 +473,7 @@ def test_auto_takes_what_measures_best_and_says_why(monkeypatch):
 
 def test_auto_weighs_a_loaders_start_against_the_runs_length(monkeypatch):
     """Workers save 0.1 s a batch and take 10 s to start: that pays from 100 batches on."""
-    work, auto = Pipeline(Decoded(), (), None, 0), Auto()
+    work, auto = Pipeline(Decoded(), (), None, 0), AutoLoader()
     costs = {Loader: (0.0, 0.3), Threads: (1.0, 0.3), Workers: (10.0, 0.2)}
     for batches, best in ((50, Loader), (90, Loader), (150, Workers), (10_000, Workers)):
         measured_as(monkeypatch, costs)
@@ -484,7 +484,7 @@ def test_auto_weighs_a_loaders_start_against_the_runs_length(monkeypatch):
 
 def test_auto_measures_no_longer_than_it_can_save(monkeypatch):
     """A run whose whole reading takes less than measuring the others is read by the loop itself."""
-    work, auto = Pipeline(Decoded(), (), None, 0), Auto()
+    work, auto = Pipeline(Decoded(), (), None, 0), AutoLoader()
     measured = measured_as(monkeypatch, {Loader: (0.0, 1e-9), Threads: (0.0, 1e-12), Workers: (0.0, 1e-12)})
     (line,) = auto.autotune(work, 8, 3, CPU)
     assert measured == [Loader]
@@ -512,13 +512,19 @@ def test_a_loaders_start_is_told_apart_from_its_batches(monkeypatch):
 def test_auto_goes_on_with_the_loader_whose_samples_the_run_had(monkeypatch):
     """Samples that are augmented on the device are rounded otherwise than on the CPU."""
     monkeypatch.setattr(
-        Auto, "candidates", lambda *_: {"loader=sync": Loader(), "loader=threads": Threads(1), "loader=device": Device()}
+        AutoLoader,
+        "candidates",
+        lambda *_: {"loader=sync": Loader(), "loader=threads": Threads(1), "loader=device": DeviceLoader()},
     )
     monkeypatch.setattr(
         "drivetrain.loader.auto.CostPerBatch.measure", lambda self, loader: Cost(0.0, best.get(type(loader), 9.0))
     )
-    work, began, later = Pipeline(Decoded(), (), None, 0), Auto(), Auto()
-    for first, then, taken in ((Device, Threads, Device), (Threads, Device, Threads), (Loader, Threads, Threads)):
+    work, began, later = Pipeline(Decoded(), (), None, 0), AutoLoader(), AutoLoader()
+    for first, then, taken in (
+        (DeviceLoader, Threads, DeviceLoader),
+        (Threads, DeviceLoader, Threads),
+        (Loader, Threads, Threads),
+    ):
         best = {first: 1.0}
         began.autotune(work, 8, 10**9, CPU)
         best = {then: 1.0}
@@ -600,7 +606,7 @@ def _sets(monkeypatch):
 
 
 def of_set(name: str, *steps) -> Pipeline:
-    splits = Own(target=f"tree_sets.{name}").load(CPU)
+    splits = OwnDataset(target=f"tree_sets.{name}").load(CPU)
     return Pipeline(splits.train, steps, splits.normalize, 0, images=splits.images)
 
 
@@ -633,7 +639,7 @@ def test_every_loader_gives_the_trees_that_the_loop_reads_itself(loader, name):
 
 
 def views() -> Pipeline:
-    return Pipeline(Own(target="tree_sets.Views", target_key=["start", "end"]).load(CPU).train, (), None, 0)
+    return Pipeline(OwnDataset(target="tree_sets.Views", target_key=["start", "end"]).load(CPU).train, (), None, 0)
 
 
 def test_the_images_of_a_dict_are_augmented_and_normalised_and_nothing_else():
@@ -822,11 +828,11 @@ def test_a_sample_that_fails_leaves_the_streams_too():
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("Nothing", "Sometimes")])
 def test_threads_and_the_resident_loader_refuse_what_draws(kind, monkeypatch):
     pipeline = Pipeline(source(kind), (), None, 0)
-    for loader in (Threads(num_threads=2), Device(num_readers=2), Resident()):
+    for loader in (Threads(num_threads=2), DeviceLoader(num_readers=2), Resident()):
         assert "set loader=workers" in loader.refusal(pipeline)
-    assert Device(reader="workers").refusal(pipeline) is None
+    assert DeviceLoader(reader="workers").refusal(pipeline) is None
     monkeypatch.setattr("drivetrain.loader.auto.CostPerBatch.measure", lambda self, loader: Cost(0.0, 1.0))
-    auto = Auto()
+    auto = AutoLoader()
     auto.autotune(pipeline, 8, 10**9, CPU)
     assert not any(isinstance(loader, Threads) for loader in auto._loaders.values())
 
@@ -857,9 +863,9 @@ def test_what_others_draw_beside_the_threads_is_no_reason():
 
 def test_a_generator_without_a_seed_is_said(monkeypatch, caplog):
     monkeypatch.syspath_prepend(Path(drawing_sets.__file__).parent)
-    Own(target="drawing_sets.All").load(CPU)
+    OwnDataset(target="drawing_sets.All").load(CPU)
     assert not caplog.records
-    Own(target="drawing_sets.Entropy").load(CPU)
+    OwnDataset(target="drawing_sets.Entropy").load(CPU)
     assert "is another one at each read" in caplog.text
 
 
@@ -875,8 +881,8 @@ READERS = {
     "workers(2)": lambda: Workers(num_workers=2, prefetch_factor=1),
     "threads(1)": lambda: Threads(num_threads=1),
     "threads(3)": lambda: Threads(num_threads=3),
-    "device": lambda: Device(num_readers=2),
-    "auto": Auto,
+    "device": lambda: DeviceLoader(num_readers=2),
+    "auto": AutoLoader,
 }
 BATCHES = {"fixed": lambda: Batch(global_batch=6), "accumulate": lambda: Accumulate(global_batch=6, accumulation_steps=3)}
 

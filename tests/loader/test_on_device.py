@@ -28,7 +28,7 @@ from drivetrain.data.text import Texts
 from drivetrain.launch import launcher
 from drivetrain.loader import Loader, Pipeline, base, dali
 from drivetrain.loader.dali import Dali
-from drivetrain.loader.device import Device, Resident
+from drivetrain.loader.device import DeviceLoader, Resident
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 from drivetrain.precision.base import Bf16
@@ -152,7 +152,7 @@ def test_every_data_set(tiny, device, name):
     data = option(tiny, "data", name)
     device.strict = False
     splits = data.load(CUDA if data.on_device else CPU)
-    loader = Loader() if data.on_device else Device("sync")
+    loader = Loader() if data.on_device else DeviceLoader("sync")
     for source in (splits.train, splits.test):
         work, device.strict = Pipeline(source, (), splits.normalize, 0), False
         asked, given = requests(work, min(SIZE, len(source)))[:3], 0
@@ -267,7 +267,7 @@ def test_a_copy_that_waits_is_made_where_it_is_asked_for(device, loader):
 def test_the_order_of_memory_is_changed_on_the_device(device):
     """A CPU would write the other order to memory that is not pinned."""
     nhwc = Tensors(images().x.contiguous(memory_format=torch.channels_last), images().y)
-    train(device, Device("sync"), pipeline(nhwc))
+    train(device, DeviceLoader("sync"), pipeline(nhwc))
     for memory_format in (torch.contiguous_format, torch.channels_last):
         work = pipeline(images())
         (micro, *_) = Threads(1).stream(work, requests(work), CUDA, memory_format)
@@ -364,7 +364,7 @@ def test_workers_get_only_tensors_of_the_cpu(device, monkeypatch):
                 yield self.dataset[request]
 
     work = pipeline(images(), [RandomErasing(prob=1.0, fill="mean"), CutMix()])
-    train(device, Device("sync"), work)
+    train(device, DeviceLoader("sync"), work)
     monkeypatch.setattr(torch.utils.data, "DataLoader", InThisProcess)
     train(device, Workers(2), work)
     assert sent == {"cpu"}

@@ -8,8 +8,8 @@ from drivetrain.core.step.tensors import Tensors
 from drivetrain.loss.classification import Bce, CrossEntropy, Focal
 from drivetrain.loss.embedding import Contrastive, Triplet
 from drivetrain.loss.language import NextToken
-from drivetrain.loss.own import Own
-from drivetrain.loss.regression import L1, Dice, Huber, Mse, Quantile
+from drivetrain.loss.own import OwnLoss
+from drivetrain.loss.regression import L1, DiceLoss, Huber, Mse, Quantile
 from drivetrain.loss.sum import Sum
 from tests.loss.exactness import update
 from tests.support.context import context
@@ -118,9 +118,9 @@ CASES = {
     "cross entropy of pixels, weights": (lambda: CrossEntropy(class_weights=WEIGHTS), images, "mask"),
     "focal of pixels": (Focal, images, "mask"),
     "focal, weights": (lambda: Focal(class_weights=WEIGHTS), samples, "class"),
-    "dice": (Dice, images, "mask"),
+    "dice": (DiceLoss, images, "mask"),
     "dice and cross entropy": (
-        lambda: Sum({"dice": Dice(), "cross_entropy": CrossEntropy(class_weights=WEIGHTS)}, [0.5, 2.0]), images, "mask"
+        lambda: Sum({"dice": DiceLoss(), "cross_entropy": CrossEntropy(class_weights=WEIGHTS)}, [0.5, 2.0]), images, "mask"
     ),
     "next token": (NextToken, tokens, "tokens"),
     "next token, in chunks": (lambda: NextToken(3), tokens, "tokens"),
@@ -135,9 +135,9 @@ CASES = {
     "huber": (lambda: Huber(0.5), lambda g: values(g, CLASSES), "values"),
     "quantile": (Quantile, values, "values"),
     "sum of regressions": (lambda: Sum({"mse": Mse(), "l1": L1()}), values, "values"),
-    "own": (lambda: Own(f"{__name__}.batch_loss"), values, None),
-    "own, counted": (lambda: Own(f"{__name__}.RowsLoss"), some_rows, None),
-    "own, a dict of targets": (lambda: Own(f"{__name__}.SomeOfDict"), dict_targets, None),
+    "own": (lambda: OwnLoss(f"{__name__}.batch_loss"), values, None),
+    "own, counted": (lambda: OwnLoss(f"{__name__}.RowsLoss"), some_rows, None),
+    "own, a dict of targets": (lambda: OwnLoss(f"{__name__}.SomeOfDict"), dict_targets, None),
     "contrastive": (Contrastive, views, "pair"),
     "contrastive, between views": (lambda: Contrastive(0.5, within_views=False), views, "pair"),
     "triplet": (lambda: Triplet(0.5), samples, "class"),

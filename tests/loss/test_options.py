@@ -18,7 +18,7 @@ from drivetrain.launch import launcher
 from drivetrain.loss import distill
 from drivetrain.loss.classification import Focal
 from drivetrain.loss.embedding import Contrastive
-from drivetrain.loss.own import Own
+from drivetrain.loss.own import OwnLoss
 from drivetrain.loss.sum import Sum
 
 BOTH = "loss=[cross_entropy,focal]"
@@ -351,7 +351,7 @@ def test_targets_that_do_not_fit_are_found_before_the_first_update(make, mine, k
 
 
 def test_the_options_that_add_up_keep_their_own_settings():
-    loss = Sum({"focal": Focal(), "own": Own("a.b")})
+    loss = Sum({"focal": Focal(), "own": OwnLoss("a.b")})
     assert loss.machine_local_keys == ("own.target",)
     assert loss.takes == ("class", "mask")
     assert Contrastive().evaluated_together == 16

@@ -16,7 +16,7 @@ from drivetrain.loss.classification import Bce, CrossEntropy, Focal, positive_we
 from drivetrain.loss.distill import Distill
 from drivetrain.loss.embedding import Contrastive, Triplet
 from drivetrain.loss.language import NextToken
-from drivetrain.loss.regression import L1, Dice, Huber, Mse, Quantile
+from drivetrain.loss.regression import L1, DiceLoss, Huber, Mse, Quantile
 from tests.support import later
 
 sk, class_weight = later.package("sklearn.metrics"), later.package("sklearn.utils.class_weight")
@@ -73,7 +73,7 @@ def test_dice_is_its_formula():
         for c in range(3):
             t, q = (target[image][counts] == c).double(), p[image, c][counts]
             losses.append(1 - (2 * (t * q).sum() + 0.5) / (t.sum() + q.sum() + 0.5))
-    close(Dice(0.5)(output, target), torch.stack(losses).mean())
+    close(DiceLoss(0.5)(output, target), torch.stack(losses).mean())
 
 
 def test_bce_is_torchs():
@@ -246,7 +246,7 @@ def test_sixteen_bit_outputs_are_computed_in_float32(name):
     torch.testing.assert_close(found, loss(output.float(), target), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("loss", [Focal(), Dice(), CrossEntropy()], ids=["focal", "dice", "cross_entropy"])
+@pytest.mark.parametrize("loss", [Focal(), DiceLoss(), CrossEntropy()], ids=["focal", "dice", "cross_entropy"])
 def test_a_batch_of_which_nothing_counts_costs_nothing(loss):
     loss.counted = True
     output = torch.randn(2, 3, 4, 4, requires_grad=True)

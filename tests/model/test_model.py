@@ -9,9 +9,9 @@ from drivetrain.config import validate
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
 from drivetrain.model.gpt import DropPath
-from drivetrain.model.own import Own
+from drivetrain.model.own import OwnModel
 from drivetrain.model.shipped import Gpt, Mlp, ResNet9
-from drivetrain.model.timm import Timm
+from drivetrain.model.timm import TimmModel
 from drivetrain.parallel import tensor
 
 OWN = '''
@@ -63,7 +63,7 @@ def test_resnet9_takes_images_of_any_size_and_channels(shape):
 
 
 def test_timm_by_name_with_channels_classes_and_its_own_arguments():
-    model = Timm("resnet10t", kwargs={"drop_rate": 0.25}).create((1, 32, 32), 7)
+    model = TimmModel("resnet10t", kwargs={"drop_rate": 0.25}).create((1, 32, 32), 7)
     assert model(torch.randn(2, 1, 32, 32)).shape == (2, 7)
     assert model.drop_rate == 0.25
 
@@ -75,7 +75,7 @@ def test_timms_arguments_come_through_from_the_command_line(make):
 
 def test_an_argument_that_the_network_does_not_take_is_refused():
     with pytest.raises(UserError, match=r"model\.name=resnet10t does not take these model\.kwargs.*wings"):
-        Timm("resnet10t", kwargs={"wings": 2}).create((3, 32, 32), 4)
+        TimmModel("resnet10t", kwargs={"wings": 2}).create((3, 32, 32), 4)
 
 
 @pytest.mark.parametrize("target", ["theirs.Net", "theirs.net"])
@@ -85,9 +85,9 @@ def test_an_own_class_or_function_trains(train, own, target):
 
 
 def test_an_own_class_is_told_shape_and_classes_if_it_takes_them(own):
-    model = Own("theirs.Net", {"width": 9}).create((3, 8, 8), 4)
+    model = OwnModel("theirs.Net", {"width": 9}).create((3, 8, 8), 4)
     assert (model.inner.in_features, model.inner.out_features, model.outer.out_features) == (192, 9, 4)
-    assert Own("theirs.Fixed", {"inputs": 6}).create((3, 8, 8), 4).in_features == 6
+    assert OwnModel("theirs.Fixed", {"inputs": 6}).create((3, 8, 8), 4).in_features == 6
 
 
 def test_own_code_needs_a_target_and_trust(problems, own):
@@ -108,7 +108,7 @@ def test_own_code_needs_a_target_and_trust(problems, own):
 )
 def test_own_code_that_cannot_be_built_is_one_line(own, target, kwargs, says):
     with pytest.raises(UserError, match=says) as refused:
-        Own(target, kwargs).create((3, 8, 8), 4)
+        OwnModel(target, kwargs).create((3, 8, 8), 4)
     assert f"model.target={target}" in str(refused.value)
     assert len(refused.value.problems) == 1
 
@@ -187,7 +187,7 @@ def test_it_is_timms_own_with_the_same_seed(name):
     x, outputs = torch.randn(4, *SHAPE), []
     theirs = dict(in_chans=3, num_classes=4, drop_path_rate=0.3, **SMALL[name])
     for make in (
-        lambda: Timm(name, kwargs=SMALL[name], drop_path=0.3).create(SHAPE, 4),
+        lambda: TimmModel(name, kwargs=SMALL[name], drop_path=0.3).create(SHAPE, 4),
         lambda: timm.create_model(name, **theirs),
     ):
         torch.manual_seed(1)
@@ -197,7 +197,7 @@ def test_it_is_timms_own_with_the_same_seed(name):
 
 def test_null_is_the_networks_own_rate_and_zero_is_none():
     def rates(drop_path):
-        model = Timm("fasternet_t1", drop_path=drop_path).create((3, 32, 32), 4)
+        model = TimmModel("fasternet_t1", drop_path=drop_path).create((3, 32, 32), 4)
         return max((m.drop_prob for m in model.modules() if isinstance(m, timm.layers.DropPath)), default=0.0)
 
     assert rates(None) > 0.0
@@ -209,7 +209,7 @@ def test_a_network_without_it_is_refused(name):
     with pytest.raises(
         UserError, match=rf"^model\.drop_path=0\.1: model\.name={name} drops no .*: set model\.drop_path=null, or"
     ):
-        Timm(name, drop_path=0.1).create((3, 32, 32), 4)
+        TimmModel(name, drop_path=0.1).create((3, 32, 32), 4)
 
 
 def test_what_makes_nothing_of_the_rate_is_refused():
@@ -218,7 +218,7 @@ def test_what_makes_nothing_of_the_rate_is_refused():
         ("test_efficientnet", {}),
     ):  # one block; blocks without a skip
         with pytest.raises(UserError, match=rf"model\.name={name} drops no residual branches"):
-            Timm(name, drop_path=0.1, kwargs=kwargs).create(SHAPE, 4)
+            TimmModel(name, drop_path=0.1, kwargs=kwargs).create(SHAPE, 4)
 
 
 OF_TIMM = ["model=timm", "model.name=resnet10t", "data.shape=[3,32,32]"]

@@ -11,7 +11,7 @@ from torch import nn
 import drivetrain
 from drivetrain.core.errors import UserError
 from drivetrain.model.shipped import Mlp, ResNet9
-from drivetrain.model.timm import Timm
+from drivetrain.model.timm import TimmModel
 from drivetrain.model.weights import load_into
 
 SHAPE, CLASSES = (3, 8, 8), 4
@@ -185,9 +185,9 @@ def test_what_the_model_names_as_its_head_is_the_head(tmp_path):
 
 def test_a_head_of_timm(tmp_path):
     file = tmp_path / "w.pt"
-    source = Timm("resnet10t").create((3, 32, 32), 9)
+    source = TimmModel("resnet10t").create((3, 32, 32), 9)
     torch.save(source.state_dict(), file)
-    model = Timm("resnet10t").create((3, 32, 32), 4)
+    model = TimmModel("resnet10t").create((3, 32, 32), 4)
     fresh = {name: t.clone() for name, t in model.state_dict().items()}
     assert load(model, file, shape=(3, 32, 32))[1:] == [
         "the head (fc.weight, fc.bias) starts anew: 9 classes in the file, 4 in the data"
@@ -208,11 +208,11 @@ def by_timm(name: str, weights: dict[str, torch.Tensor], classes: int, **kwargs)
 
 def test_channels_and_positional_embeddings_are_adapted_as_timm_does(tmp_path):
     file = tmp_path / "w.pt"
-    source = Timm("vit_tiny_patch16_224", kwargs=VIT).create((3, 8, 8), 4)
+    source = TimmModel("vit_tiny_patch16_224", kwargs=VIT).create((3, 8, 8), 4)
     nn.init.normal_(source.pos_embed)
     torch.save(source.state_dict(), file)
     larger = {**VIT, "img_size": 16}
-    model = Timm("vit_tiny_patch16_224", kwargs=larger).create((1, 16, 16), 4)
+    model = TimmModel("vit_tiny_patch16_224", kwargs=larger).create((1, 16, 16), 4)
     lines = load(model, file, shape=(1, 16, 16))
     assert lines[1:] == ["patch_embed.proj.weight: 3 input channels in the file, 1 in the data: adapted as timm does"]
     reference = by_timm("vit_tiny_patch16_224", source.state_dict(), 4, in_chans=1, **larger)

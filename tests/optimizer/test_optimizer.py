@@ -412,7 +412,7 @@ def test_what_can_be_is_taken() -> None:
 
 def test_timm_takes_its_arguments_and_our_groups() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
-    settings = by_timm.Timm(
+    settings = by_timm.TimmOptimizer(
         name="lamb", lr=0.1, weight_decay=0.3, lr_multipliers={"1": 2}, kwargs={"betas": [0.5, 0.6], "trust_clip": True}
     )
     optimizer = settings.create(model)
@@ -420,9 +420,9 @@ def test_timm_takes_its_arguments_and_our_groups() -> None:
     assert {(g["lr"], g["weight_decay"]) for g in optimizer.param_groups} == {(0.1, 0.3), (0.1, 0.0), (0.2, 0.3), (0.2, 0.0)}
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
     assert optimizer.param_groups[0]["trust_clip"] is True
-    assert by_timm.Timm(name="adamw").create(model).param_groups[0]["fused"] is True
+    assert by_timm.TimmOptimizer(name="adamw").create(model).param_groups[0]["fused"] is True
     with pytest.raises(UserError, match=r"optimizer.name=lamb cannot be built"):
-        by_timm.Timm(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).create(model)
+        by_timm.TimmOptimizer(name="lamb", kwargs={"max_grad_norm": 1, "nonsense": 2}).create(model)
 
 
 @pytest.mark.parametrize("name", APEX)
@@ -526,7 +526,8 @@ def test_a_fused_kernel_is_looked_up_where_it_would_run():
 
 
 @pytest.mark.parametrize(
-    "option", [torch_optim.Adagrad(), muon_options.Muon(), by_timm.Timm(name="adamw"), by_timm.Timm(name="adagrad")]
+    "option",
+    [torch_optim.Adagrad(), muon_options.Muon(), by_timm.TimmOptimizer(name="adamw"), by_timm.TimmOptimizer(name="adagrad")],
 )
 def test_a_kernel_is_not_used_where_the_class_refuses_it(monkeypatch, option):
     """As torch 2.11's Adagrad refuses the one for CUDA, which is there, in its first update."""

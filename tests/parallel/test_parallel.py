@@ -20,7 +20,7 @@ from drivetrain.parallel import Parallel, environment
 from drivetrain.parallel.ddp import Ddp
 from drivetrain.parallel.environment import _tasks_of_node, launched, world_of_environment
 from drivetrain.parallel.onehost import _move_inputs_hook
-from drivetrain.parallel.pipeline import Pipeline
+from drivetrain.parallel.pipeline import PipelineParallel
 from drivetrain.parallel.tensor import Tensor
 from drivetrain.saving import checkpoint_io
 from tests.support import command
@@ -230,8 +230,8 @@ def test_sharded_weights_are_not_compiled_for_all_lengths_at_once(problems):
 def test_a_pipelines_ranks_send_what_they_save_on_the_cpu(monkeypatch):
     """An object arrives on the device that it was on, by its number: rank 0 may have no such device, or little room on it."""
     sent = []
-    monkeypatch.setattr(Pipeline, "gather_object", lambda self, value: sent.append(value) or [value])
-    pipeline = Pipeline()
+    monkeypatch.setattr(PipelineParallel, "gather_object", lambda self, value: sent.append(value) or [value])
+    pipeline = PipelineParallel()
     pipeline._tensor_rank, pipeline._plain_shapes, pipeline._shards = 0, {"weight": (2, 3)}, {}
     with FakeTensorMode():
         model = torch.nn.Linear(3, 2, bias=False, device="cuda:1")

@@ -43,7 +43,7 @@ def test_the_largest_layer_of_each_kind_is_measured(monkeypatch):
         timed.append(call)
         return seconds[type(call.layer).__name__, dtype]
 
-    monkeypatch.setattr(cpu_half.Call, "seconds", fake)
+    monkeypatch.setattr(cpu_half.LayerCall, "seconds", fake)
     monkeypatch.setattr(cpu_half, "_measured", {})
     model = Net()
     assert measure(model, torch.zeros(2, 3, 8, 8), torch.bfloat16) == Slowness(50.0, 1.5)
@@ -59,7 +59,7 @@ def test_the_largest_layer_of_each_kind_is_measured(monkeypatch):
 def test_what_another_look_could_answer_otherwise_is_looked_at_once_on_a_machine(monkeypatch):
     """Near the limit a second run would else compute in another format: it had other losses, and so had a resumed one."""
     slowness = iter([1.9, 1.0, 2.1, 1.0])
-    monkeypatch.setattr(cpu_half.Call, "seconds", lambda call, dtype: next(slowness))
+    monkeypatch.setattr(cpu_half.LayerCall, "seconds", lambda call, dtype: next(slowness))
     found = []
     for _ in range(2):
         monkeypatch.setattr(cpu_half, "_measured", {})  # as in another process
@@ -90,7 +90,7 @@ def test_measuring_leaves_the_model_and_the_process_as_they_were(monkeypatch):
 
 def test_a_model_without_layers_of_its_own_is_measured_by_a_usual_one(monkeypatch):
     monkeypatch.setattr(cpu_half, "_measured", {})
-    monkeypatch.setattr(cpu_half.Call, "seconds", lambda call, dtype: 9.0 if dtype == torch.float16 else 1.0)
+    monkeypatch.setattr(cpu_half.LayerCall, "seconds", lambda call, dtype: 9.0 if dtype == torch.float16 else 1.0)
     assert measure(torch.nn.Flatten(), torch.zeros(2, 3), torch.float16) == Slowness(9.0, 9.0)
 
 

@@ -275,7 +275,7 @@ def test_a_runs_own_recipe_is_held_to_the_same(tmp_path: Path) -> None:
 
 def test_a_teachers_config_is_held_to_the_same(tmp_path: Path) -> None:
     """A distilled run builds its teacher as the config.yaml in the teacher's folder says, which may be a stranger's."""
-    config = {"model": {"_target_": "drivetrain.model.timm.Timm", "name": "resnet18", "kwargs": {"checkpoint_path": "x"}}}
+    config = {"model": {"_target_": "drivetrain.model.timm.TimmModel", "name": "resnet18", "kwargs": {"checkpoint_path": "x"}}}
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(config))
     context: Any = SimpleNamespace(run=SimpleNamespace(values={"trust": []}))
     with pytest.raises(UserError, match=r"model\.kwargs\.checkpoint_path"):
@@ -360,11 +360,11 @@ def test_the_names_that_a_recipe_may_give_are_timms() -> None:
     import timm
     from timm.layers import get_act_layer, get_norm_layer
 
-    from drivetrain.model.timm import ACTIVATIONS, NORM_LAYERS, Timm
+    from drivetrain.model.timm import ACTIVATIONS, NORM_LAYERS, TimmModel
 
     assert all(get_act_layer(name) for name in ACTIVATIONS.split())
     assert all(get_norm_layer(name) for name in NORM_LAYERS.split())
-    hint = inspect.get_annotations(Timm, eval_str=True)["name"]
+    hint = inspect.get_annotations(TimmModel, eval_str=True)["name"]
     assert [name for name in timm.list_models(pretrained=True) + timm.list_models() if allowed.problem(hint, name)] == []
 
 

@@ -14,8 +14,8 @@ from drivetrain.recipe.claim import (
     KINDS,
     Against,
     Claim,
-    Data,
-    Device,
+    DataSection,
+    DeviceSection,
     Energy,
     Kind,
     Memory,
@@ -44,8 +44,8 @@ CLAIM = Claim(
     target=Target("accuracy>=0.95", 3, 3, 300, 400, 3.25),
     memory=Memory(412.5, 3),
     energy=Energy(1500, 3),
-    data=Data("deadbeef0123", "content", 1150),
-    device=Device("cpu", "a chip, 2 threads"),
+    data=DataSection("deadbeef0123", "content", 1150),
+    device=DeviceSection("cpu", "a chip, 2 threads"),
     versions={"torch": "2.15.0"},
     seeds=(1, 2, 3),
     measured="2026-11-21",
@@ -98,7 +98,7 @@ def test_each_kind_may_be_claimed_alone(kind):
 def test_a_claim_is_written_as_it_is_read():
     odd = replace(
         CLAIM,
-        device=Device("cuda", 'quo"te: #1 {}'),
+        device=DeviceSection("cuda", 'quo"te: #1 {}'),
         versions={"torch": "2.15", "drivetrain": "1e3"},
         speed=Speed(0.5, (0.25, 1.0), Against({"optimizer.eps": 1e-8, "optimizer.betas": [0.9, 0.99], "model.name": "null"})),
         quality=Quality("a: b", "test", -1.5e-7, 1),
@@ -266,7 +266,9 @@ def test_all_that_is_wrong_is_told_at_once():
 
 def test_what_was_made_is_held_to_the_same_rules():
     """A claim that is made of a run's files, which are a stranger's too, would be refused by whoever reads it."""
-    bad = replace(CLAIM, device=Device("cpu", "\033[2J"), quality=replace(CLAIM.quality, mean=float("nan")), seeds=(1, 1, 2))
+    bad = replace(
+        CLAIM, device=DeviceSection("cpu", "\033[2J"), quality=replace(CLAIM.quality, mean=float("nan")), seeds=(1, 1, 2)
+    )
     told = list(bad.problems("claim"))
     assert [text.partition("=")[0] for text in told] == [
         "claim.quality.mean",

@@ -19,7 +19,7 @@ from drivetrain.run.identity import differences
 from drivetrain.run.reader import Points, read
 from drivetrain.run.result import Result, interval
 from drivetrain.saving import manifest
-from drivetrain.sweeps.store import Entry
+from drivetrain.sweeps.store import StoredJob
 from drivetrain.ui import terminal
 from drivetrain.ui.sheet import sentence
 
@@ -196,11 +196,11 @@ def test_durations_come_from_the_monotonic_clock():
 
 
 def test_a_job_of_a_sweep_whose_folder_is_gone_has_a_result(tmp_path):
-    entry = Entry(0, SimpleNamespace(overrides=[], problems=[], job=None), tmp_path / "moved" / "0")  # type: ignore[arg-type]
+    entry = StoredJob(0, SimpleNamespace(overrides=[], problems=[], job=None), tmp_path / "moved" / "0")  # type: ignore[arg-type]
     entry.close(1, "it was lost")
     assert entry.load_result(("failed",))
     (tmp_path / "file").write_text("")
-    Entry(1, entry.job, tmp_path / "file" / "1").close(1, "nowhere to write to")
+    StoredJob(1, entry.job, tmp_path / "file" / "1").close(1, "nowhere to write to")
 
 
 # --- what a run says of the machine ---

@@ -20,7 +20,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.launch import launcher
 from drivetrain.run import reader
 from drivetrain.saving import checkpoint_io, content, manifest, sharded_checkpoint
-from drivetrain.saving.content import Divided, Part, Undivided, whole
+from drivetrain.saving.content import Divided, TensorPart, Undivided, whole
 from tests.saving.test_fuzz import archive_of, members, replaced, sign
 from tests.support import odd
 
@@ -478,7 +478,7 @@ class TwoMatrices(Undivided):
         return torch.empty(2, shape[1], dtype=dtype)
 
     def divided(self, kind, name, tensor):
-        return Divided((4, 3), [Part((2 * i + self.row, 0), matrix[None]) for i, matrix in enumerate(tensor)])
+        return Divided((4, 3), [TensorPart((2 * i + self.row, 0), matrix[None]) for i, matrix in enumerate(tensor)])
 
 
 def test_a_tensor_of_several_parts_is_written_and_read_in_any_cut(tmp_path):

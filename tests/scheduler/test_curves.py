@@ -77,7 +77,7 @@ SAME = {
         ours.Scheduler(warmup="2ep", warmup_start=0.1),
         warmed(lambda o: theirs.ConstantLR(o, 1.0), 24, 0.1),
     ),
-    "step": (curves.Step(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
+    "step": (curves.StepDecay(every="5ep", gamma=0.3), lambda o: theirs.StepLR(o, 60, 0.3)),
     "multistep": (curves.MultiStep([0.25, 100, "15ep"], 0.2), lambda o: theirs.MultiStepLR(o, [60, 100, 180], 0.2)),
     "cosine": (curves.Cosine(), lambda o: theirs.CosineAnnealingLR(o, UPDATES)),
     "cosine, warm-up": (curves.Cosine(warmup=0.1), warmed(lambda o: theirs.CosineAnnealingLR(o, 216), 24)),
@@ -210,7 +210,7 @@ def test_the_last_value_holds_after_the_end(scheduler: ours.Scheduler, last: flo
 
 
 def test_steps_are_counted_from_the_start_of_the_run_also_where_it_warms_up() -> None:
-    scheduler = curves.Step(every=8, gamma=0.5, warmup=6)
+    scheduler = curves.StepDecay(every=8, gamma=0.5, warmup=6)
     scheduler.set_horizon(OVER)
     assert [scheduler.lr_factor(u) for u in (6, 7, 8, 15, 16, 24)] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.125]
 

@@ -196,10 +196,10 @@ def test_a_resumed_run_keeps_what_was_reached(train, accuracies):
 
 def test_verdicts_take_the_target_of_the_run_or_their_own(tiny):
     run = launcher.prepare(tiny("target=accuracy>=0.5")).run
-    assert str(quality.reach_of(quality.Plan(), run)) == "accuracy>=0.5"
-    assert str(quality.reach_of(quality.Plan(target=0.7), run)) == "accuracy>=0.7"
-    assert str(quality.reach_of(quality.Plan(target="loss<=0.1"), run)) == "loss<=0.1"
-    assert quality.reach_of(quality.Plan(), launcher.prepare(tiny()).run) is None
+    assert str(quality.reach_of(quality.QualitySettings(), run)) == "accuracy>=0.5"
+    assert str(quality.reach_of(quality.QualitySettings(target=0.7), run)) == "accuracy>=0.7"
+    assert str(quality.reach_of(quality.QualitySettings(target="loss<=0.1"), run)) == "loss<=0.1"
+    assert quality.reach_of(quality.QualitySettings(), launcher.prepare(tiny()).run) is None
 
 
 def test_a_file_that_no_run_wrote_is_no_result(train, tmp_path):

@@ -41,7 +41,7 @@ def traced(words: Sequence[str], broken: Break | None = None, **look: Any) -> An
         trainer = build.build(context, [])
         if broken is not None:
             broken(trainer)
-        return record.Recorder(trainer, options).run()
+        return record.TracingStep(trainer, options).run()
     finally:
         context.on_exit.close()
 

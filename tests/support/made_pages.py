@@ -18,13 +18,13 @@ from drivetrain.measure.benchmark.compare import Comparison, Row
 from drivetrain.measure.benchmark.quality import FIRST, PASS, Verdict
 from drivetrain.measure.benchmark.variants import VariantSpec
 from drivetrain.measure.bisect import bisect
-from drivetrain.measure.bisect.bisect import NAMED, Measured, Search, Settings, Subsets
+from drivetrain.measure.bisect.bisect import NAMED, BisectSettings, ChangeSearch, Measured, Subsets
 from drivetrain.measure.certify import certify, judge
-from drivetrain.measure.certify.judge import Entry, Trace
+from drivetrain.measure.certify.judge import Trace, TracedTensor
 from drivetrain.measure.intervals import Interval
 from drivetrain.measure.profile.doctor import Diagnosis, Problem
 from drivetrain.measure.profile.doctor import sheet as doctor_sheet
-from drivetrain.measure.profile.step import Line, Turn
+from drivetrain.measure.profile.step import CodeLine, Turn
 from drivetrain.measure.report import report
 from drivetrain.measure.tune import tune
 from drivetrain.measure.tune.tune import RangeTest
@@ -98,7 +98,7 @@ def comparison(quality: bool = True) -> Comparison:
 
 def profile() -> Any:
     """The parts of an update's time: a fifth waits for data, and a line of the user's own takes half."""
-    line = Line("net.py:12 in forward", HOSTILE, share=0.5, layers=0.2, looks=(0.4, 0.6, 0.5, 0.5))
+    line = CodeLine("net.py:12 in forward", HOSTILE, share=0.5, layers=0.2, looks=(0.4, 0.6, 0.5, 0.5))
     return SimpleNamespace(
         queued=0.4, start_s=2.0, threads=1, device="cpu", turns=[Turn(0.1, 0.1, flops, {}) for flops in (0.9e12, 1e12, 1.1e12)],
         waits_for_data=Interval(0.2, 0.15, 0.25),
@@ -118,13 +118,13 @@ def doctors() -> str:
     return replace(sheet, sections=[*sheet.sections, *found_by]).page()
 
 
-def bisected() -> Search:
+def bisected() -> ChangeSearch:
     """A bisection that found one cause."""
     changes: Any = [SimpleNamespace(key="precision", good="fp32", bad=HOSTILE), SimpleNamespace(key="lr", good="1", bad="2")]
     sides = [VariantSpec(name, [], None) for name in ("naive", "mine.yaml")]
     overrides: Any = SimpleNamespace(overrides=lambda chosen: [])
     measurer: Any = SimpleNamespace(
-        unit="samples/s", settings=Settings(), subsets=Subsets(sides[0], sides[1], overrides, (), (), changes, [HOSTILE]),
+        unit="samples/s", settings=BisectSettings(), subsets=Subsets(sides[0], sides[1], overrides, (), (), changes, [HOSTILE]),
         shown=lambda found: (f"{found.effect.middle:+.0%}", f"{found.effect.low:+.0%}") if found.effect else (),
     )  # fmt: skip
     effect = Interval(-0.2, -0.3, -0.1)
@@ -133,13 +133,13 @@ def bisected() -> Search:
         frozenset({1}): Measured(None, 6, HOSTILE),
         frozenset({0, 1}): Measured(effect, 6),
     }
-    return Search(2, measurer, tried, NAMED, [(0,)], Measured(effect, 6))
+    return ChangeSearch(2, measurer, tried, NAMED, [(0,)], Measured(effect, 6))
 
 
 def certified() -> str:
     """The page of two runs that differ, of which one could not be looked into."""
     key = (1, "weights", HOSTILE)
-    traces = [Trace({key: Entry(np.array([value]), 1e-7, (1,))}, unseen=[HOSTILE]) for value in (1.1, 1.0)]
+    traces = [Trace({key: TracedTensor(np.array([value]), 1e-7, (1,))}, unseen=[HOSTILE]) for value in (1.1, 1.0)]
     verdict = judge.judge(*traces, judge.Floors())
     return certify.sheet(certify.Certified(verdict, *traces, 2.0**-24, [("optimizer.lr", "0.1", HOSTILE)])).page()
 

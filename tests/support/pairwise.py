@@ -241,7 +241,9 @@ def prepare_folder(folder: Path) -> None:
 
     (folder / "pairwise_net.py").write_text(OWN_NET)
     (folder / "teacher").mkdir()
-    (folder / "teacher" / "config.yaml").write_text("model: {_target_: drivetrain.model.own.Own, target: pairwise_net.Teacher}\n")
+    (folder / "teacher" / "config.yaml").write_text(
+        "model: {_target_: drivetrain.model.own.OwnModel, target: pairwise_net.Teacher}\n"
+    )
     save_file({"scale": torch.ones(())}, folder / "teacher" / "model.safetensors")
     noise = np.random.default_rng(0)
     for label in ("a", "b"):

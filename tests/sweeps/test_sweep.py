@@ -31,8 +31,8 @@ from drivetrain.sweeps.optuna import Search, choices, examples, setting
 from drivetrain.sweeps.optuna import read as read_space
 from drivetrain.sweeps.store import (
     LENGTH,
-    Entry,
     Grid,
+    StoredJob,
     Sweep,
     SweepJob,
     best_of,
@@ -57,7 +57,7 @@ def problems(act: Callable[[], Any]) -> list[str]:
     return caught.value.problems
 
 
-def ended(entry: Entry, status: str = "completed", accuracy: float | None = None) -> None:
+def ended(entry: StoredJob, status: str = "completed", accuracy: float | None = None) -> None:
     """Let a job have ended like this."""
     entry.run_dir.mkdir(exist_ok=True)
     figures = {} if accuracy is None else {"accuracy": accuracy}
@@ -146,11 +146,11 @@ def test_jobs_at_a_time_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_jobs_at_a_time_go_round_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (Entry(n, job, tmp_path) for n, job in enumerate(prepare(["parallel=single,ddp"])))
+    one, two = (StoredJob(n, job, tmp_path) for n, job in enumerate(prepare(["parallel=single,ddp"])))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert [own_device(one, place)["CUDA_VISIBLE_DEVICES"] for place in range(3)] == ["4", "6", "4"]
     assert own_device(two, 1) == {}, "it has several"
-    (numbered,) = (Entry(n, job, tmp_path) for n, job in enumerate(prepare(["runtime.device=cuda:1"])))
+    (numbered,) = (StoredJob(n, job, tmp_path) for n, job in enumerate(prepare(["runtime.device=cuda:1"])))
     assert own_device(numbered, 1) == {}, "it names one"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     assert own_device(one, 1) == {}
@@ -274,11 +274,11 @@ def test_jobs_with_different_metrics_have_no_best(tmp_path: Path) -> None:
 # --- the table ---
 
 
-def entries(path: Path, count: int) -> list[Entry]:
-    return [Entry(n, SweepJob(f"seed={n}", [], None, []), path / str(n)) for n in range(count)]
+def entries(path: Path, count: int) -> list[StoredJob]:
+    return [StoredJob(n, SweepJob(f"seed={n}", [], None, []), path / str(n)) for n in range(count)]
 
 
-def told_progress(entry: Entry, update: int, of: int) -> None:
+def told_progress(entry: StoredJob, update: int, of: int) -> None:
     entry.run_dir.mkdir(exist_ok=True)
     record = {"event": "train", "update": update, "loss": 0.25, "samples_per_second": 1234.0}
     lines = [{**record, "update": n} for n in range(update - 200, update + 1)] + [{"event": "evaluate", "update": update}]
@@ -312,7 +312,7 @@ def test_the_time_left_follows_from_what_was_done_here(tmp_path: Path, monkeypat
     assert display.seconds_left(all_of_them[2:3]) == pytest.approx(10 / 0.5 * 2)
 
 
-def drawn(display: Display, jobs: list[Entry], running: list[Entry], max_rows: int) -> str:
+def drawn(display: Display, jobs: list[StoredJob], running: list[StoredJob], max_rows: int) -> str:
     from rich.console import Console
 
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -329,7 +329,7 @@ def test_the_tables_name_the_set_of_a_figure(capsys: pytest.CaptureFixture[str])
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split("status")[1].split("samples/s")[0].split() == ["validation", "loss", "test", "loss"]
     assert [line.split()[3:5] for line in rows if "completed" in line] == [["0.5000", "–"], ["–", "0.9000"]]
-    entry = Entry(0, SweepJob("", [], None, []), Path())
+    entry = StoredJob(0, SweepJob("", [], None, []), Path())
     entry.result = results[0]
     assert "0.5000 validation" in row(entry, False)
 

@@ -21,8 +21,8 @@ from drivetrain.core.machine import files
 from drivetrain.run import reader
 from drivetrain.ui import output, sheet
 from drivetrain.ui.pages import charts, run, style
-from drivetrain.ui.pages.charts import Axis, Curve
-from drivetrain.ui.sheet import Drawn, Part, Sheet, Table, commands, folded, heading, remarks, spreadsheet, words
+from drivetrain.ui.pages.charts import Axis, ChartLine
+from drivetrain.ui.sheet import Drawn, PagePart, Sheet, Table, commands, folded, heading, remarks, spreadsheet, words
 from tests.support import made_pages, pages
 
 
@@ -134,7 +134,7 @@ def points_of(chart):
 
 
 def test_a_logarithmic_axis_gives_each_decade_the_same_room():
-    chart = charts.curves("loss", [Curve("a", [(n, 10.0**-n) for n in range(4)])], log=True)
+    chart = charts.curves("loss", [ChartLine("a", [(n, 10.0**-n) for n in range(4)])], log=True)
     heights = [y for _, y in points_of(chart)]
     steps = [b - a for a, b in itertools.pairwise(heights)]
     assert steps == pytest.approx([steps[0]] * 3, abs=0.2)
@@ -157,17 +157,17 @@ def test_a_logarithmic_axis_gives_each_decade_the_same_room():
     ],
 )
 def test_values_of_a_spoilt_file_do_not_spoil_the_chart(values, log):
-    chart = charts.curves("loss", [Curve("a", list(enumerate(values, 1)))], log=log)
+    chart = charts.curves("loss", [ChartLine("a", list(enumerate(values, 1)))], log=log)
     assert not re.search(r'="[^"]*\b(inf|nan)\b', chart)
 
 
 def test_no_points_no_chart():
-    assert charts.curves("loss", [Curve("a", [])]) == ""
+    assert charts.curves("loss", [ChartLine("a", [])]) == ""
     assert charts.grid(["", ""]) == ""
 
 
 def test_a_long_curve_keeps_its_end():
-    long = points_of(charts.curves("loss", [Curve("a", [(float(n), float(n)) for n in range(10_001)])]))
+    long = points_of(charts.curves("loss", [ChartLine("a", [(float(n), float(n)) for n in range(10_001)])]))
     assert len(long) <= charts.MAX_POINTS + 2
     assert long[-1][0] == charts.WIDTH - charts.RIGHT
 
@@ -484,7 +484,7 @@ def test_a_cell_may_have_a_drawing_and_a_share(capsys):
 
 
 def test_the_terminal_has_no_room_for_remarks_drawings_and_what_is_folded(capsys):
-    sections = [remarks("soft"), Part("<svg></svg>"), folded("more", [words("hidden")])]
+    sections = [remarks("soft"), PagePart("<svg></svg>"), folded("more", [words("hidden")])]
     Sheet("", "done", sections).show()
     assert capsys.readouterr().out == "done.\n"
     assert (

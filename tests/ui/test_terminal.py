@@ -96,7 +96,7 @@ def test_the_tree_marks_what_was_set(at_a_terminal):
 @pytest.mark.parametrize("room", [40, 60, 80, 100, None])
 def test_a_record_fits_the_room_and_keeps_what_matters(room, monkeypatch):
     monkeypatch.setattr("drivetrain.core.machine.device.memory_now", lambda: 2**30)
-    line = terminal.Progress(5000, 10)._text(RECORD, room)
+    line = terminal.ProgressLine(5000, 10)._text(RECORD, room)
     assert "epoch 4/10" in line
     assert "loss 0.1235" in line
     assert ("lr 3.00e-04" in line) == (room is None or room >= 100)
@@ -106,7 +106,7 @@ def test_a_record_fits_the_room_and_keeps_what_matters(room, monkeypatch):
 def test_a_live_line_says_how_long_the_run_still_takes(at_a_terminal, monkeypatch):
     clock = iter([100.0, 110.0, 110.0])
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock, 110.0))
-    line = terminal.Progress(5000, 10, done=1000)  # a resumed run: its pace is that of 200 updates in 10 s
+    line = terminal.ProgressLine(5000, 10, done=1000)  # a resumed run: its pace is that of 200 updates in 10 s
     assert line._left(1200) == "about 3 min left"
     assert line._left(5000) == ""
     line.close()
@@ -305,7 +305,7 @@ def test_a_message_goes_above_the_live_line(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", out)
     logs.configure()
-    progress = terminal.Progress(10, 1)
+    progress = terminal.ProgressLine(10, 1)
     LOG.warning("[a warning] in brackets")
     progress.close()
     LOG.warning("after it")
@@ -324,7 +324,7 @@ def test_standard_error_that_is_a_file_stays_the_place_while_a_line_is_live(monk
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     logs.configure()
-    progress = terminal.Progress(10, 1)
+    progress = terminal.ProgressLine(10, 1)
     LOG.warning("a warning")
     progress.close()
     assert err.getvalue() == "a warning\n"
@@ -333,7 +333,7 @@ def test_standard_error_that_is_a_file_stays_the_place_while_a_line_is_live(monk
 
 def test_a_forked_process_has_no_live_line(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
-    progress = terminal.Progress(10, 1)
+    progress = terminal.ProgressLine(10, 1)
     if (child := os.fork()) == 0:
         os._exit(0 if logs._console.live is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -9,7 +9,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import Effect, Option, RunSpec
 from drivetrain.core.step.microbatch import Request
-from drivetrain.core.step.source import CropBox, Pipeline
+from drivetrain.core.step.source import CropBox, PipelineParts
 
 CHUNK = 2**18  # values that a CPU works on at a time: they and their float copies stay in its cache
 
@@ -35,7 +35,7 @@ class Augment(Option, groups.Augment):
         return x
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Change a batch as one step of a pipeline; return its inputs, targets and sample indices (n,).
 

@@ -12,7 +12,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import RunSpec, Share
 from drivetrain.core.step import rng
 from drivetrain.core.step.microbatch import Request
-from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.tensors import send
 
 LARGE = 2**15  # values of an image: on a CPU, larger images are erased one by one, which touches fewer pixels
@@ -54,7 +54,7 @@ class RandomErasing(Augment):
             )
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mean = None if pipeline.normalize is None else pipeline.normalize.mean
         return self(x, pipeline.seed, request.epoch, request.indices_to_read(), mean), y, indices

@@ -15,7 +15,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import CountOrZero, Positive, RunSpec, Share
 from drivetrain.core.step import rng
 from drivetrain.core.step.microbatch import Request
-from drivetrain.core.step.source import CropBox, Pipeline
+from drivetrain.core.step.source import CropBox, PipelineParts
 from drivetrain.core.step.tensors import send
 
 LARGE = 2**15  # values of an image: a CPU mirrors larger ones faster one by one (224×224: in 0.4 of the time)
@@ -53,7 +53,7 @@ class FlipCrop(Augment):
         return rng.uniform(seed, epoch, indices, base.FLIP[0]) < self.flip
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if pipeline.masks:  # they move by the same draws, pixel by pixel
             y = self(y.unsqueeze(1), pipeline.seed, request.epoch, indices).squeeze(1)
@@ -145,7 +145,7 @@ class RandomResizedCrop(Augment):
         return [RandomCropBox(row, self.scale, self.ratio, self.interpolation) for row in draws.tolist()]
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if pipeline.crops:  # the source has cropped them already, while decoding
             return x, y, indices

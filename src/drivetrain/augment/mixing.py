@@ -13,7 +13,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import Positive, RunSpec, Share
 from drivetrain.core.step import rng
 from drivetrain.core.step.microbatch import Request
-from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.tensors import send
 
 KNOTS = 4096  # of the table of a Beta distribution
@@ -56,7 +56,7 @@ class Mixing(Augment):
         yield from require_images(run, shape, self.name)
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mix the request's samples (n, …); targets become probabilities (n, classes) float32."""
         mixers = [cast(Mixing, step) for step in pipeline.steps if step.mixes]

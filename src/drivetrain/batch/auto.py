@@ -21,7 +21,7 @@ SEARCH_FACTOR = 1.1  # the largest micro-batch is found to within this factor
 
 
 @dataclass(eq=False)
-class Auto(Batch):
+class AutoBatch(Batch):
     """Finds the largest micro-batch that fits by trial before the run; gradient accumulation keeps the global batch.
 
     Trials begin at the size that is forecast to fit, and decide. Each is a process of its own, which may run out of memory. A CPU

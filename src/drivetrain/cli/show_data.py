@@ -19,7 +19,7 @@ from drivetrain.data.base import IGNORE_INDEX, Data, Splits, Tensors, twice
 from drivetrain.data.decoding import ImageFileSource, open_image, values_of
 from drivetrain.loader.base import Pipeline
 from drivetrain.logger.drawing import BLACK, Tile, grid, in_words, pixels, with_mask
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, escape, under, words
+from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, escape, under, words
 
 SHOWN, CLASSES = 12, 30  # samples that are drawn, classes that are counted
 LOOKED_AT = 100  # samples or files of which the range of values is told
@@ -46,7 +46,7 @@ def sheet_of(run: RunSpec) -> Sheet:
     if isinstance(shape, tuple) and len(shape) == 3 and shape[0] in (1, 3) and data.images is None:
         what = f", images of {shape[2]}×{shape[1]}"
         beside = "Samples of the training set, and beside each what augmentation makes of it in the first epoch"
-        sections += under(beside, Part(_image(_tiles(run, data))))
+        sections += under(beside, PagePart(_image(_tiles(run, data))))
     else:
         sections += _lengths(sets, "tokens" if run.data.tokens else "positions")
         texts = _texts(run, data) if run.data.tokens is not False or data.dtype is not None else {}

@@ -50,7 +50,7 @@ WHOLE = {"test": "the whole file"}  # the origin of the samples of another file 
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-P = TypeVar("P", bound="Part")
+P = TypeVar("P", bound="ReadSet")
 S = TypeVar("S", bound=Source)
 K = TypeVar("K")
 
@@ -373,7 +373,7 @@ class Data(Option, groups.Data):
         return None
 
 
-class Part(Protocol):
+class ReadSet(Protocol):
     """The samples of one set as they are read: a source already, or what becomes one once the training samples are known."""
 
     def __len__(self) -> int: ...

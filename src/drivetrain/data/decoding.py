@@ -194,13 +194,13 @@ class ImageFileSource(Source):
         _, found = self.sample(index)
         return self.content(found), found
 
-    def image_file_and_layout(self, index: int, box: CropBox | None = None) -> tuple[bytes, Layout, int]:
+    def image_file_and_layout(self, index: int, box: CropBox | None = None) -> tuple[bytes, WantedPart, int]:
         """Return a sample's file, layout and index for a loader that decodes files itself.
 
         A file whose header cannot be read is replaced; the index is then the replacement's.
         """
 
-        def read(candidate: int) -> tuple[bytes, Layout, int]:
+        def read(candidate: int) -> tuple[bytes, WantedPart, int]:
             content = self.content(candidate)
             layout = read_layout(content, self.name(candidate), self.how.max_pixels, box, self.how.crop_pct)
             plain = layout.plain_jpeg and not (self.range is not None and self.range.said)
@@ -224,7 +224,7 @@ class ImageFileSource(Source):
         return [] if self.policy.bad is None else [self.name(i) for i in self.policy.bad.nonzero().flatten().tolist()]
 
 
-class Layout(NamedTuple):
+class WantedPart(NamedTuple):
     """The size in an image file's header, and the part of the image that is wanted."""
 
     size: tuple[int, int]  # width and height of the upright image
@@ -233,7 +233,7 @@ class Layout(NamedTuple):
     plain_jpeg: bool  # an upright JPEG in RGB or grey
 
 
-def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0) -> Layout:
+def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None = None, crop_pct: float = 1.0) -> WantedPart:
     """Read an image file's layout; without `box` the crop is a square in the middle. DataError if the image is too large."""
     if (size := _plain_jpeg_size(content)) is not None:
         orientation, plain = 1, True
@@ -243,7 +243,9 @@ def read_layout(content: bytes, name: str, max_pixels: int, box: CropBox | None 
             size, orientation = image.size, orientation_of(image, name, max_pixels)
             plain = image.format == "JPEG" and image.mode in ("RGB", "L") and orientation == 1
     upright = size[::-1] if orientation >= 5 else size
-    return Layout(upright, center_square(upright[0], upright[1], crop_pct) if box is None else box(*upright), orientation, plain)
+    return WantedPart(
+        upright, center_square(upright[0], upright[1], crop_pct) if box is None else box(*upright), orientation, plain
+    )
 
 
 def check_pixels(size: tuple[int, int], name: str, max_pixels: int) -> None:
@@ -325,7 +327,7 @@ def decode(
 
 
 def decode_crop(
-    content: bytes, name: str, layout: Layout, size: int, interpolation: str, scale: Range | None = None
+    content: bytes, name: str, layout: WantedPart, size: int, interpolation: str, scale: Range | None = None
 ) -> torch.Tensor:
     """Decode the crop of an image file whose layout is known: uint8 (3, size, size). Raises DataError with the file's name."""
     whole, crop, orientation, plain = layout

@@ -43,7 +43,7 @@ from drivetrain.data.decoding import (
 )
 from drivetrain.data.listing import IMAGES as IMAGES
 from drivetrain.data.listing import Folder, one_form
-from drivetrain.data.schema import Schema, TargetReader, check_names, columns_of, named, words_of
+from drivetrain.data.schema import TableSchema, TargetReader, check_names, columns_of, named, words_of
 from drivetrain.data.tables import KINDS, Cells, absent, open_table
 from drivetrain.data.tabular import KEPT, Delimiter, Known, form_of, names_of
 from drivetrain.data.untrusted import as_kept, read_image_file
@@ -211,7 +211,7 @@ class Images(ImageFileSource):
 class Folders(NamedTuple):
     """The folders of images that were found."""
 
-    layout: listing.Layout
+    layout: listing.SetFolders
     classes: list[str]
     not_read: str  # in words
     doubts: list[str]
@@ -377,18 +377,18 @@ class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
     def describe_columns(self, data: Splits) -> Mapping[str, Sequence[str]]:
         targets = names_of(self.target)
         cells = open_table(Path(str(self.path)), form_of(self.delimiter, self.encoding)).cells((), [self.image, *targets])
-        found = columns_of(Schema.from_json(data.files[KEPT]), cells, targets, data.names, {})
+        found = columns_of(TableSchema.from_json(data.files[KEPT]), cells, targets, data.names, {})
         found["became"][found["column"].index(self.image)] = "the image's file"
         return found
 
     def kept(self, own: Splits) -> Known:
         with as_kept(KEPT):
-            return Schema.from_json(own.files[KEPT]), self._reader().of(own), None
+            return TableSchema.from_json(own.files[KEPT]), self._reader().of(own), None
 
     def _reader(self) -> TargetReader:
         return TargetReader(self.targets or "class", names_of(self.target), "data.target", self.separator)
 
-    def _rows(self, path: str, schema: Schema | None) -> tuple[Cells, Schema]:
+    def _rows(self, path: str, schema: TableSchema | None) -> tuple[Cells, TableSchema]:
         """Return the images and targets in a table, and its schema, which is decided where none is given. Raises UserError."""
         table, targets = open_table(Path(path), form_of(self.delimiter, self.encoding)), names_of(self.target)
         check_names([self.image], table.names, "data.image", path)
@@ -396,7 +396,7 @@ class LabelsCsv(PictureData, FromFile[Cells, Known, Images]):
         cells = table.cells(() if schema is None else schema.plain, [self.image, *targets])
         if schema is None:
             texts = [self.image, *(targets if self.separator is not None else ())]
-            schema = Schema.decided(cells, dict.fromkeys(texts, "category"), targets=targets)
+            schema = TableSchema.decided(cells, dict.fromkeys(texts, "category"), targets=targets)
         return schema.read(cells), schema
 
     def source(self, known: Known, part: Cells) -> Images:

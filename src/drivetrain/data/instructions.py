@@ -18,7 +18,7 @@ from drivetrain.core.options.allowed import ColumnName
 from drivetrain.core.options.option import Count, RunSpec, needs_extra
 from drivetrain.data.base import Splits
 from drivetrain.data.huggingface import load_from_disk
-from drivetrain.data.jsonl import Jsonl, Known, Line
+from drivetrain.data.jsonl import Jsonl, Known, TextLine
 from drivetrain.data.text import BEGIN, Conversations
 from drivetrain.data.tokenizer import SETTINGS, Some, Tokenizer
 from drivetrain.data.untrusted import as_kept
@@ -112,7 +112,7 @@ class Instructions(Jsonl):
         template = self._chat()
         return {**super()._about(), **self._keys, "template": template.text, "special": dict(template.special)}
 
-    def _read(self, path: Path) -> Iterator[Line]:
+    def _read(self, path: Path) -> Iterator[TextLine]:
         if self.path is None:
             yield from (self._conversation({self.messages: talk}, "") for talk in exercises())
             return
@@ -127,15 +127,15 @@ class Instructions(Jsonl):
         for number, row in enumerate(rows.with_format(None), 1):
             yield self._conversation(row, f"{path}, row {number}")
 
-    def _line(self, content: bytes, source: str, number: int) -> Line:
+    def _line(self, content: bytes, source: str, number: int) -> TextLine:
         return self._conversation(self._object(content, source, number, []), f"{source}:{number}")
 
-    def _conversation(self, entry: Mapping[str, object], where: str) -> Line:
+    def _conversation(self, entry: Mapping[str, object], where: str) -> TextLine:
         with _said_of(where):
             text, answers = self._chat().conversation(messages_of(entry, self._keys))
-        return Line(text, "", answers=answers)
+        return TextLine(text, "", answers=answers)
 
-    def _tokens(self, tokenizer: Tokenizer, lines: Sequence[Line]) -> Iterator[torch.Tensor]:
+    def _tokens(self, tokenizer: Tokenizer, lines: Sequence[TextLine]) -> Iterator[torch.Tensor]:
         """Yield each conversation's tokens, with one more than are read of it where it is longer.
 
         A token that is no target is stored as its complement, ~token. Of a conversation without a target nothing is stored.

@@ -41,7 +41,7 @@ TOGETHER = 1024  # texts that are tokenized at a time, by the threads of a token
 TRAINED_ON = 64 << 20  # bytes of texts, about, that byte pairs are trained on at most
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """One text and its class; "" for no class."""
 
     text: str
@@ -192,7 +192,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
     def _packs(self) -> Literal["rows", "one row"] | None:
         return None if not self.packing else "one row" if self._one_row else "rows"
 
-    def _tokens(self, tokenizer: Tokenizer, lines: Sequence[Line]) -> Iterable[torch.Tensor]:
+    def _tokens(self, tokenizer: Tokenizer, lines: Sequence[TextLine]) -> Iterable[torch.Tensor]:
         """Return the tokens of each text."""
         texts = [line.text for line in lines]
         return tokenizer(texts) if self.label is None else tokenizer.whole(texts, self.length)
@@ -249,7 +249,7 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         """Return the files that a path stands for."""
         return [path]
 
-    def _read(self, path: Path) -> Iterator[Line]:
+    def _read(self, path: Path) -> Iterator[TextLine]:
         """Yield the lines whose text is not empty. Raises UserError."""
         end, empty = 0, True
         for number, content in lines_of(path, self.encoding):
@@ -260,9 +260,9 @@ class Jsonl(FromFile[Any, Known, Any], TextData):
         if empty:
             raise UserError(f"{path} has no texts under the key '{self.text}'")
 
-    def _line(self, content: bytes, source: str, number: int) -> Line:
+    def _line(self, content: bytes, source: str, number: int) -> TextLine:
         entry = self._entry(content, source, number, [("text", self.text), ("label", self.label)])
-        return Line(entry[self.text], "" if self.label is None else self._class(entry[self.label], f"{source}:{number}"))
+        return TextLine(entry[self.text], "" if self.label is None else self._class(entry[self.label], f"{source}:{number}"))
 
     def _class(self, label: object, where: str) -> str:
         """Return the name of a class. Raises DataError."""
@@ -326,12 +326,12 @@ class TextFiles(Jsonl):
     def _files(self, path: Path) -> list[Path]:
         return sorted(path / name for name in walk(str(path), (".txt",)).every()) if path.is_dir() else [path]
 
-    def _read(self, path: Path) -> Iterator[Line]:
+    def _read(self, path: Path) -> Iterator[TextLine]:
         end = 0
         for file in self._files(path):
             for passage, size in self._passages(file):
                 end += size
-                yield Line(passage, "", end)
+                yield TextLine(passage, "", end)
         if not end:
             raise UserError(f"{path} holds no .txt file with a text" if path.is_dir() else f"{path} is empty")
 

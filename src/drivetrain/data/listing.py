@@ -124,7 +124,7 @@ FILLER = frozenset(("set", "sets", "data", "dataset", "image", "images", "img", 
 
 
 @dataclass
-class Layout:
+class SetFolders:
     """The folder of each set that has one, and what else lies beside them."""
 
     train: Folder
@@ -141,7 +141,7 @@ class Layout:
         return {name: ", ".join(folder.path for folder in folders) for name, folders in sets.items() if folders}
 
 
-def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequence[str] = ()) -> Layout:
+def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequence[str] = ()) -> SetFolders:
     """Return the layout of a folder: a folder for each class, or train/ and others that hold these.
 
     A folder with nothing but one folder of folders is passed through. `validation` names the folders of these sets; None takes
@@ -160,7 +160,7 @@ def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequ
     alike = [name for name in others if any(_alike(classes[name], classes[one]) for one in (train or others) if one != name)]
     if not train or (others and not alike and any(name not in named for name in others)):
         _check_classes(f"{root}/{base.path}".rstrip("/"), folders, named, holding, alike)
-        return Layout(base)
+        return SetFolders(base)
     beside = [name for name in folders if name not in named and folders[name].holds_files()]
     asked = {one_form(name) for name in (*test, *(validation or ()))}
     if beside and not any(name in named or name in asked for name in others):
@@ -173,7 +173,7 @@ def find(root: str, listed: Folder, validation: Sequence[str] | None, test: Sequ
 
 def _sets(
     root: str, folders: dict[str, Folder], named: dict[str, str], validation: Sequence[str] | None, test: Sequence[str]
-) -> Layout:
+) -> SetFolders:
     """Return the layout of folders of which some are sets. Raises UserError."""
     of = {kind: [name for name in folders if named.get(name) == kind] for kind in WORDS}
     if len(of["train"]) > 1:
@@ -194,7 +194,9 @@ def _sets(
                 f"{root}/{folder.path} holds no class folders, as {sets[0][0]}/ does, so nothing tells the classes of its "
                 "images: sort them into class folders, or move the folder elsewhere"
             )
-    return Layout(train[sets[0][0]], found[0], found[1], [name for name in folders if not any(name in names for names in sets)])
+    return SetFolders(
+        train[sets[0][0]], found[0], found[1], [name for name in folders if not any(name in names for names in sets)]
+    )
 
 
 def roles(names: Sequence[str]) -> dict[str, str]:

@@ -18,15 +18,7 @@ from drivetrain.core.options.option import Count, CountOrZero, RunSpec
 from drivetrain.core.step.source import CropBox
 from drivetrain.data import listing
 from drivetrain.data.base import IGNORE_INDEX, Fraction, HeldOut, Splits, hash_fractions
-from drivetrain.data.decoding import (
-    Decoding,
-    Layout,
-    decode_crop,
-    open_image,
-    orientation_of,
-    read_layout,
-    upright,
-)
+from drivetrain.data.decoding import Decoding, WantedPart, decode_crop, open_image, orientation_of, read_layout, upright
 from drivetrain.data.images import ImageData, Images
 from drivetrain.data.listing import IMAGES
 from drivetrain.data.untrusted import ordinary, read_image_file
@@ -278,7 +270,7 @@ class MaskReading:
     turns: bool | None  # where its size does not tell: whether a mask is stored as its image is
     found: str = ""  # their values in words
 
-    def read(self, path: str, image: str, layout: Layout, size: int) -> torch.Tensor:
+    def read(self, path: str, image: str, layout: WantedPart, size: int) -> torch.Tensor:
         """Return a mask, int64 (size, size), of the part of its image that the layout says. Raises DataError."""
         values, _ = _values(read_image_file(path, self.max_pixels), path, self.max_pixels, self.values[0] >= COLOUR)
         whole, (left, top, width, height), orientation, _ = layout

@@ -16,7 +16,7 @@ from drivetrain.core.options.allowed import Arguments, ColumnName, Name
 from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.order import checked, index_of
 from drivetrain.core.step import rng, streams, trees
-from drivetrain.core.step.streams import Stream
+from drivetrain.core.step.streams import RandomStream
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.step.trees import Tree, map_tensors, named_leaves
 from drivetrain.core.user import code as user_code
@@ -41,8 +41,8 @@ class Reader(Generic[B]):
         self.dataset, self.together = dataset, together
         self.used: list[int] = []  # the positions of the streams that were seen to move
         self.stateful = bool(owned.find({"data": dataset, "data.collate": together}))  # each read counts: none is repeated
-        self._streams: list[Stream] = []
-        self.watched: list[Stream] = []  # those that only the Dataset draws from, where threads read it
+        self._streams: list[RandomStream] = []
+        self.watched: list[RandomStream] = []  # those that only the Dataset draws from, where threads read it
         self._suspected = False  # whether one of them has moved
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -56,7 +56,7 @@ class Reader(Generic[B]):
         """Return what the samples were seen to draw from, such as numpy."""
         return sorted({self._streams[number].name for number in self.used})
 
-    def _find(self, index: int) -> list[Stream]:
+    def _find(self, index: int) -> list[RandomStream]:
         """Return the streams that the Dataset may draw from, those included that it makes at its first sample."""
         if not self._streams:
             if not self.stateful:
@@ -389,7 +389,7 @@ IMAGES = ("image", "images", "pixel_values", "x")  # the keys of a dict sample t
 
 
 @dataclass(kw_only=True, eq=False)
-class Own(Data):
+class OwnDataset(Data):
     """The user's own map-style Dataset `target`, of a package named in `trust`.
 
     It is built twice, with `kwargs` and the arguments in `train` or `test`; without these, with split= or train=. A sample

@@ -30,7 +30,7 @@ from drivetrain.data.decoding import (
     pixels_of,
     upright,
 )
-from drivetrain.data.stored import CRC, END, LABEL, Sample, Stored, damaged, read_index, write_index, write_set
+from drivetrain.data.stored import CRC, END, LABEL, Sample, StoredSamples, damaged, read_index, write_index, write_set
 
 READ_AHEAD_FROM = 1 << 14  # bytes: for larger samples, asking the disk for a whole batch first is faster
 
@@ -115,7 +115,7 @@ class Packed(Data):
 
 def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, ...], max_pixels: int, verify: bool) -> RawImages:
     """Open a split as a source. Raises DataError where its files are not what the index describes."""
-    path, table = root / f"{split}.data", Stored.rows(root, index, split)
+    path, table = root / f"{split}.data", StoredSamples.rows(root, index, split)
     labels, sizes = table[:, LABEL], table[:, END].diff(prepend=table.new_zeros(1))
     stored = sizes == math.prod(index["shape"]) if index["kind"] == "uint8" else sizes > 0
     if not stored.all() or labels.min() < 0 or labels.max() >= index["classes"]:
@@ -125,7 +125,7 @@ def open_split(root: Path, index: dict[str, Any], split: str, shape: tuple[int, 
     return RawImages(path, table, shape, verify)
 
 
-class RawImages(Stored, Source):
+class RawImages(StoredSamples, Source):
     """Decoded images of one size as a source: uint8 (n, c, h, w), stored one after the other in a file, channels last.
 
     Crops are resized straight from the mapped file.

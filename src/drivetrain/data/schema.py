@@ -264,7 +264,7 @@ class Column:
 
 
 @dataclass
-class Schema:
+class TableSchema:
     """The columns of a table that can be read, in its order."""
 
     columns: dict[str, Column]
@@ -282,7 +282,7 @@ class Schema:
         decimal: str | None = None,
         hint: str = "",
         targets: Sequence[str] = (),
-    ) -> Schema:
+    ) -> TableSchema:
         """Return the schema of a training file. `types` are those that the user gives; `hint` is its likelier decimal mark.
 
         A target is no date. Raises UserError where a number can be read in two ways.
@@ -423,7 +423,7 @@ class Schema:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Schema:
+    def from_json(cls, text: str) -> TableSchema:
         """Return the schema that `to_json` wrote. Raises ValueError where no run wrote it: its folder may be a stranger's."""
         content = parse_json(text)
         if not (isinstance(content, dict) and content.keys() == KEYS.keys() and all(fits(content[k], KEYS[k]) for k in KEYS)):
@@ -446,7 +446,7 @@ def _why_not(name: str, values: np.ndarray | Words) -> str:
 
 
 def columns_of(
-    schema: Schema, cells: Cells, targets: Sequence[str], classes: Sequence[str] | None, refused: Mapping[str, UserError]
+    schema: TableSchema, cells: Cells, targets: Sequence[str], classes: Sequence[str] | None, refused: Mapping[str, UserError]
 ) -> dict[str, list[str]]:
     """Return in words what each column of a table became, its range or categories, missing cells and examples.
 

@@ -191,7 +191,7 @@ def _as_tensor(content: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(content, dtype=dtype)
 
 
-class Stored:
+class StoredSamples:
     """The samples of a set, each of which is some bytes of a mapped file.
 
     With `verify`, a sample's checksum is checked the first time it is read, whichever process reads it.
@@ -265,7 +265,7 @@ def verify(out: Path, on_progress: Callable[[str, int, int], None]) -> int:
     index = read_index(out, IMAGES + TEXTS)
     broken, count = list[str](), 0
     for name in index["splits"]:
-        split = Stored(out / f"{name}.data", Stored.rows(out, index, name), verify=False)
+        split = StoredSamples(out / f"{name}.data", StoredSamples.rows(out, index, name), verify=False)
         for i, row in enumerate(split.table):
             if zlib.crc32(split.stored(i)) != row[CRC]:
                 broken.append(f"{split.path}: sample {i} (class {int(row[LABEL])}) is not what was packed: make the folder anew")

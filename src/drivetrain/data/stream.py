@@ -24,7 +24,7 @@ from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.core.user import code as user_code
 from drivetrain.core.user import state as owned
 from drivetrain.core.world import World
-from drivetrain.data.own import Own, OwnSource, is_map_style, tensors_of
+from drivetrain.data.own import OwnDataset, OwnSource, is_map_style, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ STREAM = 14  # of the keys of what the samples of a stream draw
 
 
 @dataclass(kw_only=True, eq=False)
-class Stream(Own):
+class OwnStream(OwnDataset):
     """The user's own stream `target`, of a package named in `trust`: an IterableDataset with `state_dict` and `load_state_dict`.
 
     An epoch is `updates` long, wherever the stream ends and begins again. Each rank and worker reads a part of it. It goes on
@@ -162,7 +162,7 @@ class StreamSource(Source):
 class Reads:
     """The reads of training from a stream, and their state. At its end a stream begins again, as a new object."""
 
-    def __init__(self, make: Callable[[], Any], option: Stream, together: Any) -> None:
+    def __init__(self, make: Callable[[], Any], option: OwnStream, together: Any) -> None:
         self.make, self.together, self.target_key = make, together, option.target_key
         self.workers, self.by_samples = option.workers, option.split == "samples"
         self.setting = f"data.target={option.target}"
@@ -232,7 +232,7 @@ class Reads:
         """Return a loader of a pass over a rank's part, and whether its batches are the user's own."""
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        from drivetrain.data.stream_part import Part, begin_worker
+        from drivetrain.data.stream_part import StreamPart, begin_worker
 
         dataset = self.make()
         if callable(set_epoch := getattr(dataset, "set_epoch", None)):
@@ -244,7 +244,7 @@ class Reads:
             from datasets.distributed import split_dataset_by_node
 
             dataset, divided = split_dataset_by_node(dataset, world.rank, world.size), True
-        part = Part(dataset, rng.mix(self.seed, STREAM, self._passes), world.rank, 0 if divided else world.size)
+        part = StreamPart(dataset, rng.mix(self.seed, STREAM, self._passes), world.rank, 0 if divided else world.size)
         generator = torch.Generator()  # else it draws its base seed from the model's random stream
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 calls it, with torch from 2.13 on

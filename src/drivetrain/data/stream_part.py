@@ -25,7 +25,7 @@ def begin_worker(_: int) -> None:
     threading.Thread(target=end_with_run, args=(parent_pid(),), daemon=True, name="end with run").start()
 
 
-class Part(IterableDataset[object]):
+class StreamPart(IterableDataset[object]):
     """Every so-manyth sample of a stream, or all where it divides itself. What a sample draws follows from a key and its place.
 
     The draws are those from torch, numpy and random. Generators that the stream keeps belong to its own state.

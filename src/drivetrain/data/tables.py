@@ -194,7 +194,7 @@ class Form:
 
 
 @dataclass
-class Layout:
+class RowLayout:
     """The layout of the rows of a separated text."""
 
     names: list[str]
@@ -204,7 +204,7 @@ class Layout:
     header: bytes  # the first line, with its end; empty where it is no header
 
     @classmethod
-    def found(cls, first: bytes, form: Form, source: str) -> Layout:
+    def found(cls, first: bytes, form: Form, source: str) -> RowLayout:
         """Return the layout that the first line shows. Raises UserError."""
         line = untrusted.decode(first, source)
         separator = form.separator or max(SEPARATORS, key=lambda sep: len(_split(line, sep)))
@@ -318,7 +318,7 @@ class TextTable:
             if found is None and most - end > untrusted.MOST_LINE:
                 raise untrusted.no_end(source)
             end = most if found is None else found.end()
-        self.layout = Layout.found(bytes(content[:end]), form, source)
+        self.layout = RowLayout.found(bytes(content[:end]), form, source)
         self._content, self._body = content, memoryview(content)[len(self.layout.header) :]
         self.names = self.layout.names
         self.decimal = "," if self.layout.separator == ";" else ""  # the mark that numbers probably have
@@ -330,8 +330,8 @@ class TextTable:
         return self.layout.parse(self._body, self._plain() if plain is None else plain, wanted)
 
     def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
-        """Yield the rows as `Stream.blocks` does."""
-        return Stream(_lines(self._content), replace(self.layout.form, encoding=None), self.layout.source).blocks(
+        """Yield the rows as `StreamedTable.blocks` does."""
+        return StreamedTable(_lines(self._content), replace(self.layout.form, encoding=None), self.layout.source).blocks(
             size, plain, wanted
         )
 
@@ -347,13 +347,13 @@ class TextTable:
         return [name for name, words in columns.items() if isinstance(words, Words) and _has_fractions(words)]
 
 
-class Stream:
+class StreamedTable:
     """A table of separated text that is read some rows at a time, as its lines come."""
 
     def __init__(self, lines: Iterable[bytes], form: Form, source: str) -> None:
         self._rows = self._joined(untrusted.utf8_lines(lines, form.encoding, source))
         first = next(self._rows, (1, b""))
-        self._layout = Layout.found(first[1], form, source)
+        self._layout = RowLayout.found(first[1], form, source)
         self._rows = self._rows if self._layout.header else chain([first], self._rows)
         self.names = self._layout.names
 
@@ -479,7 +479,7 @@ class NativeTable:
         return Cells(columns, self._source)
 
     def blocks(self, size: int, plain: Collection[str], wanted: Collection[str]) -> Iterator[Block]:
-        """Yield the rows as `Stream.blocks` does."""
+        """Yield the rows as `StreamedTable.blocks` does."""
         cells = self.cells(plain, wanted)
         for first in range(0, len(cells), size):
             block = cells[first : first + size]

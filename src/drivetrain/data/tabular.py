@@ -19,8 +19,8 @@ from drivetrain.core.options.option import Count, RunSpec
 from drivetrain.core.step import rng
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.data.base import Fraction, FromFile, HeldOut, Inputs, Splits, Tensors, number_apart
-from drivetrain.data.schema import TYPES, Schema, TargetReader, check_names, columns_of, named
-from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, Stream, TextTable, Words, absent, open_table
+from drivetrain.data.schema import TYPES, TableSchema, TargetReader, check_names, columns_of, named
+from drivetrain.data.tables import KINDS, MISSING, Cells, Form, NativeTable, StreamedTable, TextTable, Words, absent, open_table
 from drivetrain.data.text import LabelledTexts, TextData, tell_cut
 from drivetrain.data.tokenizer import Documents, Tokenizer
 from drivetrain.data.untrusted import as_kept
@@ -44,10 +44,12 @@ def form_of(delimiter: str | None, encoding: str | None, header: bool | None = N
     return Form(delimiter, encoding, header, MISSING if na is None else ("", *(str(word).lower() for word in na)))
 
 
-Known = tuple[Schema, TargetReader, "Tokenizer | None"]  # what encodes the rows of a table; a tokenizer where one text is read
+Known = tuple[
+    TableSchema, TargetReader, "Tokenizer | None"
+]  # what encodes the rows of a table; a tokenizer where one text is read
 
 
-class Table:
+class TabularData:
     """The common part of tables; predictions are for rows of a table with the same columns."""
 
     max_value: ClassVar[float | None] = None
@@ -92,7 +94,7 @@ class Table:
             about |= {"dtype": torch.int64, "vocabulary": tokenizer.vocabulary, "pad_token": tokenizer.padding}
         return about
 
-    def complete(self, cells: Cells, schema: Schema) -> Cells:
+    def complete(self, cells: Cells, schema: TableSchema) -> Cells:
         """Return the values of rows. Raises DataError where one of an input is missing and is to be refused."""
         rows = schema.read(cells)
         gaps = {name: gap for name in schema.inputs if (gap := absent(rows.columns[name])).any()}
@@ -105,13 +107,13 @@ class Table:
             )
         return rows
 
-    def kept_rows(self, schema: Schema, data: Splits) -> Tokenizer | None:
+    def kept_rows(self, schema: TableSchema, data: Splits) -> Tokenizer | None:
         """Return the tokenizer of a run that reads a text of each row; None where it reads columns."""
         return None
 
     def read_inputs(self, file: Path | Iterable[bytes], data: Splits, size: int) -> Inputs:
         schema, source = schema_of(data), file if isinstance(file, Path) else "standard input"
-        table = open_table(file, self.form()) if isinstance(file, Path) else Stream(file, self.form(), str(source))
+        table = open_table(file, self.form()) if isinstance(file, Path) else StreamedTable(file, self.form(), str(source))
         check_has(table, schema.inputs, f"{source} has no column {{}}: the model's inputs are {named(schema.inputs)}")
         unknown: Counter[str] = Counter()
         tokenizer = self.kept_rows(schema, data)
@@ -128,16 +130,16 @@ class Table:
         return Inputs(((places, partial(read, cells)) for places, cells in blocks), unknown)
 
 
-def check_has(table: TextTable | NativeTable | Stream, names: Sequence[str], problem: str) -> None:
+def check_has(table: TextTable | NativeTable | StreamedTable, names: Sequence[str], problem: str) -> None:
     """Raise UserError where a table lacks columns; `problem` has a place for their names."""
     if lacking := [name for name in names if name not in table.names]:
         raise UserError(problem.format(named(lacking)))
 
 
-def schema_of(data: Splits) -> Schema:
+def schema_of(data: Splits) -> TableSchema:
     """Return a run's schema. Raises UserError where it is none, or makes other inputs than the model's."""
     with as_kept(KEPT):
-        schema = Schema.from_json(data.files[KEPT])
+        schema = TableSchema.from_json(data.files[KEPT])
         if (schema.outputs,) != tuple(data.shape):
             raise ValueError(f"its columns make {schema.outputs} inputs, and the model takes {list(data.shape)}")
     return schema
@@ -171,7 +173,7 @@ class TextRows(LabelledTexts):
 
     said: Sequence[str] = ()
 
-    def __init__(self, rows: Cells, schema: Schema, y: torch.Tensor, tokenizer: Tokenizer) -> None:
+    def __init__(self, rows: Cells, schema: TableSchema, y: torch.Tensor, tokenizer: Tokenizer) -> None:
         words, length = rows.columns[str(schema.text)], schema.outputs
         assert isinstance(words, Words)
         tokens = tokenizer.whole([*words.texts, ""], length)
@@ -185,7 +187,7 @@ class TextRows(LabelledTexts):
 
 
 @dataclass(kw_only=True, eq=False)
-class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
+class Tabular(TabularData, FromFile[Cells, Known, "Rows | TextRows"], TextData):
     """A table (CSV, Parquet, NumPy) whose columns `target` are what is predicted, and whose other columns are the inputs.
 
     Numbers and the parts of dates are standardised by the training rows, texts become one column for each category. A model that
@@ -228,7 +230,7 @@ class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         table = open_table(path, self.form())
         names, types = self._inputs(table, targets, given)
         cells = table.cells()
-        schema = Schema.decided(cells, types, self.form().missing, self.decimal, table.decimal, targets)
+        schema = TableSchema.decided(cells, types, self.form().missing, self.decimal, table.decimal, targets)
         schema.inputs = [name for name in names if name in schema.columns]
         if self.tokens:
             schema.read_as_text(cells, types, self.length)
@@ -248,7 +250,7 @@ class Tabular(Table, FromFile[Cells, Known, "Rows | TextRows"], TextData):
         schema = schema_of(own)
         return schema, self._reader().of(own), self.kept_rows(schema, own)
 
-    def kept_rows(self, schema: Schema, data: Splits) -> Tokenizer | None:
+    def kept_rows(self, schema: TableSchema, data: Splits) -> Tokenizer | None:
         return None if schema.text is None else self.kept_tokenizer(data)
 
     def _reader(self) -> TargetReader:
@@ -293,7 +295,7 @@ WINE = (
 
 
 @dataclass(kw_only=True, eq=False)
-class ScikitLearn(Table, HeldOut[Cells, Known, "Rows | TextRows"]):
+class ScikitLearn(TabularData, HeldOut[Cells, Known, "Rows | TextRows"]):
     """A table that comes with scikit-learn. Nothing is downloaded. The same rows are held out in every run."""
 
     rows: ClassVar[int]
@@ -320,7 +322,7 @@ class ScikitLearn(Table, HeldOut[Cells, Known, "Rows | TextRows"]):
 
     def read(self) -> tuple[Cells, Known]:
         rows = Cells(self.table(), f"scikit-learn's {type(self).__name__.lower()}")
-        schema = Schema.decided(rows, {})
+        schema = TableSchema.decided(rows, {})
         schema.inputs = [name for name in rows.columns if name != self.target]
         return rows, (schema, TargetReader(self.targets or "class", [self.target], "target"), None)
 

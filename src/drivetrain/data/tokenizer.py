@@ -25,7 +25,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.machine.files import one_at_a_time, parse_json, read_text
 from drivetrain.core.machine.paths import user_cache
 from drivetrain.core.typed import fits
-from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, Stored, damaged, read_index, write_index, write_set
+from drivetrain.data.stored import END, KEY, LABEL, TEXTS, Sample, StoredSamples, damaged, read_index, write_index, write_set
 from drivetrain.data.untrusted import digest_of
 
 KEPT = "tokenizer.json"  # in the run's directory
@@ -341,7 +341,7 @@ class Documents:
     names: Sequence[str] = ()  # of the classes
     files: Mapping[str, str] = {}
 
-    def __init__(self, content: torch.Tensor | Stored, dtype: torch.dtype, sizes: torch.Tensor) -> None:
+    def __init__(self, content: torch.Tensor | StoredSamples, dtype: torch.dtype, sizes: torch.Tensor) -> None:
         self.content, self.dtype, self.sizes = content, dtype, sizes  # sizes (m,): the number of tokens of each
         self.begins = sizes.cumsum(0) - sizes  # (m,) where each begins in `tokens`
         self.keys: torch.Tensor | None = None  # (m,) int64
@@ -357,7 +357,7 @@ class Documents:
 
     def check(self, which: torch.Tensor) -> None:
         """Verify documents that are about to be read. Raises DataError."""
-        if isinstance(self.content, Stored):
+        if isinstance(self.content, StoredSamples):
             self.content.check(which)
 
     def fractions(self) -> np.ndarray:
@@ -432,10 +432,10 @@ def _in_memory(work: Work) -> Documents:
 def _opened(folder: Path) -> Documents:
     """Return the documents of a folder. Raises UserError where it is damaged."""
     index = read_index(folder, TEXTS)
-    table, dtype = Stored.rows(folder, index, SET), getattr(torch, index["dtype"])
+    table, dtype = StoredSamples.rows(folder, index, SET), getattr(torch, index["dtype"])
     if table.shape[1] != KEY + 1:
         raise damaged(folder / f"{SET}.table", "is no table of texts")
-    content = Stored(folder / f"{SET}.data", table, verify=True)
+    content = StoredSamples(folder / f"{SET}.data", table, verify=True)
     made = Documents(content, dtype, (table[:, END] - content.begins) // dtype.itemsize)
     made.keys, made.numbers, made.names, made.files = table[:, KEY], table[:, LABEL], index["names"], index["files"]
     return made

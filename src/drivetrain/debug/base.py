@@ -13,12 +13,12 @@ from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Count, Effect, Option, Positive, RunSpec
 from drivetrain.core.order import index_of
 from drivetrain.core.step.microbatch import one_update
-from drivetrain.core.step.source import Pipeline, Subset
+from drivetrain.core.step.source import PipelineParts, Subset
 from drivetrain.core.step.step import Step, Stream, StreamWatcher
 from drivetrain.core.world import World
 
 P = TypeVar("P")  # a precision
-E = TypeVar("E", bound=Pipeline)
+E = TypeVar("E", bound=PipelineParts)
 
 
 class Debug(Option, groups.Debug):
@@ -27,7 +27,7 @@ class Debug(Option, groups.Debug):
     why_fixed: ClassVar[str] = "it watches the whole run"
     effect: ClassVar[Effect] = "exact"
 
-    def check_model(self, model: torch.nn.Module, loss: groups.Loss, data: Pipeline) -> None:
+    def check_model(self, model: torch.nn.Module, loss: groups.Loss, data: PipelineParts) -> None:
         """Check the model before it is trained, patched or wrapped; `data` gives (x, y) for a request."""
 
     def choose_data(self, train: E, evaluated: Mapping[str, Mapping[str, E]]) -> Mapping[str, Mapping[str, E]]:

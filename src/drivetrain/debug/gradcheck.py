@@ -18,7 +18,7 @@ from drivetrain.core.lazy import torch
 from drivetrain.core.options.groups import Loss
 from drivetrain.core.options.option import BuildContext, Count, Positive, RunSpec
 from drivetrain.core.step.microbatch import MicroBatch, Request
-from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.trees import Tree, call, cast, to
 from drivetrain.debug.base import Debug
 
@@ -219,7 +219,7 @@ class Gradcheck(Debug):
     def setup(self, context: BuildContext) -> None:
         self._context = context
 
-    def check_model(self, model: torch.nn.Module, loss: Loss, data: Pipeline) -> None:
+    def check_model(self, model: torch.nn.Module, loss: Loss, data: PipelineParts) -> None:
         device = next(model.parameters()).device
         request = Request(0, torch.arange(min(self.samples, len(data.source))), 1.0)
         x, y = (cast(to(tree, device), torch.float64) for tree in data(request))

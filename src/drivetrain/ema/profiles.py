@@ -24,7 +24,7 @@ LARGEST_ERROR = 0.1  # of the profile that is wanted: beyond it the average woul
 logger = logging.getLogger(__name__)
 
 
-class Stored(NamedTuple):
+class StoredAverage(NamedTuple):
     """One of the averages of a run: over its first `updates`, with weights in proportion to their number to this power."""
 
     updates: float
@@ -36,14 +36,14 @@ def power(width: float) -> float:
     return float(np.roots([1, 7, 16 - width**-2, 12 - width**-2]).real.max())
 
 
-def overlap(a: Stored, b: Stored) -> float:
+def overlap(a: StoredAverage, b: StoredAverage) -> float:
     """The integral of the product of two profiles."""
     first, last = (a, b) if a.updates < b.updates else (b, a)
     both = (a.power + 1) * (b.power + 1) / ((a.power + b.power + 1) * last.updates)
     return float(both * (first.updates / last.updates) ** last.power)
 
 
-def shares(stored: list[Stored], wanted: Stored) -> tuple[list[float], float]:
+def shares(stored: list[StoredAverage], wanted: StoredAverage) -> tuple[list[float], float]:
     """Of each stored average, the share that it has in the one that is closest to the `wanted` profile, by least squares.
 
     The shares sum to 1 (the paper leaves that open), so that a weight that never moved is as it was. Beside them, the norm of
@@ -136,10 +136,11 @@ def _power_of(width: float) -> float:
 
 
 def _sum(earlier: list[tuple[int, Path]], state: StateDict, width: float) -> dict[str, torch.Tensor]:
-    stored = [Stored(state["updates"], _power_of(w)) for w in state["widths"]]
+    stored = [StoredAverage(state["updates"], _power_of(w)) for w in state["widths"]]
     opened = [(updates, safetensors.safe_open(file, "pt")) for updates, file in earlier]
-    stored += [Stored(updates, _power_of(float(file.get_tensor(f"width/{n}")))) for updates, file in opened for n in (0, 1)]  # type: ignore[no-untyped-call]
-    found, error = shares(stored, Stored(state["updates"], power(width)))
+    widths = [(updates, float(file.get_tensor(f"width/{n}"))) for updates, file in opened for n in (0, 1)]  # type: ignore[no-untyped-call]
+    stored += [StoredAverage(updates, _power_of(w)) for updates, w in widths]
+    found, error = shares(stored, StoredAverage(state["updates"], power(width)))
     if error > LARGEST_ERROR:
         low, high = state["widths"]
         raise UserError(

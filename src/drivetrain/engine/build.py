@@ -182,7 +182,7 @@ def _step(
     batch: Batch,
     compiler: Compile,
     forward: Callable[..., Tree],
-    phases: Sequence[phased_step.Phase],
+    phases: Sequence[phased_step.BuiltPhase],
 ) -> tuple[NoiseScale | None, Step]:
     """Compose the step, from the inside out, and what measures the noise scale.
 

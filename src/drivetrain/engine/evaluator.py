@@ -32,7 +32,7 @@ from drivetrain.ema.base import Ema
 from drivetrain.loader import Loader
 from drivetrain.loader.base import Pipeline
 from drivetrain.loss.base import Loss
-from drivetrain.metrics.base import Metric, Table
+from drivetrain.metrics.base import Metric, TableRecord
 from drivetrain.parallel.base import Parallel
 from drivetrain.precision.base import Precision
 
@@ -64,7 +64,7 @@ class Evaluator:
     max_batches: int | None = None
     watch: StreamWatcher = lambda stream: stream  # sees the micro-batches that are evaluated
     origins: Mapping[str, str] = field(default_factory=dict)  # set → where its samples come from, in words, where it is known
-    tables: dict[str, Table] = field(default_factory=dict)  # of the last evaluation, by name
+    tables: dict[str, TableRecord] = field(default_factory=dict)  # of the last evaluation, by name
 
     def on(self, name: str) -> Evaluator:
         """Return the evaluator of a split, by its name. Raises UserError where the run has no such set."""
@@ -252,7 +252,7 @@ class Evaluator:
         return {}
 
 
-def _result(meter: Metric) -> tuple[dict[str, float], dict[str, Table]]:
+def _result(meter: Metric) -> tuple[dict[str, float], dict[str, TableRecord]]:
     """Return the figures and the tables of a metric. One that has nothing to divide by has no value."""
     try:
         return meter.result()

@@ -20,7 +20,7 @@ from drivetrain.precision.base import Precision
 
 
 @dataclass(eq=False)
-class Phase:
+class BuiltPhase:
     """A phase of an update, as it was built."""
 
     name: str
@@ -49,7 +49,7 @@ def alone(parameters: Sequence[torch.nn.Parameter], others: Iterable[torch.nn.Pa
             p.requires_grad_(True)
 
 
-def build(context: RunContext) -> list[Phase]:
+def build(context: RunContext) -> list[BuiltPhase]:
     """Build the phases of a run, in their order; [] where it has none. Raises UserError where they divide no parameters."""
     found, run = settings.of(context.run), context.run
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
@@ -62,11 +62,11 @@ def build(context: RunContext) -> list[Phase]:
             of_phase = context.precision.of_phase(name)
             optimizer = context.optimizer = of_phase.build_optimizer(option, context)
             total = torch.zeros((), device=context.device)
-            built.append(Phase(name, given.every, own, optimizer, of_phase, clip.build(context), total))
+            built.append(BuiltPhase(name, given.every, own, optimizer, of_phase, clip.build(context), total))
     return built
 
 
-def chained(phases: Sequence[Phase]) -> torch.optim.Optimizer:
+def chained(phases: Sequence[BuiltPhase]) -> torch.optim.Optimizer:
     """Return the optimizers of the phases as one, of which schedules and checkpoints know."""
     return ChainedOptimizer(*(phase.optimizer for phase in phases))
 
@@ -79,7 +79,7 @@ class PhasedStep:
     have run in it, and is skipped where all of these were.
     """
 
-    phases: Sequence[Phase]
+    phases: Sequence[BuiltPhase]
     parameters: Sequence[torch.nn.Parameter]  # of all phases
     progress: Progress
     waiting: list[MicroBatch] = field(default_factory=list, init=False)
@@ -98,7 +98,7 @@ class PhasedStep:
         self._done = {}
         return any(phase.made for phase in self.phases)
 
-    def _run(self, phase: Phase) -> bool:
+    def _run(self, phase: BuiltPhase) -> bool:
         total = torch.zeros_like(self._loss_sum)
         try:
             for batch in self.waiting:

@@ -189,7 +189,7 @@ class Fakes(FakeTensorMode):
 
 
 @dataclass(eq=False)
-class Recorder(TorchDispatchMode):
+class WorkCounter(TorchDispatchMode):
     """Counts bytes and operations while it is entered, above a `Fakes` mode.
 
     It holds no tensor, so that each is freed when the step frees it.
@@ -334,14 +334,14 @@ class Rehearsal:
         """
         self.trainer.model.train()
         with self.fakes, self.fakes.with_addresses():
-            recorder = Recorder(self.fakes)
+            recorder = WorkCounter(self.fakes)
             self._note_resident(recorder)
             for times in [[0]] * (not self.records) + [[1, micro_batches - 1] if micro_batches > 1 else [1]]:
                 with recorder:
                     self._update(recorder, size, times, 1 / micro_batches)
         return StepRecord(recorder.at_peak(), recorder.most_during, recorder.operations)
 
-    def _update(self, recorder: Recorder, size: int, times: list[int], weight: float) -> None:
+    def _update(self, recorder: WorkCounter, size: int, times: list[int], weight: float) -> None:
         """Make an update; `times` says for each micro-batch how often its operations count."""
         trainer, loss_sum = self.trainer, torch.zeros((), device=self.trainer.device)
         recorder.phase = "forward"
@@ -368,7 +368,7 @@ class Rehearsal:
         self._note_resident(recorder)
         trainer.step.zero_grad()
 
-    def _note_resident(self, recorder: Recorder) -> None:
+    def _note_resident(self, recorder: WorkCounter) -> None:
         """Count what stays in memory between updates."""
         for kind, tensors in resident(self.trainer).items():
             for tensor in tensors:

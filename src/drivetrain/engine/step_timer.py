@@ -26,7 +26,7 @@ class StepTimer:
         self.steps = array("d")  # seconds
         self.wait = 0.0  # seconds spent waiting for data, within the steps
         self.to_first_step: float | None = None  # seconds from the start of the process
-        self.reading = Reading()
+        self.reading = ReadTimes()
         self._cold = warmup  # steps of the warm-up that are still to come
         self._warm, self._warm_wait = array("d"), 0.0  # seconds of the steps after it, and of the waits within these
         self._samples, self._warm_from = 0, 0  # of these steps in earlier stages; trained on when the warm-up has ended
@@ -107,7 +107,7 @@ class StepTimer:
         return (1e3 * statistics.median(warm), 1e3 * warm[min(len(warm) - 1, int(0.95 * len(warm)))]) if warm else None
 
 
-class Reading:
+class ReadTimes:
     """Measures reading times and how many micro-batches were ready at each request.
 
     It uses only the times that micro-batches carry, so it needs no access to the loader's readers.

@@ -219,13 +219,13 @@ def recall(about: JsonMapping, run_dir: Path) -> Splits:
         vocabulary=about["vocabulary"],
         units=units and Units(torch.tensor(units["mean"]), torch.tensor(units["std"])),
         pixels=about.get("pixels") and Range(**about["pixels"]),
-        files=RunFiles(run_dir, about.get("files") or {}),
+        files=KeptFiles(run_dir, about.get("files") or {}),
         example=example,
         images=about["images"],
     )
 
 
-class RunFiles(dict[str, str]):
+class KeptFiles(dict[str, str]):
     """The texts of the files that a run keeps for its data (`Splits.files`), each read when it is first needed."""
 
     def __init__(self, run_dir: Path, sha256: Mapping[str, str]) -> None:

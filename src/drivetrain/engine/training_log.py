@@ -21,7 +21,7 @@ from drivetrain.core.step.step import Stream
 from drivetrain.core.typed import JsonMapping, StateDict
 from drivetrain.engine.flops import Mfu
 from drivetrain.engine.noise_scale import NoiseScale
-from drivetrain.engine.phased_step import Phase
+from drivetrain.engine.phased_step import BuiltPhase
 from drivetrain.engine.step_timer import StepTimer
 from drivetrain.parallel.base import Parallel
 
@@ -45,7 +45,7 @@ class TrainingLog:
     mfu: Mfu
     parts: Callable[[], dict[str, torch.Tensor]] = dict  # running sums, such as of the loss's parts, by their figures' names
     noise: NoiseScale | None = None  # where updates have several micro-batches
-    phases: Sequence[Phase] = ()  # of the updates
+    phases: Sequence[BuiltPhase] = ()  # of the updates
     loss_sum: torch.Tensor = field(init=False)  # 0-d: the sum of the updates' losses since the last record
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ import torch
 from drivetrain.core.errors import UserError
 from drivetrain.core.step import rng
 from drivetrain.data import Data
-from drivetrain.inference.inputs import Sample
+from drivetrain.inference.inputs import PredictedSample
 from drivetrain.inference.predict import Outputs
 
 STREAM = 15  # of the random numbers that answers are drawn by
@@ -40,7 +40,7 @@ class Answers(Outputs):
         """The answer alone."""
         return ["answer"]
 
-    def predict(self, batch: Sequence[Sample]) -> None:
+    def predict(self, batch: Sequence[PredictedSample]) -> None:
         """Write the answers to the prompts of a batch, or why one cannot be had."""
         for sample in batch:
             sample.error = sample.error or self._problem(sample.x)

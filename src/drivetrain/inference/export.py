@@ -22,7 +22,7 @@ from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.data.base import Normalize
 from drivetrain.data.tokenizer import SETTINGS
-from drivetrain.engine.summary import RunFiles
+from drivetrain.engine.summary import KeptFiles
 from drivetrain.inference import card
 from drivetrain.inference.finished import Finished, chosen_weights
 from drivetrain.inference.loaded import LoadedRun, open_run
@@ -88,7 +88,7 @@ def _write_weights(finished: Finished, path: Path) -> int:
 
 def _with_files(about: JsonMapping, run_dir: Path) -> JsonObject:
     """The facts that a model must know, with the texts of the files by which its inputs are encoded. Raises UserError."""
-    kept = RunFiles(run_dir, about.get("files") or {})
+    kept = KeptFiles(run_dir, about.get("files") or {})
     return {**about, "files": {name: kept[name] for name in about.get("files") or {}}}
 
 

@@ -29,7 +29,7 @@ ARRAYS = (".npy", ".npz", ".pt", ".pth")
 Targets = Sequence[Tree] | None  # None where they are not known
 
 
-class Block(NamedTuple):
+class SampleBlock(NamedTuple):
     """Samples that are read together: one, or rows."""
 
     names: Sequence[str]
@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
 
 @dataclass
-class Sample:
+class PredictedSample:
     """A sample that was read, or why it could not be, and what the model says of it."""
 
     name: str
@@ -47,13 +47,15 @@ class Sample:
     row: Mapping[str, object] = field(default_factory=dict)  # the columns of its prediction
 
 
-def given(words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], size: int) -> tuple[Iterator[Block], int | None]:
+def given(
+    words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], size: int
+) -> tuple[Iterator[SampleBlock], int | None]:
     """The inputs that the words name, in their order, and how many where that is known; "-" stands for `lines`.
 
     Rows come in blocks of up to `size`. Raises UserError.
     """
     refuse(f"{word}: there is no such file or folder" for word in words if word != "-" and not os.path.lexists(word))
-    found, problems = list[Iterable[Block]](), list[str]()
+    found, problems = list[Iterable[SampleBlock]](), list[str]()
     for path in (Path(word) for word in words if word != "-"):
         with collecting(problems):
             found.append(_of_folder(path, transforms, size) if path.is_dir() else _of_file(path, transforms, size))
@@ -66,7 +68,7 @@ def given(words: Sequence[str], transforms: Transforms, lines: Iterable[bytes], 
     return _of_lines(lines, transforms, size), None
 
 
-def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[Block]:
+def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[SampleBlock]:
     """The images and arrays in a folder and below, sorted by their paths."""
     inside = [folder / name for name in sorted(listing.walk(str(folder), (*IMAGES, *ARRAYS)).every())]
     if not inside:
@@ -74,7 +76,7 @@ def _of_folder(folder: Path, transforms: Transforms, size: int) -> list[Block]:
     return [block for path in inside for block in _of_file(path, transforms, size)]
 
 
-def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[Block]:
+def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[SampleBlock]:
     """The samples of a file: one of an image, one for each row of an array or a table, one for each line of texts."""
     if transforms.option.reads_file(path):
         return starmap(_block, transforms.read_inputs(path, size))
@@ -99,11 +101,11 @@ def _of_file(path: Path, transforms: Transforms, size: int) -> Iterable[Block]:
     return [_one(str(path), lambda: transforms.read_file(path))]
 
 
-def _block(names: Sequence[str], read: Callable[[slice], Tree]) -> Block:
-    return Block(names, lambda which: (read(which), None))
+def _block(names: Sequence[str], read: Callable[[slice], Tree]) -> SampleBlock:
+    return SampleBlock(names, lambda which: (read(which), None))
 
 
-def _one(name: str, read: Callable[[], Tree]) -> Block:
+def _one(name: str, read: Callable[[], Tree]) -> SampleBlock:
     return _block([name], lambda _: map_tensors(lambda t: t.unsqueeze(0), read()))
 
 
@@ -128,7 +130,7 @@ def _read_array(path: Path) -> torch.Tensor:
         raise UserError(f"{path} cannot be read as an array: {str(error).splitlines()[0]}") from None
 
 
-def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iterator[Block]:
+def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iterator[SampleBlock]:
     """One sample for each line: a text where the run reads text, a row where it reads tables, else the path of an image file."""
     if transforms.option.reads_rows:
         return starmap(_block, transforms.read_inputs(lines, size))
@@ -137,7 +139,7 @@ def _of_lines(lines: Iterable[bytes], transforms: Transforms, size: int) -> Iter
     return _of_texts_or_paths(lines, transforms)
 
 
-def _of_texts_or_paths(lines: Iterable[bytes], transforms: Transforms) -> Iterator[Block]:
+def _of_texts_or_paths(lines: Iterable[bytes], transforms: Transforms) -> Iterator[SampleBlock]:
     for number, line in enumerate(lines, 1):
         line = line.rstrip(b"\r\n")
         if transforms.tokens:
@@ -148,7 +150,7 @@ def _of_texts_or_paths(lines: Iterable[bytes], transforms: Transforms) -> Iterat
             yield _one(path, partial(transforms.read_file, Path(path)))
 
 
-def of_source(source: Source, split: str, size: int) -> tuple[Iterator[Block], int]:
+def of_source(source: Source, split: str, size: int) -> tuple[Iterator[SampleBlock], int]:
     """The samples of a data set, with their targets, and how many."""
 
     def read(numbers: torch.Tensor, which: slice) -> tuple[Tree, Targets]:
@@ -158,12 +160,12 @@ def of_source(source: Source, split: str, size: int) -> tuple[Iterator[Block], i
     size = 1 if source.parallel_read else size  # threads read one each
     parts = torch.arange(len(source)).split(size) if len(source) else ()
     names = ([source.name(n) or f"{split}[{n}]" for n in part.tolist()] for part in parts)
-    return (Block(of_part, partial(read, part)) for of_part, part in zip(names, parts, strict=True)), len(source)
+    return (SampleBlock(of_part, partial(read, part)) for of_part, part in zip(names, parts, strict=True)), len(source)
 
 
-def grouped(batch: Sequence[Sample]) -> Iterator[tuple[list[Sample], Tree]]:
+def grouped(batch: Sequence[PredictedSample]) -> Iterator[tuple[list[PredictedSample], Tree]]:
     """Yield the samples of a batch that could be read and have one shape, which a model takes together, and their inputs."""
-    groups: dict[tuple[torch.Size, ...], list[Sample]] = {}
+    groups: dict[tuple[torch.Size, ...], list[PredictedSample]] = {}
     for sample in batch:
         if sample.error is None:
             groups.setdefault(tuple(t.shape for t in leaves(sample.x)), []).append(sample)
@@ -172,12 +174,12 @@ def grouped(batch: Sequence[Sample]) -> Iterator[tuple[list[Sample], Tree]]:
         yield samples, unflatten(list(map(torch.stack, tensors)), samples[0].x)
 
 
-def read_in_batches(blocks: Iterator[Block], size: int) -> Iterator[list[Sample]]:
+def read_in_batches(blocks: Iterator[SampleBlock], size: int) -> Iterator[list[PredictedSample]]:
     """Read the blocks in threads, at least `size` samples at a time and one batch ahead, and yield the batches in order."""
-    ahead: deque[list[Future[list[Sample]]]] = deque()
+    ahead: deque[list[Future[list[PredictedSample]]]] = deque()
     with ThreadPoolExecutor(usable_cores()) as pool:
         while True:
-            batch, count = list[Future[list[Sample]]](), 0
+            batch, count = list[Future[list[PredictedSample]]](), 0
             while count < size and (block := next(blocks, None)) is not None:
                 batch.append(pool.submit(_read, block))
                 count += len(block.names)
@@ -189,9 +191,9 @@ def read_in_batches(blocks: Iterator[Block], size: int) -> Iterator[list[Sample]
                 return
 
 
-def _read(block: Block) -> list[Sample]:
+def _read(block: SampleBlock) -> list[PredictedSample]:
     """Read a block. Where a sample cannot be read, halves are read alone: one odd row of many is found in few steps."""
-    samples, left = [Sample(name) for name in block.names], [range(len(block.names))]
+    samples, left = [PredictedSample(name) for name in block.names], [range(len(block.names))]
     while left:
         numbers = left.pop()
         try:
@@ -203,5 +205,5 @@ def _read(block: Block) -> list[Sample]:
             continue
         rows = zip(*(t.unbind() for t in leaves(x)), strict=True)
         for at, (n, row) in enumerate(zip(numbers, rows, strict=True)):
-            samples[n] = Sample(block.names[n], unflatten(row, x), targets and targets[at])
+            samples[n] = PredictedSample(block.names[n], unflatten(row, x), targets and targets[at])
     return samples

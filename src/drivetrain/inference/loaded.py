@@ -21,7 +21,7 @@ from drivetrain.engine import build
 from drivetrain.engine.context import RunContext
 from drivetrain.engine.summary import describe, recall
 from drivetrain.inference.finished import MODEL_ALONE, ONE_PROCESS, Choice, Finished, find, load_weights
-from drivetrain.inference.inputs import Block, of_source
+from drivetrain.inference.inputs import SampleBlock, of_source
 from drivetrain.inference.predictions import Predictions
 from drivetrain.inference.transforms import Transforms
 from drivetrain.saving import manifest
@@ -102,7 +102,7 @@ class LoadedRun:
                 f"--data {split}: {self.run.named('data')} has a target at each token: drivetrain evaluate sums them up"
             )
 
-    def blocks_of(self, split: str, size: int) -> tuple[Iterator[Block], int]:
+    def blocks_of(self, split: str, size: int) -> tuple[Iterator[SampleBlock], int]:
         """The samples of the run's own training, validation or test set, and how many; of several sets one after another.
 
         Raises UserError.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from drivetrain.core.errors import UserError
-from drivetrain.inference.inputs import Block, Sample, grouped, read_in_batches
+from drivetrain.inference.inputs import PredictedSample, SampleBlock, grouped, read_in_batches
 from drivetrain.inference.loaded import LoadedRun
 from drivetrain.ui.output import PlainStream, writing
 from drivetrain.ui.sheet import spreadsheet
@@ -37,7 +37,7 @@ class Outputs:
         """The columns of a prediction: those that a batch of zeros gets."""
         return list(next(self.loaded.predict_ready(self.loaded.example()).rows()))
 
-    def predict(self, batch: Sequence[Sample]) -> None:
+    def predict(self, batch: Sequence[PredictedSample]) -> None:
         """Set the row of each sample that could be read; one that cannot be predicted gets an error."""
         for samples, x in grouped(batch):
             for sample, row in zip(samples, self.loaded.predict_ready(self.loaded.transforms(x)).rows(), strict=True):
@@ -130,7 +130,12 @@ FORMATS: dict[str, Callable[[Path], AbstractContextManager[Write]]] = {
 
 
 def predict_all(
-    predictor: Outputs, blocks: Iterator[Block], size: int, write: Write, show: Callable[[int], None], with_targets: bool = False
+    predictor: Outputs,
+    blocks: Iterator[SampleBlock],
+    size: int,
+    write: Write,
+    show: Callable[[int], None],
+    with_targets: bool = False,
 ) -> tuple[int, str]:
     """Predict blocks, about `size` samples at a time, and write a row for each; `show` is called with the number of predictions.
 

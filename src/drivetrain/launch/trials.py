@@ -112,8 +112,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Trials:
-    """The trials of a job; core.protocols.Trials says what an option may ask for."""
+class JobTrials:
+    """The trials of a job; core.options.protocols.Trials says what an option may ask for."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.run, self.resumes = job, job.run, job.checkpoint is not None
@@ -161,7 +161,7 @@ def choose(job: Job) -> None:
     """Let the options choose what they find by trials. A resumed run's directory has what it found."""
     recorded = recorded_environment(job.run_dir) if job.run_dir is not None else {}
     for group, option in job.run.tried().items():
-        job.run = job.run.with_parts(**{group: option.choose(Trials(job), recorded.get(group))})
+        job.run = job.run.with_parts(**{group: option.choose(JobTrials(job), recorded.get(group))})
 
 
 def trial_run(job: Job, more: Sequence[str] = ()) -> RunSpec:

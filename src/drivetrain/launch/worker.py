@@ -436,7 +436,7 @@ def _build(job: Job, context: RunContext, writers: list[RunWriter], quiet: bool)
                 writers.append(guarded(name, each, context))
         trainer = staged.trainer
         if not quiet:
-            writers.append(terminal.Progress(trainer.max_updates, trainer.epochs, context.progress.updates))
+            writers.append(terminal.ProgressLine(trainer.max_updates, trainer.epochs, context.progress.updates))
         writers.append(trainer.callbacks)  # last, so that what they read of the run is written
         doubts = list(context.data.doubts) if job.work is None or Data.of(job.run).own is not None else []
         if job.work is None:

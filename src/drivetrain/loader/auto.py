@@ -19,7 +19,7 @@ from drivetrain.core.step.step import Stream
 from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.typed import StateDict
 from drivetrain.loader.base import Loader, Pipeline, reading_advice
-from drivetrain.loader.device import Device, Resident, free_memory
+from drivetrain.loader.device import DeviceLoader, Resident, free_memory
 from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
@@ -48,7 +48,7 @@ ROUNDS = 3
 SHARE = 0.2  # of what loader=sync takes for the run: measuring the others may take as long
 
 
-class Auto(Loader):
+class AutoLoader(Loader):
     """Each loader reads the same batches, in turns. The fastest for the whole run is chosen; of equally fast ones, the simplest.
 
     The time of a run is that of the loader's start and of all its batches, so a short run takes a loader that starts at once.
@@ -96,7 +96,7 @@ class Auto(Loader):
         found |= {f"loader=threads loader.num_threads={n}": Threads(n) for n in counts}
         found |= {f"loader=workers loader.num_workers={n}": Workers(n) for n in counts}
         if device.type != "cpu":
-            found |= {f"loader=device loader.num_readers={n}": Device("threads", n) for n in counts}
+            found |= {f"loader=device loader.num_readers={n}": DeviceLoader("threads", n) for n in counts}
             if isinstance(pipeline.source, Tensors) and pipeline.source.nbytes() < 0.5 * (free_memory(device) or 0):
                 found |= {"loader=resident": Resident()}
         return found

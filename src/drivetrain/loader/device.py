@@ -23,7 +23,7 @@ from drivetrain.loader.threads import Threads
 from drivetrain.loader.workers import Workers
 
 
-class Device(Loader):
+class DeviceLoader(Loader):
     """Raw samples (uint8) are copied to the device ahead of the step, and augmented and normalised there in batches.
 
     `reader` is the loader that reads them on the CPU. On a device without streams the same steps run one after the other.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FOLDER = "images"  # in the run's directory
 
 
-class Images(Logger):
+class ImageLogger(Logger):
     """Draw augmented training samples once, and predictions on the first samples of each evaluation's set."""
 
     in_thread = False  # it calls the model

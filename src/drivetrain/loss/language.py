@@ -13,7 +13,7 @@ from drivetrain.core.machine.device import sum_dtype
 from drivetrain.core.options.option import BuildContext, Count, NonNegative, RunSpec, Share
 from drivetrain.core.step import rng
 from drivetrain.core.step.microbatch import Request
-from drivetrain.core.step.source import Pipeline
+from drivetrain.core.step.source import PipelineParts
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.step.trees import Tree, shape_of
 from drivetrain.loss.base import Loss, too_few
@@ -166,7 +166,7 @@ class Masking:
     mixes = False
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens (n, length) of which some are hidden, these alone as targets, and the indices."""
         keys = rng.keys(pipeline.seed, request.epoch, indices, STREAM).unsqueeze(1)

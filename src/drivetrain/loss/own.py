@@ -14,13 +14,13 @@ from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.target_kinds import DESCRIPTIONS
 from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.core.user import code as user_code
-from drivetrain.core.user.call import Progress, RunModel, UserCall
+from drivetrain.core.user.call import ProgressView, RunModel, UserCall
 from drivetrain.loss.base import Loss, PartedLoss
 
 OFFERS = ("output", "target", "input", "batch", "model", "progress", "phase")
 
 
-class Own(PartedLoss):
+class OwnLoss(PartedLoss):
     """The function or class `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
 
     It gets what its parameters name: output, target (or y), input (or x), batch, model, progress, phase; without output and model
@@ -45,7 +45,7 @@ class Own(PartedLoss):
         phases = tuple(run.values["phases"] or ())
         return self.with_values(_phases=phases, metrics=("loss", *(f"loss_{name}" for name in phases)))
 
-    def of_phase(self, name: str) -> Own:
+    def of_phase(self, name: str) -> OwnLoss:
         return self.with_values(_phase=name)
 
     def validate(self, run: RunSpec) -> Iterator[str]:
@@ -82,7 +82,7 @@ class Own(PartedLoss):
             raise UserError(problems)
         self._context = context
         length = (context.horizon.updates, context.run.values["epochs"])
-        self._progress = {training: Progress(context.progress, *length, training) for training in (True, False)}
+        self._progress = {training: ProgressView(context.progress, *length, training) for training in (True, False)}
 
     def _problems(self, setting: str, context: BuildContext) -> Iterator[str]:
         """Yield what excludes that the loss runs the model, or is told how far the run is."""

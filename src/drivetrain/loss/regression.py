@@ -117,7 +117,7 @@ class Quantile(Regression):
         return torch.stack([total.to(dtype), covered.sum().to(dtype) * len(self.quantiles), count])
 
 
-class Dice(OverClasses):
+class DiceLoss(OverClasses):
     """Soft Dice loss (Milletari et al. 2016): one minus twice the overlap over the sum of both regions.
 
     It is computed for each image and class from the softmax, with `smooth` added to both sides, and averaged over the classes,

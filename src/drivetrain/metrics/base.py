@@ -17,7 +17,7 @@ DIRECTIONS: dict[str, Better] = {"min": min, "max": max}
 EXTRA = "metrics"  # of drivetrain's package, which brings torchmetrics
 
 
-class Table(TypedDict):
+class TableRecord(TypedDict):
     """A table that an evaluation gives, as it is written to result.json."""
 
     rows: list[str]  # their names
@@ -99,7 +99,7 @@ class Metric(Option, groups.Metric):
         self.update(output, target, batch)
         self.reset()
 
-    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
+    def result(self) -> tuple[dict[str, float], dict[str, TableRecord]]:
         """Return the figures and the tables by name, over all ranks. Called on all ranks."""
         computed = self.state.compute()
         table = self.table(computed)
@@ -109,7 +109,7 @@ class Metric(Option, groups.Metric):
         """Return the figures by name, from what the state has computed."""
         return {self.name: float(computed)}
 
-    def table(self, computed: Any) -> Table | None:
+    def table(self, computed: Any) -> TableRecord | None:
         """Return the table, from what the state has computed; None: it has none."""
         return None
 

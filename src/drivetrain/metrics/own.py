@@ -17,7 +17,7 @@ from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.target_kinds import DESCRIPTIONS
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.user import code as user_code
-from drivetrain.core.user.call import Progress, UserCall
+from drivetrain.core.user.call import ProgressView, UserCall
 from drivetrain.metrics.base import DIRECTIONS, Metric
 
 Direction = Literal["min", "max"]
@@ -25,7 +25,7 @@ OF_EACH_BATCH = ("input", "batch", "model", "progress")
 FORGIVEN = (ValueError, ArithmeticError)  # of two samples, of which a metric may be undefined
 
 
-class Own(Metric):
+class OwnMetric(Metric):
     """The class or function `target` (a dotted name) of a package that is listed in `trust`.
 
     A torchmetrics.Metric class is made with `kwargs` (and `classes` or `num_classes`, if it has parameters of these names) and
@@ -91,7 +91,7 @@ class Own(Metric):
                 raise UserError(unlike_shapes(f"texts of {context.run.named('data')} differ in length"))
             self._context, self._names = context, list[str]()
             length = (context.horizon.updates, context.run.values["epochs"])
-            self._progress = Progress(context.progress, *length, training=False)
+            self._progress = ProgressView(context.progress, *length, training=False)
             return Sums() if self.mean else Collected()
         # A class that derives from it has imported it: nobody else waits for that.
         torchmetrics = sys.modules.get("torchmetrics")

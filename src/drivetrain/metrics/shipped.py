@@ -15,7 +15,7 @@ from drivetrain.core.options.option import Bins, BuildContext, Count, RunSpec
 from drivetrain.core.step.microbatch import MicroBatch
 from drivetrain.core.step.target_kinds import TargetKind
 from drivetrain.core.step.trees import Tree
-from drivetrain.metrics.base import Metric, Table, count, probabilities, rows
+from drivetrain.metrics.base import Metric, TableRecord, count, probabilities, rows
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -132,7 +132,7 @@ class _Score(_OfClasses):
         return float((divide(*self.ratio(right, predicted, there)) * weights).sum() / weights.sum())
 
 
-class Precision(_Score):
+class PrecisionScore(_Score):
     """Of those predicted to be of a class, the share that is."""
 
     name = "precision"
@@ -199,12 +199,12 @@ class PerClass(_OfClasses):
     def figures(self, computed: torch.Tensor) -> dict[str, float]:
         return {}
 
-    def table(self, computed: torch.Tensor) -> Table:
-        scores: list[type[_Score]] = [Precision, Recall, F1, *([IoU] if self.kind == "mask" else [])]
+    def table(self, computed: torch.Tensor) -> TableRecord:
+        scores: list[type[_Score]] = [PrecisionScore, Recall, F1, *([IoU] if self.kind == "mask" else [])]
         columns = [divide(*score.ratio(*computed)) for score in scores]
         values = [[*scored, int(n)] for *scored, n in torch.stack([*columns, computed[2]], 1).tolist()]
         unit = {"mask": "pixels"}.get(str(self.kind), "samples")
-        return Table(rows=self.class_names(), columns=[*(score.name for score in scores), unit], values=values)
+        return TableRecord(rows=self.class_names(), columns=[*(score.name for score in scores), unit], values=values)
 
 
 class ConfusionMatrix(_Counted):
@@ -232,10 +232,10 @@ class ConfusionMatrix(_Counted):
     def figures(self, computed: torch.Tensor) -> dict[str, float]:
         return {}
 
-    def table(self, computed: torch.Tensor) -> Table:
+    def table(self, computed: torch.Tensor) -> TableRecord:
         names = self.class_names()
         of_labels = ["true positives", "false positives", "false negatives", "true negatives"]
-        return Table(rows=names, columns=of_labels if self.kind == "labels" else names, values=computed.long().tolist())
+        return TableRecord(rows=names, columns=of_labels if self.kind == "labels" else names, values=computed.long().tolist())
 
 
 def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ class _Curve(Metric):
         values = computed.cpu().double()[(there > 0) & (absent > 0)]
         return {self.name: float(values.mean())}
 
-    def result(self) -> tuple[dict[str, float], dict[str, Table]]:
+    def result(self) -> tuple[dict[str, float], dict[str, TableRecord]]:
         with warnings.catch_warnings():  # of classes that do not occur, which are left out here
             warnings.simplefilter("ignore")
             return super().result()

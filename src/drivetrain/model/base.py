@@ -18,7 +18,7 @@ from drivetrain.core.options.allowed import EPOCHS, NAME_PATTERN, Entries, NameP
 from drivetrain.core.options.option import BuildContext, Option, RunSpec
 from drivetrain.core.step.step import Step, WrappingStep
 from drivetrain.core.step.trees import named_leaves
-from drivetrain.core.user.call import Progress, UserCall
+from drivetrain.core.user.call import ProgressView, UserCall
 
 NO_START: dict[str, Any] = {"weights": None, "weights_skip": (), "freeze": (), "unfreeze": {}}  # as a finished run is built
 
@@ -201,7 +201,7 @@ class Model(Option, groups.Model):
                 "precision=bf16"
             )
         call = UserCall(setting, own, offers=("progress",), positions=("progress",), decides=("progress",))
-        made = Progress(context.progress, context.horizon.updates, context.run.values["epochs"], training=True, _more=1)
+        made = ProgressView(context.progress, context.horizon.updates, context.run.values["epochs"], training=True, _more=1)
         return AfterUpdateStep(step, lambda: call(progress=made))
 
     def _schedule(self, model: torch.nn.Module, context: BuildContext, freeze: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ from drivetrain.model.base import Model
 
 
 @dataclass(eq=False)
-class Own(Model):
+class OwnModel(Model):
     """The class or function `target` (a dotted name) of a package that is listed in `trust`; `kwargs` are its arguments.
 
     `shape`, `classes` and `num_classes` are passed too if it has parameters of these names.

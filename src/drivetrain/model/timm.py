@@ -52,7 +52,7 @@ ARGUMENTS = Entries(
 
 
 @dataclass(eq=False)
-class Timm(Model):
+class TimmModel(Model):
     """Any network of timm by name. `kwargs` are further arguments of timm.create_model.
 
     The numbers of input channels and of classes come from the data, unless `kwargs` sets them. `drop_path` is the rate of
@@ -95,7 +95,7 @@ class Timm(Model):
     def given_weights(self) -> bool:
         return self.pretrained or super().given_weights
 
-    def untrained(self) -> Timm:
+    def untrained(self) -> TimmModel:
         return replace(self, **NO_START, pretrained=False)
 
     def create(self, shape: tuple[int, ...], classes: int) -> torch.nn.Module:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, eq=False)
-class Timm(Optimizer):
+class TimmOptimizer(Optimizer):
     """Any optimizer of timm.optim by name, with any of its arguments in `kwargs`. The parameter groups are drivetrain's."""
 
     decays_by_lr = True

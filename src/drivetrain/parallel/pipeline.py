@@ -23,7 +23,7 @@ from drivetrain.core.step.trees import Forward, Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel import onehost
 from drivetrain.parallel.fsdp import fully_shard_block
-from drivetrain.parallel.sharded import Layout, Sharded
+from drivetrain.parallel.sharded import ShardDims, Sharded
 from drivetrain.parallel.tensor import shard_blocks, tensor_parallel_problems
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, eq=False)
-class Pipeline(Sharded):
+class PipelineParallel(Sharded):
     """Uses torch.distributed.pipelining over `stages` ranks (auto: all), split by estimated cost; needs batch=accumulate.
 
     1f1b (Narayanan et al. 2019) keeps the activations of at most as many micro-batches as there are stages; gpipe (Huang et
@@ -170,7 +170,7 @@ class Pipeline(Sharded):
         pipelines = f", {self.data_world.size} pipelines" if self.data_world.size > 1 else ""
         return mesh, f"{count} stages of {onehost.describe_split(boundaries, costs)}{tensor}{pipelines}"
 
-    def _layout(self, name: str) -> Layout:
+    def _layout(self, name: str) -> ShardDims:
         layout = super()._layout(name)
         return layout if name in self.common_names else layout._replace(run=("pipe", *layout.run))
 

@@ -23,7 +23,7 @@ from drivetrain.parallel.base import is_sharded, shard_of
 
 if TYPE_CHECKING:
     from drivetrain.core.options.context import BuildContext
-    from drivetrain.parallel.pipeline import Pipeline
+    from drivetrain.parallel.pipeline import PipelineParallel
 
 
 class StagedForward:
@@ -74,7 +74,7 @@ class _StageEndError(Exception):
         self.h = h
 
 
-class Stage(torch.nn.Module):
+class StageModule(torch.nn.Module):
     """Wraps a stage as torch's pipelining calls it: with its input and the number of the micro-batch."""
 
     def __init__(self, forward: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
@@ -238,7 +238,7 @@ def _has_trainable(modules: Iterable[torch.nn.Module], excluding: Iterable[torch
 class PipelineStep(WrappingStep):
     """Collects an update's micro-batches and runs them by torch's schedule; `inner` updates the weights."""
 
-    def __init__(self, inner: Step, pipeline: Pipeline, context: BuildContext) -> None:
+    def __init__(self, inner: Step, pipeline: PipelineParallel, context: BuildContext) -> None:
         super().__init__(inner)
         self._pipeline = pipeline
         self._model, self._loss, self._precision, self._device = context.model, context.loss, context.precision, context.device
@@ -293,7 +293,7 @@ class PipelineStep(WrappingStep):
         """Build a PipelineStage from known shapes. Tensors passed between stages require gradients."""
         count, (h, out) = len(self._pipeline.ranges), self._pipeline.shapes[stage]
         inputs, outputs = (h.requires_grad_(stage > 0),), (out.requires_grad_(stage + 1 < count),)
-        module = Stage(functools.partial(self._forward, stage))
+        module = StageModule(functools.partial(self._forward, stage))
         group = self._pipeline.stage_group
         return PipelineStage(module, stage, count, self._device, input_args=inputs, output_args=outputs, group=group)
 

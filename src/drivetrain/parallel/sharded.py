@@ -25,7 +25,7 @@ from drivetrain.core.step.trees import Tree
 from drivetrain.core.typed import StateDict
 from drivetrain.parallel.base import OwnGradients, is_sharded, shard_of
 from drivetrain.parallel.process_group import ProcessGroupStrategy
-from drivetrain.saving.content import Divided, Part, whole
+from drivetrain.saving.content import Divided, TensorPart, whole
 from drivetrain.saving.sharded_checkpoint import merge_optimizer_states, parameter_names
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Layout(NamedTuple):
+class ShardDims(NamedTuple):
     """The mesh dimensions over which a weight is divided."""
 
     run: tuple[str, ...]  # a sum over these counts each weight of the run once
@@ -67,7 +67,7 @@ class ShardSums:
         return sums
 
 
-def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[Part]:
+def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[TensorPart]:
     """Return this rank's parts of a DTensor, as views, in the weight of this shape; none where its part has no elements.
 
     The DTensor of a fused projection has a dimension more than its weight, for its matrices, and a part of each is here.
@@ -77,9 +77,9 @@ def parts_of(tensor: DTensor, shape: tuple[int, ...]) -> list[Part]:
     if not local.numel() and 0 not in shape:
         return []
     if tensor.ndim == len(shape):
-        return [Part(offsets, local)]
+        return [TensorPart(offsets, local)]
     first, row, *rest = offsets
-    return [Part(((first + i) * tensor.shape[1] + row, *rest), matrix) for i, matrix in enumerate(local)]
+    return [TensorPart(((first + i) * tensor.shape[1] + row, *rest), matrix) for i, matrix in enumerate(local)]
 
 
 @dataclass
@@ -297,7 +297,7 @@ class Sharded(ProcessGroupStrategy):
         ]
         self._whole = WholeWeights(divided, self._mesh, self._gather_full, self._local_shard)
         for name, shard, _, _ in divided:
-            self._layouts[id(self._whole.by_shard[id(shard)])] = Layout(self._layout(name).run, (), ())
+            self._layouts[id(self._whole.by_shard[id(shard)])] = ShardDims(self._layout(name).run, (), ())
         replace_parameters(model, self._whole.by_shard)
         try:
             yield
@@ -369,16 +369,16 @@ class Sharded(ProcessGroupStrategy):
     def _sums(self, layouts: Sequence[tuple[str, ...]]) -> ShardSums | None:
         return ShardSums(layouts, self._mesh) if any(layouts) else None
 
-    def _layout(self, name: str) -> Layout:
+    def _layout(self, name: str) -> ShardDims:
         """Return over which mesh dimensions a weight is divided."""
         p, ndim = self._sharded[name], len(self._plain_shapes[name])
         if not is_sharded(p):
-            return Layout((), (), ())
+            return ShardDims((), (), ())
         rows = 1 + p.ndim - ndim  # a fused projection has a dimension more, for its parts
         places = zip(p.device_mesh.mesh_dim_names or (), p.placements, strict=True)
         divided = [(name, how) for name, how in places if not how.is_replicate()]
         layer = tuple(name for name, _ in divided)
-        return Layout(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))  # type: ignore[attr-defined]
+        return ShardDims(layer, layer, tuple(name for name, how in divided if ndim <= 1 or how.dim >= rows))  # type: ignore[attr-defined]
 
     def _pairs(self) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         """Return each sharded weight once, with its shard as the optimizer has it."""

@@ -32,7 +32,7 @@ class Slowness(NamedTuple):
     matrices: float
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """A layer of a model, and the input that it gets."""
 
     layer: torch.nn.Linear | _ConvNd
@@ -58,13 +58,13 @@ class Call(NamedTuple):
         torch.autograd.grad(output, leaves, torch.ones_like(output), allow_unused=True)
         return time.thread_time() - began
 
-    def enlarged(self) -> Call:
+    def enlarged(self) -> LayerCall:
         """The same call with a batch that is large enough to be measured. The numbers make no difference to the time."""
         shape = (self.x.shape[0] * max(1, MIN_WORK // max(1, self.work())), *self.x.shape[1:])
         x = torch.ones(shape)
         if x.dim() == 4 and not self.x.is_contiguous():
             x = x.contiguous(memory_format=torch.channels_last)
-        return Call(self.layer, x.requires_grad_())
+        return LayerCall(self.layer, x.requires_grad_())
 
 
 _measured: dict[tuple[object, ...], float] = {}  # in this process
@@ -79,18 +79,18 @@ def measure(model: torch.nn.Module, example: Tree, dtype: torch.dtype) -> Slowne
         calls = _calls(model, example)
         products = [call for call in calls if not _is_convolution(call.layer)]
         # Of a model that has no Linear layer the products may be hidden in other operations.
-        matrices = _slowness(products or [Call(torch.nn.Linear(256, 256), torch.ones(256, 256))], dtype)
+        matrices = _slowness(products or [LayerCall(torch.nn.Linear(256, 256), torch.ones(256, 256))], dtype)
         convolutions = [call for call in calls if _is_convolution(call.layer)]
         return Slowness(_slowness(convolutions, dtype) if convolutions else matrices, matrices)
 
 
-def _slowness(calls: list[Call], dtype: torch.dtype) -> float:
+def _slowness(calls: list[LayerCall], dtype: torch.dtype) -> float:
     """The factor by which the largest of these calls takes longer in `dtype`.
 
     It is measured once for all runs on this machine: near the limit another look could answer otherwise, and a run that goes on
     would then not have the results of the unbroken one.
     """
-    call = max(calls, key=Call.work).enlarged()
+    call = max(calls, key=LayerCall.work).enlarged()
     layer = repr(call.layer), tuple(call.x.shape), call.x.is_contiguous(), str(dtype)
     if layer not in _measured:
         what = ("slowness in 16 bits", *layer, processor(), torch.__version__)
@@ -98,13 +98,13 @@ def _slowness(calls: list[Call], dtype: torch.dtype) -> float:
     return _measured[layer]
 
 
-def _calls(model: torch.nn.Module, example: Tree) -> list[Call]:
+def _calls(model: torch.nn.Module, example: Tree) -> list[LayerCall]:
     """The calls of convolutions and Linear layers in one forward."""
-    calls: list[Call] = []
+    calls: list[LayerCall] = []
 
     def add(layer: torch.nn.Linear | _ConvNd, args: tuple[torch.Tensor, ...]) -> None:
         if args and args[0].dim() >= layer.weight.dim():  # else it has no batch dimension
-            calls.append(Call(layer, args[0]))
+            calls.append(LayerCall(layer, args[0]))
 
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) or _is_convolution(m)]
     run_once(model, example, [layer.register_forward_pre_hook(add) for layer in layers])

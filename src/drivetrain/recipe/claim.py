@@ -15,7 +15,7 @@ from drivetrain.core.options.overrides import format_value
 from drivetrain.core.options.selection import Reach
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import sections
-from drivetrain.recipe.safe_yaml import Entry, code_refusal, names_code, printable
+from drivetrain.recipe.safe_yaml import RecipeKey, code_refusal, names_code, printable
 from drivetrain.recipe.sections import Rule, Section, one_of, rules_of
 
 QUALITIES = ("PASS", "FAIL", "INCONCLUSIVE")
@@ -42,7 +42,7 @@ class Against(JsonObject):
 class AgainstRule(Rule):
     """Keys and values under the same rules as a recipe's own."""
 
-    def read(self, entry: Entry) -> Against:
+    def read(self, entry: RecipeKey) -> Against:
         found = Against({})
         for inner in entry.mapping("what the baseline has instead, as {precision: fp32}", at_least=1) or ():
             if inner.may_be_set():
@@ -167,7 +167,7 @@ class Energy(Kind):
 
 
 @dataclass(frozen=True)
-class Data(Section):
+class DataSection(Section):
     """The fingerprint of the training set as it was read."""
 
     hash: Annotated[str, Rule(sections.like("[0-9a-f]{8,64}", "hex digits"), "the hash of the training set")]
@@ -176,7 +176,7 @@ class Data(Section):
 
 
 @dataclass(frozen=True)
-class Device(Section):
+class DeviceSection(Section):
     """The device that the claim was measured on."""
 
     kind: Annotated[
@@ -194,8 +194,8 @@ class Claim(Section):
     target: Annotated[Target | None, Rule(kind=Target)] = None
     memory: Annotated[Memory | None, Rule(kind=Memory)] = None
     energy: Annotated[Energy | None, Rule(kind=Energy)] = None
-    data: Annotated[Data | None, Rule(kind=Data)] = None
-    device: Annotated[Device, Rule(kind=Device, about="what it was measured on, as {kind: cpu, name: …}")]
+    data: Annotated[DataSection | None, Rule(kind=DataSection)] = None
+    device: Annotated[DeviceSection, Rule(kind=DeviceSection, about="what it was measured on, as {kind: cpu, name: …}")]
     versions: Annotated[
         dict[str, str], Rule(sections.texts_by_name, "the software that it was measured with, as {torch: 2.15.0}")
     ]

@@ -12,7 +12,7 @@ from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.machine.paths import recipes_dir
 from drivetrain.core.options.overrides import key_of, parse_each
 from drivetrain.recipe import fetch, reader
-from drivetrain.recipe.reader import Recipe, Source
+from drivetrain.recipe.reader import Recipe, RecipeSource
 from drivetrain.recipe.safe_yaml import read_bytes
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -31,7 +31,7 @@ def names() -> list[str]:
 def read(name: str) -> Recipe:
     """The recipe that `recipe=` or a word of the command line names, checked. Raises UserError."""
     path, content = load(name)
-    return replace(reader.read(path, content), source=Source(name, fetch.sha256_of(content)))
+    return replace(reader.read(path, content), source=RecipeSource(name, fetch.sha256_of(content)))
 
 
 def named(overrides: Sequence[str]) -> Recipe | None:

@@ -17,7 +17,7 @@ from drivetrain.core.options.overrides import redact
 from drivetrain.core.typed import JsonMapping, JsonObject
 from drivetrain.recipe import claim as claims
 from drivetrain.recipe import safe_yaml
-from drivetrain.recipe.safe_yaml import Entry, code_refusal, names_code
+from drivetrain.recipe.safe_yaml import RecipeKey, code_refusal, names_code
 from drivetrain.recipe.write import FORMS, Header, read_header
 
 MAX_JOBS = 1000
@@ -26,7 +26,7 @@ _OPTION = re.compile(r"[A-Za-z0-9_]+$")
 
 
 @dataclass(frozen=True)
-class Source:
+class RecipeSource:
     """The source of a recipe, as a run records it: what `recipe=` was given, and the SHA-256 of the recipe's text."""
 
     given: str  # a name, a path or a pinned address
@@ -51,7 +51,7 @@ class Recipe:
     lines: dict[str, int] = field(default_factory=dict)  # key → its line, for messages
     header: Header = field(default_factory=Header)  # of a recipe that drivetrain wrote
     unchanged: frozenset[str] = frozenset()  # groups and keys of `unchanged:`, which were mere defaults when it was written
-    source: Source | None = None  # where it came from; None for a run's own
+    source: RecipeSource | None = None  # where it came from; None for a run's own
 
     @property
     def word(self) -> str:
@@ -142,7 +142,7 @@ def raw_of_run(run_dir: Path) -> bytes:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
 
 
-def _section(recipe: Recipe, entry: Entry) -> None:
+def _section(recipe: Recipe, entry: RecipeKey) -> None:
     """Read one of a recipe's keys."""
     if entry.key == "description":
         recipe.description = str(entry.value())
@@ -157,7 +157,7 @@ def _section(recipe: Recipe, entry: Entry) -> None:
         _values(recipe, entry)
 
 
-def _unchanged(recipe: Recipe, entry: Entry) -> None:
+def _unchanged(recipe: Recipe, entry: RecipeKey) -> None:
     """Read options and values that were mere defaults, under the same rules as the rest of the file."""
     for inner in entry.mapping("'defaults:' and 'group: {key: value}' entries") or ():
         if inner.key in (*FORMS, "description", "claim", "sweep", "unchanged"):
@@ -177,7 +177,7 @@ def holds_for(key: str, before: Mapping[str, object], now: Mapping[str, object])
     return False
 
 
-def _axis(recipe: Recipe, entry: Entry) -> None:
+def _axis(recipe: Recipe, entry: RecipeKey) -> None:
     """Read one key of the sweep's grid, under the same rules as the rest of the file."""
     if not entry.may_be_set():
         return
@@ -189,7 +189,7 @@ def _axis(recipe: Recipe, entry: Entry) -> None:
         entry.refuse(f"'{entry.key}' has no values to sweep over")
 
 
-def _defaults(recipe: Recipe, given: Entry) -> None:
+def _defaults(recipe: Recipe, given: RecipeKey) -> None:
     if not isinstance(given.node, yaml.SequenceNode):
         given.refuse("defaults: must be a list such as '- override /optimizer: sgd'")
         return
@@ -205,7 +205,7 @@ def _defaults(recipe: Recipe, given: Entry) -> None:
             entry.refuse(f"{text!r} in defaults: a recipe chooses options as '- override /group: option'")
 
 
-def _choice(recipe: Recipe, entry: Entry) -> None:
+def _choice(recipe: Recipe, entry: RecipeKey) -> None:
     """Read the option of a group."""
     group, option = entry.key, entry.value()
     if not entry.may_be_set():
@@ -219,7 +219,7 @@ def _choice(recipe: Recipe, entry: Entry) -> None:
         entry.refuse(f"{group}: {given}: names are plain, never paths")
 
 
-def _values(recipe: Recipe, entry: Entry) -> None:
+def _values(recipe: Recipe, entry: RecipeKey) -> None:
     """Read a value, or each value of a mapping, which has dotted keys."""
     if not entry.may_be_set():
         return

@@ -43,7 +43,7 @@ def read_bytes(path: Path) -> bytes:
     return raw
 
 
-class Entry(NamedTuple):
+class RecipeKey(NamedTuple):
     """A key of a recipe file with its value, or a whole file. `problems` are those of the file: every reason to refuse it."""
 
     path: Path
@@ -56,9 +56,9 @@ class Entry(NamedTuple):
         """Note what is wrong with it."""
         self.problems.append(f"{self.path}:{self.line}: {problem}")
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[RecipeKey]:
         """The entries of a mapping, each key once; [] of anything else."""
-        found: dict[str, Entry] = {}
+        found: dict[str, RecipeKey] = {}
         for node, value in self.node.value if isinstance(self.node, yaml.MappingNode) else []:
             entry = self._replace(key=str(node.value), line=node.start_mark.line + 1, node=value)  # a key may be a list
             if entry.key in found:
@@ -66,14 +66,14 @@ class Entry(NamedTuple):
             found.setdefault(entry.key, entry)
         return [*found.values()]
 
-    def mapping(self, of: str, at_least: int = 0) -> list[Entry] | None:
+    def mapping(self, of: str, at_least: int = 0) -> list[RecipeKey] | None:
         """The entries of what must be a mapping of something; None where it is none, or has fewer."""
         if isinstance(self.node, yaml.MappingNode) and len(self.node.value) >= at_least:
             return self.entries()
         self.refuse(f"{self.key}: must be a mapping of {of}")
         return None
 
-    def under(self, key: str) -> Entry:
+    def under(self, key: str) -> RecipeKey:
         """The entry by its dotted key, below this one."""
         return self._replace(key=f"{key}.{self.key}")
 
@@ -98,7 +98,7 @@ class Entry(NamedTuple):
         return None if problem else value
 
 
-def load(path: Path, raw: bytes | None = None) -> Entry:
+def load(path: Path, raw: bytes | None = None) -> RecipeKey:
     """A recipe file, or its bytes where they are not in a file. Raises UserError.
 
     It is composed only after its events were checked: aliases, tags and deep nesting are refused there.
@@ -135,7 +135,7 @@ def load(path: Path, raw: bytes | None = None) -> Entry:
     if not isinstance(node, yaml.MappingNode):
         kind = "list" if isinstance(node, yaml.SequenceNode) else "single value"
         raise UserError(f"recipe {path} is a {kind}, not a mapping: write 'defaults:' and 'group: {{key: value}}' entries")
-    return Entry(path, "", 1, node, [])
+    return RecipeKey(path, "", 1, node, [])
 
 
 def names_code(group: str, option: object) -> bool:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Self, TypeGuard, get_args, get_type_hints
 
 from drivetrain.core.errors import did_you_mean
-from drivetrain.recipe.safe_yaml import Entry, printable
+from drivetrain.recipe.safe_yaml import RecipeKey, printable
 from drivetrain.recipe.write import flow
 
 MAX_CHARACTERS = 200  # of a text
@@ -29,7 +29,7 @@ class Rule:
     comment: str = ""  # behind the written value
     kind: type[Section] | None = None  # the section that the value is, which has a check for each of its own
 
-    def read(self, entry: Entry) -> object:
+    def read(self, entry: RecipeKey) -> object:
         """The value of an entry, or anything where it was refused."""
         if self.kind is not None:
             return self.kind.read(entry)
@@ -59,7 +59,7 @@ class Section:
     """A mapping in a recipe: a dataclass, each field of which is Annotated with its Rule. One with a default may be left out."""
 
     @classmethod
-    def read(cls, entry: Entry) -> Self | None:
+    def read(cls, entry: RecipeKey) -> Self | None:
         """The section below a key, or None where it was refused, for every reason and with its line."""
         key, before, rules = entry.key, len(entry.problems), rules_of(cls)
         if (given := entry.mapping(", ".join(rules))) is None:

@@ -14,7 +14,7 @@ import yaml
 from drivetrain.core.errors import UserError
 from drivetrain.core.machine import process
 from drivetrain.core.typed import JsonMapping, JsonObject
-from drivetrain.recipe.safe_yaml import Entry, printable, scalar
+from drivetrain.recipe.safe_yaml import RecipeKey, printable, scalar
 
 SCHEMA = 1  # the form that is written and read here
 HASH_DIGITS = 16
@@ -47,7 +47,7 @@ class Header:
         return [f"schema: {self.schema}", f'drivetrain: "{self.drivetrain}"', f'hash: "{self.hash}"', *left_out]
 
 
-def read_header(root: Entry) -> Header:
+def read_header(root: RecipeKey) -> Header:
     """The header among a recipe's keys. Raises UserError for a form that is newer than this drivetrain."""
     given = {entry.key: entry for entry in root.entries() if entry.key in FORMS}
     found: dict[str, list[str]] = {}

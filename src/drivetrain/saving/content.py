@@ -120,7 +120,7 @@ class _Structure(pickle._Unpickler):
         return _Nothing()
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor, and the index in the whole one at which it begins, by dimension."""
 
     offsets: tuple[int, ...]
@@ -131,7 +131,7 @@ class Divided(NamedTuple):
     """A tensor of this shape, and this rank's parts of it. Several ranks may hold one part; no two parts overlap."""
 
     shape: tuple[int, ...]
-    parts: list[Part]
+    parts: list[TensorPart]
 
 
 class Shards(Protocol):
@@ -158,4 +158,4 @@ class Undivided:
 
 def whole(tensor: torch.Tensor) -> Divided:
     """Return a tensor as its only part. A meta tensor has none: it is on other ranks."""
-    return Divided(tuple(tensor.shape), [] if tensor.is_meta else [Part((0,) * tensor.ndim, tensor)])
+    return Divided(tuple(tensor.shape), [] if tensor.is_meta else [TensorPart((0,) * tensor.ndim, tensor)])

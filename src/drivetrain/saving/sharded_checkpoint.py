@@ -188,7 +188,7 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
         def lookup_tensor(self, index: of_torch.MetadataIndex) -> torch.Tensor:
             return parts[index.fqn, tuple(index.offset or ())]
 
-    class Reader(FileSystemReader):
+    class OrdinaryFiles(FileSystemReader):
         """torch's reader, which takes nothing from a pickle, and opens ordinary files that hold no more than they are long."""
 
         def read_metadata(self, *args: object, **kwargs: object) -> of_torch.Metadata:
@@ -210,7 +210,7 @@ def read(folder: Path, shapes: Shapes, shards: Shards, alone: bool = False) -> S
     with warnings.catch_warnings(), _own_errors():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended where a single process reads
         no_dist = alone or not dist.is_initialized()
-        load({}, storage_reader=Reader(str(folder)), planner=Planner(), no_dist=no_dist)
+        load({}, storage_reader=OrdinaryFiles(str(folder)), planner=Planner(), no_dist=no_dist)
     return tensors
 
 

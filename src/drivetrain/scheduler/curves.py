@@ -239,7 +239,7 @@ class MultiStep(Scheduler):
         return self.gamma ** bisect_right(self._milestones, since + self._warmup)
 
 
-class Step(Scheduler):
+class StepDecay(Scheduler):
     """Multiplied by `gamma` after each `every` (torch's StepLR)."""
 
     lengths = ("warmup", "every")

@@ -50,7 +50,7 @@ class FusedNorm(Edit):
         return f"{fused.total()} hand-written norms fused" + (f" ({which})" if which else "") + rest
 
 
-class Norm(NamedTuple):
+class NormKernel(NamedTuple):
     """One norm as torch's kernel computes it."""
 
     kernel: str  # layer_norm or rms_norm, of torch.nn.functional
@@ -72,7 +72,7 @@ class Norm(NamedTuple):
         return out.movedim(-1, self.dimension)
 
 
-def recognise(module: torch.nn.Module) -> Norm | None:
+def recognise(module: torch.nn.Module) -> NormKernel | None:
     """The norm that the module computes, if it is one written out by hand.
 
     It must have no submodules, buffers or parameters but a weight and perhaps a bias, of shape (n,), and an epsilon, under
@@ -87,13 +87,13 @@ def recognise(module: torch.nn.Module) -> Norm | None:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
-    forms = [Norm("layer_norm", weight, bias, eps), Norm("layer_norm", weight, bias, eps, dimension=1)]
+    forms = [NormKernel("layer_norm", weight, bias, eps), NormKernel("layer_norm", weight, bias, eps, dimension=1)]
     if bias is None:
-        forms += [Norm("rms_norm", weight, None, eps), Norm("rms_norm", weight, None, eps, offset=1.0)]
+        forms += [NormKernel("rms_norm", weight, None, eps), NormKernel("rms_norm", weight, None, eps, offset=1.0)]
     return next((form for form in forms if _agrees(module, form)), None)
 
 
-def _agrees(module: torch.nn.Module, norm: Norm) -> bool:
+def _agrees(module: torch.nn.Module, norm: NormKernel) -> bool:
     """True if the module and the kernel agree on random input, in training and in evaluation.
 
     The rows of the input are of two sizes: in the smaller ones the epsilon weighs as much as the variance, so that a wrong
@@ -126,19 +126,19 @@ def _called(module: torch.nn.Module, x: torch.Tensor) -> tuple[object, set[str]]
 
     names: set[str] = set()
 
-    class Recorder(TorchFunctionMode):
+    class CalledNames(TorchFunctionMode):
         def __torch_function__(
             self, func: Callable[..., Tree], types: object, args: tuple[Tree, ...] = (), kwargs: dict[str, Tree] | None = None
         ) -> Tree:
             names.add(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    with Recorder():
+    with CalledNames():
         out = module(x.clone())
     return out, names & KERNELS
 
 
-def fused_form(module: torch.nn.Module, norm: Norm) -> torch.nn.Module:
+def fused_form(module: torch.nn.Module, norm: NormKernel) -> torch.nn.Module:
     """Return the module as one of a class of the same name that computes its norm by the kernel."""
     cls = type(module)
     return taken_over(module, type(cls.__name__, (cls,), {"forward": lambda self, x: norm(self, x), "__doc__": cls.__doc__}))

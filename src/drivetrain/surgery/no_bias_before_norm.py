@@ -112,7 +112,7 @@ def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording
 
     recording = _Recording()
 
-    class Recorder(TorchFunctionMode):
+    class Calls(TorchFunctionMode):
         def __torch_function__(
             self, func: Callable[..., Tree], types: object, args: tuple[Tree, ...] = (), kwargs: dict[str, Tree] | None = None
         ) -> Tree:
@@ -122,7 +122,7 @@ def _record(model: torch.nn.Module, example: Tree, training: bool) -> _Recording
 
     with _restored(model, first(example).device), torch.no_grad():
         model.train(training)
-        with Recorder():
+        with Calls():
             result = call(model, example)
         recording.read(result)
     return recording

@@ -31,8 +31,8 @@ from drivetrain.launch.job import device_problems
 from drivetrain.run import directory, records
 from drivetrain.sweeps import store
 from drivetrain.sweeps.launchers import Forked, Launcher, OnRay, Submitit
-from drivetrain.sweeps.options import Joblib, Optuna, Ray, Settings, SubmititLocal, SubmititSlurm, split
-from drivetrain.sweeps.store import LENGTH, Entry, Grid, Sweep, prepare
+from drivetrain.sweeps.options import Joblib, Optuna, Ray, SubmititLocal, SubmititSlurm, SweepSettings, split
+from drivetrain.sweeps.store import LENGTH, Grid, StoredJob, Sweep, prepare
 from drivetrain.ui import output, sheet, terminal
 from drivetrain.ui.output import echo
 from drivetrain.ui.terminal import duration
@@ -46,7 +46,7 @@ TAIL = 4096  # bytes at the end of a metrics.jsonl that hold its last records
 RESERVED_LINES = 8  # of the screen, beside the table
 
 
-def progress(entry: Entry) -> tuple[JsonObject, int | None]:
+def progress(entry: StoredJob) -> tuple[JsonObject, int | None]:
     """A job's last training record ({} before the first), and the number of its updates, None until it is built."""
     try:
         length = int(files.read_text(entry.run_dir / LENGTH))
@@ -62,7 +62,7 @@ def _tail(path: Path) -> bytes:
     return b""
 
 
-def share(entry: Entry) -> float:
+def share(entry: StoredJob) -> float:
     """The share of its updates that a job has made."""
     record, length = progress(entry)
     return min(1.0, record["update"] / length) if record and length else 0.0
@@ -78,19 +78,19 @@ class Display:
         self._work = 0.0  # in jobs: what was done since this process began
         self._clock = time.monotonic()
 
-    def keep(self, entries: Sequence[Entry]) -> None:
+    def keep(self, entries: Sequence[StoredJob]) -> None:
         """Count jobs that ended before this process began."""
         self._done += len(entries)
         if entries and self._live is None:
             echo(f"{len(entries)} of {self.total} jobs are done already")
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: StoredJob) -> None:
         """A job begins, or was found running."""
         entry.began, entry.before = time.monotonic(), share(entry)
         if self._jobs_print:
             echo(f"\n{self._name(entry)}")
 
-    def end(self, entry: Entry, running: Sequence[Entry]) -> None:
+    def end(self, entry: StoredJob, running: Sequence[StoredJob]) -> None:
         """A job has ended; `running` are those that still run."""
         self._done += 1
         self._work += 1 - entry.before if entry.began else 0
@@ -102,26 +102,28 @@ class Display:
         if entry.result.error and not (self._jobs_print and entry.began):
             logger.error("job %d: %s", entry.number, entry.result.error)
 
-    def refresh(self, entries: Sequence[Entry], running: Sequence[Entry]) -> None:
+    def refresh(self, entries: Sequence[StoredJob], running: Sequence[StoredJob]) -> None:
         """Show the progress of the running jobs."""
         if self._live is not None:
             size = self._live.console.size
             self._live.update(self.table(entries, running, size.height - RESERVED_LINES, size.width), refresh=True)
 
-    def seconds_left(self, running: Sequence[Entry]) -> float | None:
+    def seconds_left(self, running: Sequence[StoredJob]) -> float | None:
         """Seconds until all jobs are done, at the pace so far; None before any progress."""
         part = sum(max(0.0, share(e) - e.before) for e in running)
         work = self._work + part
         return (time.monotonic() - self._clock) / work * max(0.0, self.total - self._done - part) if work else None
 
-    def _left(self, running: Sequence[Entry], before: str) -> str:
+    def _left(self, running: Sequence[StoredJob], before: str) -> str:
         seconds = self.seconds_left(running)
         return f"{before}about {duration(seconds)} left" if seconds else ""
 
-    def _name(self, entry: Entry) -> str:
+    def _name(self, entry: StoredJob) -> str:
         return f"job {entry.number} ({entry.number + 1} of {self.total}): {entry.job.label or 'the only one'}"
 
-    def table(self, entries: Sequence[Entry], running: Sequence[Entry], max_rows: int, room: int | None = None) -> RichTable:
+    def table(
+        self, entries: Sequence[StoredJob], running: Sequence[StoredJob], max_rows: int, room: int | None = None
+    ) -> RichTable:
         """The table, of at most `max_rows` jobs: all of them where they fit, else those that run."""
         counts = Counter(e.result.status for e in entries if e.result)
         counted = "".join(f" · {n} {status}" for status, n in counts.items() if status != "completed")
@@ -137,7 +139,7 @@ class Display:
         return table
 
 
-def row(entry: Entry, runs: bool) -> list[str]:
+def row(entry: StoredJob, runs: bool) -> list[str]:
     """A job's cells in the live table."""
     if entry.result is not None:
         r = entry.result
@@ -160,10 +162,10 @@ POLL_S = 0.25
 
 
 @dataclass
-class Plan:
+class SweepPlan:
     """A validated sweep, before anything is written."""
 
-    settings: Settings
+    settings: SweepSettings
     overrides: list[str]
     config_dirs: list[str]
     source: Grid | Search  # all jobs, or the search that proposes them
@@ -206,7 +208,7 @@ def _resume(path: Path, given: Sequence[str], quiet: bool) -> tuple[Path, int]:
     return _run_in(path, plan, quiet)
 
 
-def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
+def _plan(overrides: list[str], config_dirs: list[str]) -> SweepPlan:
     """Compose and validate the sweep. Raises UserError with every problem."""
     problems: list[str] = []
     settings, own = None, [o for o in overrides if not is_hydra_override(o)]
@@ -229,10 +231,10 @@ def _plan(overrides: list[str], config_dirs: list[str]) -> Plan:
         problems.append(f"hydra.sweep.subdir={subdir}: a search may try values twice: put ${{hydra.job.num}} into it")
     if problems or settings is None or source is None:
         raise UserError(dict.fromkeys(problems))
-    return Plan(settings, overrides, config_dirs, source)
+    return SweepPlan(settings, overrides, config_dirs, source)
 
 
-def _run_in(path: Path, plan: Plan, quiet: bool) -> tuple[Path, int]:
+def _run_in(path: Path, plan: SweepPlan, quiet: bool) -> tuple[Path, int]:
     """Run the plan's jobs in the sweep's folder; return the folder and the exit code."""
     for module in PRELOADED:
         importlib.import_module(module)
@@ -274,7 +276,7 @@ def _show(sweep: Sweep, objective: Selection | None) -> None:
     echo(f"  its recipe: {best.run_dir / 'recipe.yaml'}")
 
 
-def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured: bool) -> Launcher:
+def _launcher(settings: SweepSettings, sweep: Sweep, jobs: int, quiet: bool, captured: bool) -> Launcher:
     option, sweeper = settings.launcher, settings.sweeper
     trials = sweeper.n_jobs if isinstance(sweeper, Optuna) else None  # at a time
     if isinstance(option, SubmititLocal | SubmititSlurm):
@@ -287,9 +289,11 @@ def _launcher(settings: Settings, sweep: Sweep, jobs: int, quiet: bool, captured
     return Forked(slots, quiet, captured)
 
 
-def _run_jobs(source: Grid | Search, sweep: Sweep, launcher: Launcher, display: Display, signals: SignalForwarder) -> list[Entry]:
+def _run_jobs(
+    source: Grid | Search, sweep: Sweep, launcher: Launcher, display: Display, signals: SignalForwarder
+) -> list[StoredJob]:
     """Start jobs as slots get free, until all have ended; return those that run on without this process."""
-    running: list[Entry] = []
+    running: list[StoredJob] = []
     while True:
         asked = source.ask(launcher.slots - len(running)) if not signals.raised else []
         able = [entry for entry in asked if entry.job.job is not None]
@@ -312,7 +316,7 @@ def _run_jobs(source: Grid | Search, sweep: Sweep, launcher: Launcher, display: 
         display.refresh(sweep.entries, running)
 
 
-def _exit_code(sweep: Sweep, searches: bool, signals: SignalForwarder, running: Sequence[Entry]) -> int:
+def _exit_code(sweep: Sweep, searches: bool, signals: SignalForwarder, running: Sequence[StoredJob]) -> int:
     """The exit code; warns of jobs that did not complete."""
     command = f"drivetrain train -m resume={shlex.quote(str(sweep.path))}"
     if running:

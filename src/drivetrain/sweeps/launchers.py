@@ -27,7 +27,7 @@ from drivetrain.launch import launcher
 from drivetrain.run import directory
 from drivetrain.run.result import Result
 from drivetrain.sweeps.options import Ray, SubmititLocal, SubmititSlurm
-from drivetrain.sweeps.store import LENGTH, Entry, SweepJob, one_job
+from drivetrain.sweeps.store import LENGTH, StoredJob, SweepJob, one_job
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -44,28 +44,28 @@ class Launcher:
 
     def __init__(self, slots: int) -> None:
         self.slots = slots  # jobs at a time
-        self._running: dict[Any, Entry] = {}  # own jobs, each by what it is waited for with
-        self._elsewhere: list[Entry] = []
+        self._running: dict[Any, StoredJob] = {}  # own jobs, each by what it is waited for with
+        self._elsewhere: list[StoredJob] = []
 
-    def attach(self, entry: Entry) -> bool:
+    def attach(self, entry: StoredJob) -> bool:
         """True if another process runs the job already: then this one waits for it, and must not start it again."""
         if directory.is_locked(entry.run_dir):
             self._elsewhere.append(entry)
             return True
         return False
 
-    def new(self, entries: Sequence[Entry]) -> list[Entry]:
+    def new(self, entries: Sequence[StoredJob]) -> list[StoredJob]:
         """Those of these jobs that no other process runs, with their folders ready."""
         found = [entry for entry in entries if not self.attach(entry)]
         for entry in found:
             entry.prepare_folder()
         return found
 
-    def start(self, entries: Sequence[Entry]) -> None:
+    def start(self, entries: Sequence[StoredJob]) -> None:
         """Start these new jobs."""
         raise NotImplementedError
 
-    def wait(self, seconds: float, stopped: bool = False) -> list[Entry]:
+    def wait(self, seconds: float, stopped: bool = False) -> list[StoredJob]:
         """The jobs that have ended, with their results; none after so many seconds. `stopped`: they were asked to stop."""
         ended = [e for e in self._elsewhere if not directory.is_locked(e.run_dir)]
         for entry in ended:
@@ -76,7 +76,7 @@ class Launcher:
             ended.append(entry)
         return ended
 
-    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+    def ended(self, seconds: float) -> Iterator[tuple[StoredJob, int | None, str]]:
         """Yield own jobs that have ended, their exit codes where known, and what to say where they left no result."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Forked(Launcher):
         self.quiet, self.captured = quiet, captured or slots > 1
         self._told = 0  # the signal that the jobs got
 
-    def start(self, entries: Sequence[Entry]) -> None:
+    def start(self, entries: Sequence[StoredJob]) -> None:
         for entry in entries:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until it is known which process has the job
             try:
@@ -105,7 +105,7 @@ class Forked(Launcher):
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+    def ended(self, seconds: float) -> Iterator[tuple[StoredJob, int | None, str]]:
         done = connection.wait([child.sentinel for child in self._running], seconds)
         for child in [child for child in self._running if child.sentinel in done]:
             entry = self._running.pop(child)
@@ -119,7 +119,7 @@ class Forked(Launcher):
         for child in list(self._running):
             os.kill(child.pid, number)
 
-    def _child(self, entry: Entry, slot: int) -> None:
+    def _child(self, entry: StoredJob, slot: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if self.slots > 1:
             os.environ |= {guards.JOBS: str(self.slots), **own_device(entry, slot)}
@@ -131,14 +131,14 @@ class Forked(Launcher):
         os._exit(code)
 
 
-def capture(entry: Entry) -> None:
+def capture(entry: StoredJob) -> None:
     """From now on this process writes to the job's folder."""
     log = files.descriptor(entry.run_dir / OUTPUT, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
 
 
-def own_device(entry: Entry, slot: int) -> dict[str, str]:
+def own_device(entry: StoredJob, slot: int) -> dict[str, str]:
     """The environment that gives a job of one device the device of its slot, in rotation; {} for other jobs."""
     found = accelerators.find()
     variable = "ZE_AFFINITY_MASK" if found.type == "xpu" else "CUDA_VISIBLE_DEVICES"
@@ -152,7 +152,7 @@ def own_device(entry: Entry, slot: int) -> dict[str, str]:
     return {variable: devices[slot % len(devices)]}
 
 
-def run_job(entry: Entry, quiet: bool) -> int:
+def run_job(entry: StoredJob, quiet: bool) -> int:
     """Run a job in this process, which runs nothing else; return its exit code."""
     process.restart_clock()
     try:
@@ -178,7 +178,7 @@ def _write_length(trainer: Trainer) -> None:
 
 def run_one(job: SweepJob, run_dir: Path, signals: SignalForwarder, quiet: bool) -> Result:
     """Run one job in a process of its own; return its result, which it has even if it was killed."""
-    entry, launcher = Entry(0, job, run_dir), Forked(quiet=quiet)
+    entry, launcher = StoredJob(0, job, run_dir), Forked(quiet=quiet)
     with signals.to(launcher.signal):
         launcher.start(launcher.new([entry]))
         while not launcher.wait(60.0, bool(signals.raised)):
@@ -193,7 +193,7 @@ SLURM_KEYS = ("partition", "account", "qos", "constraint", "array_parallelism", 
 
 
 @dataclass
-class Task:
+class SubmittedJob:
     """The task that is submitted: one job of a sweep by its number, which is composed where it runs."""
 
     sweep: Path
@@ -237,7 +237,7 @@ class Submitit(Launcher):
         # For jobs of a checkout that is not installed.
         os.environ["PYTHONPATH"] = process.import_path()
 
-    def attach(self, entry: Entry) -> bool:
+    def attach(self, entry: StoredJob) -> bool:
         try:
             number = files.read_text(entry.run_dir / SUBMITTED)
         except OSError:
@@ -248,11 +248,11 @@ class Submitit(Launcher):
         self._running[job] = entry
         return True
 
-    def start(self, entries: Sequence[Entry]) -> None:
+    def start(self, entries: Sequence[StoredJob]) -> None:
         if not entries:
             return
         environment = self._environment()
-        tasks = [Task(self._sweep.absolute(), entry.number, self._quiet, environment) for entry in entries]
+        tasks = [SubmittedJob(self._sweep.absolute(), entry.number, self._quiet, environment) for entry in entries]
         # A terminal's Ctrl-C also reaches submitit's local controllers, which would kill a job that is saving.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -266,7 +266,7 @@ class Submitit(Launcher):
             files.write_text(entry.run_dir / SUBMITTED, job.job_id)
             self._running[job] = entry
 
-    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+    def ended(self, seconds: float) -> Iterator[tuple[StoredJob, int | None, str]]:
         done = [job for job in self._running if job.done()]
         for job in done:
             yield self._running.pop(job), None, f"the job ended without a result ({job.state.lower()}): see {job.paths.stderr}"
@@ -307,11 +307,11 @@ class OnRay(Launcher):
         task = ray.remote(num_cpus=option.num_cpus, num_gpus=option.num_gpus, max_calls=1, max_retries=0)
         self._task = task(_on_ray)
 
-    def start(self, entries: Sequence[Entry]) -> None:
+    def start(self, entries: Sequence[StoredJob]) -> None:
         for entry in entries:
             self._running[self._task.remote(self._sweep, entry.number, self._quiet, Path.cwd())] = entry
 
-    def ended(self, seconds: float) -> Iterator[tuple[Entry, int | None, str]]:
+    def ended(self, seconds: float) -> Iterator[tuple[StoredJob, int | None, str]]:
         if not self._running:
             time.sleep(seconds)
         for ref in self._ray.wait([*self._running], timeout=seconds)[0] if self._running else ():

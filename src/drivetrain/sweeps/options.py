@@ -87,7 +87,7 @@ PACKAGES: dict[type[Basic], tuple[str, str]] = {  # and the extra that installs 
 
 
 @dataclass
-class Settings:
+class SweepSettings:
     """The launcher, the sweeper, and Hydra's other settings."""
 
     launcher: Basic
@@ -100,7 +100,7 @@ def is_launch_setting(override: str) -> bool:
     return key_of(override).startswith(("hydra/launcher", "hydra.launcher.")) or key_of(override) == "hydra.sweeper.n_trials"
 
 
-def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[str]]:
+def split(overrides: Sequence[str], check: bool = True) -> tuple[SweepSettings, list[str]]:
     """Split off Hydra's settings from the run's overrides. Raises UserError with every problem.
 
     With `check` that of a launcher which cannot run on this machine is one.
@@ -123,7 +123,7 @@ def split(overrides: Sequence[str], check: bool = True) -> tuple[Settings, list[
             "hydra/launcher=joblib with hydra/sweeper=optuna: hydra.sweeper.n_jobs says how many trials run at a time"
         )
     refuse(problems)
-    return Settings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]
+    return SweepSettings(**made, hydra=hydra), [o for o in overrides if not is_hydra_override(o)]
 
 
 def _option(group: str, values: dict[str, object], problems: list[str], check: bool) -> Basic:

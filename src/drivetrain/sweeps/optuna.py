@@ -21,7 +21,7 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.launch.job import Job
 from drivetrain.recipe import places
 from drivetrain.sweeps.options import Optuna
-from drivetrain.sweeps.store import FINAL, Entry, Sweep, SweepJob, direction, listed, prepare_one, value_of
+from drivetrain.sweeps.store import FINAL, StoredJob, Sweep, SweepJob, direction, listed, prepare_one, value_of
 
 MAX_GRID = 10_000  # combinations with sampler=grid
 MAX_VALUES = 100_000  # of a key that is searched over
@@ -115,8 +115,8 @@ class Search:
         self.objective = selected(self.first.run)
         if option.direction is not None:
             self.objective = self.objective._replace(better=max if option.direction == "maximize" else min)
-        self.kept: list[Entry] = []  # ended before this process began
-        self._interrupted: list[Entry] = []  # running when the search ended; they resume from their checkpoints
+        self.kept: list[StoredJob] = []  # ended before this process began
+        self._interrupted: list[StoredJob] = []  # running when the search ended; they resume from their checkpoints
 
     def job(self, values: dict[str, object]) -> SweepJob:
         """The job of these values."""
@@ -153,7 +153,7 @@ class Search:
         if not told:
             self.tell(entry)
 
-    def ask(self, count: int) -> list[Entry]:
+    def ask(self, count: int) -> list[StoredJob]:
         """The next trials, at most `count`."""
         entries, self._interrupted = self._interrupted[:count], self._interrupted[count:]
         while len(entries) < count and len(self._sweep.entries) < self.total:
@@ -163,7 +163,7 @@ class Search:
             entries += self._sweep.add([self.job(trial.params)], trial.number)
         return entries
 
-    def tell(self, entry: Entry) -> None:
+    def tell(self, entry: StoredJob) -> None:
         """Tell optuna a trial's objective, or that it failed or diverged; an interrupted trial may be resumed."""
         value, status = value_of(entry.result, self.objective), entry.result.status if entry.result else "interrupted"
         if value is not None:

@@ -149,7 +149,7 @@ LENGTH = ".max_updates"  # file in a job's folder: the number of its updates, on
 
 
 @dataclass(eq=False)
-class Entry:
+class StoredJob:
     """A job of a sweep with its folder, and its result once it has ended."""
 
     number: int
@@ -221,11 +221,11 @@ class Sweep:
     overrides: list[str]
     config_dirs: list[str]
     hydra: HydraSettings = field(default_factory=HydraSettings)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StoredJob] = field(default_factory=list)
 
-    def add(self, jobs: Sequence[SweepJob], first: int = 0) -> list[Entry]:
+    def add(self, jobs: Sequence[SweepJob], first: int = 0) -> list[StoredJob]:
         """Number these jobs from `first`, and write jobs.json. Raises UserError where two jobs would have one folder."""
-        new = [Entry(n, job, _folder(self.path, n, job, self.hydra)) for n, job in enumerate(jobs, first)]
+        new = [StoredJob(n, job, _folder(self.path, n, job, self.hydra)) for n, job in enumerate(jobs, first)]
         self.entries += new
         folders = {entry.run_dir for entry in self.entries}
         if len(folders) < len(self.entries) or any(above in folders for folder in folders for above in folder.parents):
@@ -255,8 +255,8 @@ class Grid:
 
     def __init__(self, jobs: Sequence[SweepJob]) -> None:
         self.jobs, self.total = jobs, len(jobs)
-        self.kept: list[Entry] = []  # ended before this process began
-        self._waiting: list[Entry] = []
+        self.kept: list[StoredJob] = []  # ended before this process began
+        self._waiting: list[StoredJob] = []
 
     @property
     def first(self) -> Job:
@@ -275,12 +275,12 @@ class Grid:
         self.kept = [entry for entry in entries if entry.load_result()]
         self._waiting = [entry for entry in entries if entry.result is None]
 
-    def ask(self, count: int) -> list[Entry]:
+    def ask(self, count: int) -> list[StoredJob]:
         """The next jobs, at most `count`."""
         entries, self._waiting = self._waiting[:count], self._waiting[count:]
         return entries
 
-    def tell(self, entry: Entry) -> None:
+    def tell(self, entry: StoredJob) -> None:
         """A job has ended."""
 
     def is_finished(self) -> bool:
@@ -316,14 +316,14 @@ def read_own(path: Path) -> JsonObject:
     return content
 
 
-def one_job(path: Path, number: int) -> Entry:
+def one_job(path: Path, number: int) -> StoredJob:
     """One job of the sweep in `path`, composed again, as on another machine."""
     content = read(path)
     add_import_paths(content["config_dirs"])
     (entry,) = (job for job in content["jobs"] if job["job"] == number)
     overrides = entry["overrides"][: len(entry["overrides"]) - len(entry["cell"])]
     job = prepare_one((), overrides, entry["cell"], content["config_dirs"])
-    return Entry(number, job, _folder(path, number, job, split(content["overrides"], check=False)[0].hydra))
+    return StoredJob(number, job, _folder(path, number, job, split(content["overrides"], check=False)[0].hydra))
 
 
 def unfinished(root: Path, overrides: Sequence[str], named: Path | None = None) -> Iterator[Path]:
@@ -373,7 +373,7 @@ def value_of(result: Result | None, objective: Selection | None) -> float | None
     return value if value is not None and math.isfinite(value) else None
 
 
-def best_of(entries: Sequence[Entry], objective: Selection | None) -> Entry | None:
+def best_of(entries: Sequence[StoredJob], objective: Selection | None) -> StoredJob | None:
     """The best job; the first of equal ones. None where none has a value of the objective."""
     values = [(value, entry) for entry in entries if (value := value_of(entry.result, objective)) is not None]
     if objective is None or not values:

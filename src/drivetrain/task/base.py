@@ -37,7 +37,7 @@ class Multilabel(Task):
     fitting_data = "digit_scenes"
 
 
-class Regression(Task):
+class RegressionTask(Task):
     """Numbers for each sample."""
 
     targets = ("values",)
@@ -88,7 +88,7 @@ class TextClassification(Task):
     fitting_data = "stdlib"
 
 
-class Contrastive(Task):
+class ContrastiveTask(Task):
     """Two views of each sample, which the model learns to recognise among those of others."""
 
     targets = ("pair",)

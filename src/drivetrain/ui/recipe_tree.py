@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OFF = ("none", "single", "constant", "")
 
 
-class Line(NamedTuple):
+class GroupLine(NamedTuple):
     """The line of a group. `set` says what was set by an override or by the recipe, and not by default."""
 
     group: str
@@ -64,22 +64,22 @@ def _stages(run: RunSpec) -> list[str]:
     return [f"stage {number:<8}{stage.title}" for number, stage in enumerate(run.stages, 1)]
 
 
-def lines(composed: Composed) -> list[Line]:
+def lines(composed: Composed) -> list[GroupLine]:
     """The line of each group."""
     return [_line(composed, group, choice) for group, choice in composed.choices.items()]
 
 
-def _line(composed: Composed, group: str, choice: str | list[str]) -> Line:
+def _line(composed: Composed, group: str, choice: str | list[str]) -> GroupLine:
     option_set = choice != composed.default_choices.get(group)
     if isinstance(choice, list):
-        return Line(group, ", ".join(choice) or "none", option_set, [])
+        return GroupLine(group, ", ".join(choice) or "none", option_set, [])
     default = composed.option_defaults.get(group) or {}
     settings = [
         (f"{key}={setting(value, 'null')}", value != default.get(key))
         for key, value in (composed.plain.get(group) or {}).items()
         if key != "_target_" and (value not in (None, {}) or value != default.get(key))
     ]
-    return Line(group, choice, option_set, sorted(settings, key=lambda each: not each[1]))
+    return GroupLine(group, choice, option_set, sorted(settings, key=lambda each: not each[1]))
 
 
 def effect(run: RunSpec, group: str) -> str:

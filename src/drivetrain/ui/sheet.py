@@ -60,7 +60,7 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-class Part(NamedTuple):
+class PagePart(NamedTuple):
     """A part of a sheet that is no table: HTML for the page, and text for the terminal, if it has any there."""
 
     html: str  # everything from outside is escaped in it
@@ -72,30 +72,30 @@ class Part(NamedTuple):
             echo(self.text)
 
 
-def heading(text: str, level: int = 2) -> Part:
+def heading(text: str, level: int = 2) -> PagePart:
     """The heading of what follows."""
-    return Part(f"<h{level}>{escape(text)}</h{level}>", f"\n{text}")
+    return PagePart(f"<h{level}>{escape(text)}</h{level}>", f"\n{text}")
 
 
-def words(*lines: str) -> Part:
+def words(*lines: str) -> PagePart:
     """Sentences, a paragraph each."""
-    return Part("".join(f"<p>{escape(line)}</p>" for line in lines), "\n".join(lines) if lines else None)
+    return PagePart("".join(f"<p>{escape(line)}</p>" for line in lines), "\n".join(lines) if lines else None)
 
 
-def remarks(*lines: str) -> Part:
+def remarks(*lines: str) -> PagePart:
     """Sentences that only the page has room for."""
-    return Part("".join(f'<p class="soft">{escape(line)}</p>' for line in lines))
+    return PagePart("".join(f'<p class="soft">{escape(line)}</p>' for line in lines))
 
 
-def commands(*lines: str) -> Part:
+def commands(*lines: str) -> PagePart:
     """Commands, each of which a button copies, and which the terminal indents."""
     boxes = (f'<pre tabindex="0"><code>{escape(line)}</code></pre>' for line in lines)
-    return Part(f'<div class="commands">{"".join(boxes)}</div>', "\n".join(f"  {line}" for line in lines))
+    return PagePart(f'<div class="commands">{"".join(boxes)}</div>', "\n".join(f"  {line}" for line in lines))
 
 
-def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> Part:
+def folded(summary: str, sections: Sequence[Section], is_open: bool = False) -> PagePart:
     """A part that shows the sections after a click on its summary."""
-    return Part(f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{joined(sections)}</details>")
+    return PagePart(f"<details{' open' if is_open else ''}><summary>{escape(summary)}</summary>{joined(sections)}</details>")
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def setting(value: object, none: str = "–") -> str:
     return none if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-Section = Part | Table
+Section = PagePart | Table
 
 
 def facts(rows: Sequence[tuple[str, str]], name: str) -> Table:

@@ -71,7 +71,7 @@ def say(line: str) -> None:
     logger.warning("%s", line)
 
 
-class Progress:
+class ProgressLine:
     """Shows a run's records: a live line in a terminal; elsewhere a line for each evaluation, and one at times in between."""
 
     def __init__(self, total_updates: int, epochs: int, done: int = 0) -> None:

@@ -57,7 +57,7 @@ def benchmark(monkeypatch):
                 raise VariantEnded("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
             device.held[variant.label] = sizes[variant.label]
             device.most = max(device.most, len(device.held))
-            variant.memory = interleave.Reading(sizes[variant.label] * GIB, device.free * GIB if told else None)
+            variant.memory = interleave.DeviceMemory(sizes[variant.label] * GIB, device.free * GIB if told else None)
 
         def timed_block(variant):
             assert variant.label in device.held
@@ -109,10 +109,10 @@ def test_a_variant_that_fails_otherwise_is_not_started_again(benchmark, monkeypa
 
 
 def test_the_margin_counts_the_largest_variant_so_far_or_its_own(monkeypatch):
-    live = [interleave.Reading(20, 60), interleave.Reading(30, 35)]
+    live = [interleave.DeviceMemory(20, 60), interleave.DeviceMemory(30, 35)]
     assert not interleave.fits(None, live)
     assert interleave.fits(25, live)
-    assert interleave.fits(None, [interleave.Reading(20, None)])
+    assert interleave.fits(None, [interleave.DeviceMemory(20, None)])
     assert interleave.fits(None, [])
 
 

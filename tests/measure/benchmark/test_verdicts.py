@@ -19,7 +19,7 @@ from drivetrain.launch.job import prepare
 from drivetrain.measure import changes, intervals
 from drivetrain.measure.benchmark import quality as test
 from drivetrain.measure.benchmark import variants
-from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, Plan, Trial, sequentially
+from drivetrain.measure.benchmark.quality import FAIL, INCONCLUSIVE, PASS, QualitySettings, Trial, sequentially
 from drivetrain.measure.benchmark.variants import TrainedRun, VariantSpec, compose, final_figures, swept
 from drivetrain.measure.intervals import mean, ratio
 from drivetrain.run.result import Result
@@ -37,7 +37,7 @@ def verdict(runs, effect="close", base=None):
     return test.verdict(runs, base or trained(), ACCURACY, effect)
 
 
-ONLY_METRIC = [test.Figure("accuracy", -1.0)]
+ONLY_METRIC = [test.JudgedFigure("accuracy", -1.0)]
 HIGH = [0.60, 0.61, 0.59, 0.605, 0.6]
 
 
@@ -83,7 +83,7 @@ def test_want_of_seeds_or_of_a_figure_is_never_a_pass():
 
 def test_a_target_that_is_not_reached_is_never_a_pass():
     """It is told so, and has no difference."""
-    figures = [test.Figure("seconds")]
+    figures = [test.JudgedFigure("seconds")]
     base = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}) for n in range(5)]
     late = [TrainedRun(n, 1, {"seconds": 9.0 + n / 10}, censored=["seconds"] if n else []) for n in range(5)]
     assert test.of_first(late, figures, "accuracy").reason == "seconds: 1 of 5 got there over 5 seeds"
@@ -130,14 +130,14 @@ def just_worse(*names):
 def test_of_two_figures_each_has_half_of_the_level():
     for names, outcome in ((["a"], FAIL), (["a", "b"], INCONCLUSIVE)):
         base, runs = just_worse(*names)
-        trial = Trial.of("a", {1: ("changes", [])}, {1: [test.Figure(name, needed=name == "a") for name in names]})
+        trial = Trial.of("a", {1: ("changes", [])}, {1: [test.JudgedFigure(name, needed=name == "a") for name in names]})
         trial.look({1: runs}, base)
         assert trial.verdicts[1].outcome == outcome
 
 
 def test_a_second_look_has_what_the_first_one_left():
     base, runs = just_worse("a")
-    trial = Trial.of("a", {1: ("changes", [])}, {1: [test.Figure("a")]})
+    trial = Trial.of("a", {1: ("changes", [])}, {1: [test.JudgedFigure("a")]})
     assert trial.look({1: runs[:3]}, base[:3], 0.5) == [1]
     assert trial.look({1: runs}, base, 1.0) == [1]
 
@@ -164,7 +164,7 @@ def test_seeds_are_added_while_a_variant_is_inconclusive():
         return variants[variant][number]
 
     trial = Trial.of("accuracy", dict.fromkeys((1, 2), ("changes", [])), {1: ONLY_METRIC, 2: ONLY_METRIC})
-    base = sequentially(trial, Plan(seeds=3, max_seeds=20), train)
+    base = sequentially(trial, QualitySettings(seeds=3, max_seeds=20), train)
     assert trial.verdicts[1].outcome == PASS
     counts = [sum(variant == n for variant, _ in trained_so_far) for n in range(3)]
     assert counts[0] == len(base) == counts[2] > counts[1] == 3
@@ -174,7 +174,10 @@ def test_seeds_are_added_while_a_variant_is_inconclusive():
 
 def test_no_seeds_are_added_after_the_time_for_it():
     trial = Trial.of("accuracy", {1: ("changes", [])}, {1: ONLY_METRIC})
-    assert len(sequentially(trial, Plan(seeds=2, quality_s=1e-9), lambda variant, number: noisy(variant, 2.0)[number])) == 2
+    assert (
+        len(sequentially(trial, QualitySettings(seeds=2, quality_s=1e-9), lambda variant, number: noisy(variant, 2.0)[number]))
+        == 2
+    )
 
 
 def test_a_run_that_averages_its_weights_is_judged_by_the_average():
@@ -255,13 +258,13 @@ def test_what_is_planted_changes_a_run_and_what_is_not_does_not():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_is_never_a_pass(name):
-    assert honest.judged(BREAKS[name], 0, Plan()).outcome != PASS
+    assert honest.judged(BREAKS[name], 0, QualitySettings()).outcome != PASS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_change_is_no_fail(name):
-    assert honest.judged(HARMLESS[name], 0, Plan()).outcome != FAIL
+    assert honest.judged(HARMLESS[name], 0, QualitySettings()).outcome != FAIL
 
 
 # --- intervals: that they are the exact ones, hold what they promise, and see what is there ---

@@ -17,12 +17,12 @@ from drivetrain.measure.bisect.bisect import (
     NONE,
     UNKNOWN,
     UNRESOLVED,
+    BisectSettings,
+    ChangeSearch,
     GoodFails,
     Measured,
     Measurer,
-    Quality,
-    Search,
-    Settings,
+    QualityMeasurer,
     Unresolved,
     numbers,
 )
@@ -82,7 +82,7 @@ def test_items_of_a_list_are_changes_of_their_own_and_keep_their_keys():
 def test_keys_of_the_users_own_mappings_are_changes():
     subsets, _, _ = prepared(
         "model.kwargs.a=1 model.kwargs.b=1", "model.kwargs.a=2 model.kwargs.b=2",
-        "model=own", "model.target=bench.bisect.Settings", "trust=[bench]",
+        "model=own", "model.target=bench.bisect.BisectSettings", "trust=[bench]",
     )  # fmt: skip
     assert set(keys(subsets)) == {"model.kwargs.a", "model.kwargs.b"}
     assert plain(subsets, "model.kwargs.b").plain["model"]["kwargs"] == {"a": 1, "b": 2}
@@ -137,7 +137,7 @@ def test_values_that_are_refused_without_each_other_are_one_change():
 
 def test_a_share_of_nothing_has_no_sign():
     whole, none = Measured(Interval(0.3, 0.2, 0.4), 6), Measured(Interval(-0.001, -0.1, 0.1), 6)
-    search = Search(2, Measurer(None, Settings(), 0.0), {frozenset({0, 1}): whole, frozenset({0}): none}, NAMED)
+    search = ChangeSearch(2, Measurer(None, BisectSettings(), 0.0), {frozenset({0, 1}): whole, frozenset({0}): none}, NAMED)
     assert [row[3] for row in bisect.tried(search).rows] == ["100 %", "0 %"]
 
 
@@ -149,8 +149,8 @@ def test_a_share_of_nothing_has_no_sign():
     ],
 )
 def test_a_budget_that_was_too_small_is_told_in_a_sentence(whole, said):
-    measurer = Measurer(bisect.Subsets(None, None, None, (), (), []), Settings(budget_s=40), 0.0)
-    search = Search(1, measurer, {frozenset({0}): whole}, UNRESOLVED, reason="whether they differ is not certain")
+    measurer = Measurer(bisect.Subsets(None, None, None, (), (), []), BisectSettings(budget_s=40), 0.0)
+    search = ChangeSearch(1, measurer, {frozenset({0}): whole}, UNRESOLVED, reason="whether they differ is not certain")
     assert bisect.conclusion(search, 1.0)[-1].endswith(said)
     assert "inf" not in str(bisect.tried(search).rows)
 
@@ -196,7 +196,7 @@ class Exact:
 
 
 def searched(effect, **kwargs):
-    search = Search(N, Exact(effect, **kwargs))
+    search = ChangeSearch(N, Exact(effect, **kwargs))
     search.run()
     return search
 
@@ -253,7 +253,7 @@ def test_what_makes_training_diverge_is_bad():
         def measure(self, chosen, decided):
             return Measured(pairs=1, problem="diverged", diverged=True) if chosen == {4} else super().measure(chosen, decided)
 
-    search = Search(N, Diverging(lambda chosen: -0.2 * (4 in chosen)))
+    search = ChangeSearch(N, Diverging(lambda chosen: -0.2 * (4 in chosen)))
     search.run()
     assert search.causes == [(4,)]
 
@@ -268,7 +268,7 @@ def test_a_subset_is_measured_until_its_question_is_decided_and_goes_on_with_its
             return self.ends
 
     subsets = SimpleNamespace(variant=lambda chosen: VariantSpec("", [], "a job"))
-    measurer, late = (Made(subsets, Settings(rounds=8), until) for until in (math.inf, 0.0))
+    measurer, late = (Made(subsets, BisectSettings(rounds=8), until) for until in (math.inf, 0.0))
     found = measurer.measure(frozenset({0}), lambda found: True)
     assert (found.pairs, found.effect.low > 0.18) == (6, True)
     assert measurer.measure(frozenset({0}), lambda found: False).pairs == 8, "as many as rounds="
@@ -288,7 +288,7 @@ def test_a_seed_is_trained_also_where_it_is_over_at_once_and_a_run_that_ends_say
     runs = {"": TrainedRun(0, 1, {"accuracy": 0.5}), "ema": TrainedRun(0, 1, {"accuracy": 0.75}), "lr": TrainedRun(0, 1)}
     runs["bad"] = TrainedRun(0, 1, error="diverged: the loss is nan")
     monkeypatch.setattr(bisect, "trainings", trainings)
-    measurer = Quality(SimpleNamespace(variant=lambda chosen: VariantSpec("", [], good)), Settings(), 0.0)
+    measurer = QualityMeasurer(SimpleNamespace(variant=lambda chosen: VariantSpec("", [], good)), BisectSettings(), 0.0)
     assert measurer.add(VariantSpec("ema", [], good), figures := [], lambda *_: len(figures) > 1) is None
     assert (figures, measurer.margin) == ([0.25, 0.25], 0.005 * 0.5)
     assert trained == [("", 0), ("ema", 0), ("", 1), ("ema", 1)]
@@ -311,9 +311,9 @@ def test_what_makes_a_bad_fail_is_searched_among_the_subsets_that_run():
     subsets = SimpleNamespace(
         variant=lambda chosen: VariantSpec(chosen, [], None if 3 in chosen and 2 not in chosen else "a job")
     )
-    measurer = Failing(subsets, Settings(), 0.0)
+    measurer = Failing(subsets, BisectSettings(), 0.0)
     measurer.fails = True
-    search = Search(N, measurer)
+    search = ChangeSearch(N, measurer)
     search.run()
     assert (search.outcome, search.causes) == (NAMED, [(4, 6)])
     assert measurer.shown(search.whole) == ("fails",)
@@ -338,7 +338,7 @@ def test_a_question_is_decided_by_an_interval_on_one_side_or_a_narrow_one(effect
         return Measured(Interval(*effect), 6)
 
     with pytest.raises(Unresolved) if is_high is None else contextlib.nullcontext():
-        assert Search(1, SimpleNamespace(measure=measure))._ask({0}, 0.0, -1.0)[0] is is_high
+        assert ChangeSearch(1, SimpleNamespace(measure=measure))._ask({0}, 0.0, -1.0)[0] is is_high
     assert asked == [decided]
 
 

@@ -19,7 +19,7 @@ from drivetrain.core.step.microbatch import Request
 from drivetrain.launch import launcher
 from drivetrain.measure.certify import certify as verb
 from drivetrain.measure.certify import judge, record
-from drivetrain.measure.certify.judge import Entry, Floors, Trace, of_tensor
+from drivetrain.measure.certify.judge import Floors, Trace, TracedTensor, of_tensor
 from drivetrain.measure.certify.record import plan_of
 from drivetrain.precision import cpu_half
 from tests.support import json_keys
@@ -130,7 +130,7 @@ def test_a_reference_that_is_not_its_own_shadow_gives_no_floor() -> None:
     """A large distance between the reference and its float64 shadow is not rounding: it may not hide a fault."""
 
     def trace(value: float) -> Trace:
-        return Trace({(1, "weights", "w"): Entry(np.array([value]), rounding=1e-9)})
+        return Trace({(1, "weights", "w"): TracedTensor(np.array([value]), rounding=1e-9)})
 
     floors = Floors(shadow=trace(2.0), rounded=[trace(2.0 + 1e-7)])
     found = judge.judge(trace(1.5), trace(1.0), floors)
@@ -265,7 +265,7 @@ W1, W2, INSIDE = (1, "weights", "w"), (2, "weights", "w"), (1, "forward", "layer
 
 
 def trace(values: dict, rounding: float = 1e-6) -> Trace:
-    return Trace({key: Entry(np.array([value]), rounding) for key, value in values.items()})
+    return Trace({key: TracedTensor(np.array([value]), rounding) for key, value in values.items()})
 
 
 def verdict(tested: dict, reference: dict, floors: Floors | None = None, coarser: bool = False):

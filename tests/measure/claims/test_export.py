@@ -14,7 +14,7 @@ import pytest
 from drivetrain.cli import main
 from drivetrain.core.errors import UserError
 from drivetrain.launch.job import prepare
-from drivetrain.measure.claims.export import Settings, export
+from drivetrain.measure.claims.export import ExportSettings, export
 from drivetrain.recipe import reader as recipe
 from drivetrain.recipe.claim import Claim
 from drivetrain.run import recipe_file
@@ -60,13 +60,13 @@ def made_run(
 
 def exported(*runs: Path, **settings: object) -> Claim | None:
     """The claim of these runs, as a reader of the written recipe finds it."""
-    Path("made.yaml").write_text(export(runs, Settings(**settings)))
+    Path("made.yaml").write_text(export(runs, ExportSettings(**settings)))
     return recipe.read(Path("made.yaml")).claim
 
 
 def refusals(*runs: Path, **settings: object) -> str:
     with pytest.raises(UserError) as refused:
-        export(runs, Settings(**settings))
+        export(runs, ExportSettings(**settings))
     assert all(problem.isprintable() for problem in refused.value.problems)
     return "\n".join(refused.value.problems)
 

@@ -30,16 +30,16 @@ from drivetrain.measure.claims.verify import (
     SKIPPED,
     UNTOLD,
     Answer,
+    ClaimRuns,
     Differences,
-    Seen,
-    Settings,
     Verified,
+    VerifySettings,
     chance_of_fewer,
     judge,
 )
 from drivetrain.measure.intervals import Interval
 from drivetrain.recipe import reader as recipe
-from drivetrain.recipe.claim import Against, Claim, Data, Device, Energy, Memory, Quality, Speed, Target
+from drivetrain.recipe.claim import Against, Claim, DataSection, DeviceSection, Energy, Memory, Quality, Speed, Target
 from drivetrain.run import environment
 from tests.support import json_keys
 
@@ -49,8 +49,8 @@ CLAIM = Claim(
     target=Target("accuracy>=0.9", 5, 5, 300, 400, 3.0),
     memory=Memory(500, 5),
     energy=Energy(1000, 5),
-    data=Data(**DATA),
-    device=Device("cpu", "a chip, 2 threads"),
+    data=DataSection(**DATA),
+    device=DeviceSection("cpu", "a chip, 2 threads"),
     versions={"torch": str(environment.version("torch"))},
     seeds=(0, 1, 2, 3, 4),
 )
@@ -72,10 +72,10 @@ def several(*accuracies: float, **more: Any) -> list[Facts]:
     return [facts(seed, accuracy, **more) for seed, accuracy in enumerate(accuracies, 5)]
 
 
-def seen(claim: Claim, runs: list[Facts], better: Any = max) -> Seen:
+def seen(claim: Claim, runs: list[Facts], better: Any = max) -> ClaimRuns:
     """The runs, as they were seen on their own device."""
     differ = Differences.of(claim, runs[0].kind, runs[0].device, runs[0].data)
-    return Seen(runs, differ, {"accuracy": better, "loss": min})
+    return ClaimRuns(runs, differ, {"accuracy": better, "loss": min})
 
 
 def answered(kind: str, runs: list[Facts], claim: Claim = CLAIM, better: Any = max) -> Answer:
@@ -327,7 +327,7 @@ def test_quick_measures_the_speed_alone(made_up, says, refused):
 
 
 def test_a_seed_of_the_users_own_is_the_first(made_up):
-    verify.verify(recipe.read(claimed(CLAIM)), ["runtime.seed=77"], settings=Settings(seeds=2))
+    verify.verify(recipe.read(claimed(CLAIM)), ["runtime.seed=77"], settings=VerifySettings(seeds=2))
     assert made_up["trained"][0] == [77, 78]
 
 
@@ -336,7 +336,7 @@ def trained(monkeypatch):
     """Train a recipe on a CPU, of whose runs this is what each leaves; the seeds that were trained, and which alone."""
     asked = []
 
-    def of(claim: Claim, **left: Any) -> Seen:
+    def of(claim: Claim, **left: Any) -> ClaimRuns:
         @contextmanager
         def trainings(*_: Any, **named: Any) -> Iterator[Any]:
             yield lambda spec, seed, alone: asked.append((seed, alone)) or TrainedRun(seed, 0, facts=facts(seed, **left))
@@ -354,7 +354,7 @@ def test_a_run_that_cannot_be_built_is_the_users_to_mend(trained):
     missing = {"error": "failed: there is no data", "kind": None, "device": None, "data": None}
     with pytest.raises(UserError, match=r"^there is no data$"):
         trained(CLAIM, **missing)
-    on_card = replace(CLAIM, device=Device("cuda", "a card"))
+    on_card = replace(CLAIM, device=DeviceSection("cuda", "a card"))
     assert trained(on_card, **missing).differ.kind == "cpu, claimed on cuda"
 
 
@@ -495,7 +495,7 @@ def test_no_interval_no_claim(ratio):
 def test_a_claim_has_the_measurements_own_facts():
     made = claims.claim_of(row(verdict=Verdict(PASS, "", "accuracy")), {"precision": "fp32"})
     assert (made.speed.ratio, made.speed.interval, made.speed.quality) == (1.91, (1.85, 1.97), "PASS")
-    assert made.device == Device("cpu", "a chip, 2 threads")
+    assert made.device == DeviceSection("cpu", "a chip, 2 threads")
     assert made.versions["torch"] == environment.version("torch")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", made.measured)
     assert list(made.kinds()) == ["speed"]
@@ -514,7 +514,7 @@ def test_the_runs_of_a_verdict_are_claimed_too():
     assert list(made.kinds()) == ["speed", "quality", "target"]
     assert (made.quality.mean, made.quality.set, made.seeds) == (0.75, "validation", (0, 1))
     assert str(made.target) == "accuracy>=0.5 after 40 updates, 1.5 s, 2 of 2 seeds"
-    assert made.data == Data(**data)
+    assert made.data == DataSection(**data)
     runs[1].facts.error = "diverged"
     assert list(claims.claim_of(row(verdict=Verdict(FAIL, "", "accuracy", runs)), {"precision": "fp32"}).kinds()) == ["speed"]
 
@@ -523,9 +523,11 @@ def test_the_runs_of_a_verdict_are_claimed_too():
 
 TORCH = {"torch": str(environment.version("torch"))}
 SPEED_CLAIM = Claim(
-    speed=Speed(1.91, (1.85, 1.97), Against({"precision": "fp32"})), device=Device("cpu", "a chip, 2 threads"), versions=TORCH
+    speed=Speed(1.91, (1.85, 1.97), Against({"precision": "fp32"})),
+    device=DeviceSection("cpu", "a chip, 2 threads"),
+    versions=TORCH,
 )
-GPU = replace(SPEED_CLAIM, device=Device("cuda", "a card"))
+GPU = replace(SPEED_CLAIM, device=DeviceSection("cuda", "a card"))
 OLD = replace(SPEED_CLAIM, versions={"torch": "1.13.1", "nothing": "9"})
 SLOWER = replace(SPEED_CLAIM, speed=Speed(0.7, (0.65, 0.75), Against({"precision": "fp32"})))
 WITH_QUALITY = replace(SPEED_CLAIM, speed=replace(SPEED_CLAIM.speed, quality="PASS"))
@@ -603,7 +605,7 @@ def compared(**ratios: tuple[float, float, float] | None) -> tuple[Comparison, l
         for label, ratio in zip(WORDS, given, strict=True)
     ]
     specs = [VariantSpec(label, words, prepare(["model=mlp", *words])) for label, words in WORDS.items()]
-    return Comparison(rows, [], [], compare.Settings(), {}, 1.0), specs
+    return Comparison(rows, [], [], compare.CompareSettings(), {}, 1.0), specs
 
 
 def hand_on(done: Comparison, specs: list[VariantSpec], last: bool = False) -> Path:

@@ -21,8 +21,8 @@ from drivetrain.core.step.blocks import repeated_blocks
 from drivetrain.engine import child
 from drivetrain.engine.rehearsal import GRADIENTS, OTHER, PARAMETERS, STATE, Operation, StepRecord, peak_bytes
 from drivetrain.measure.forecast import forecast, replay
-from drivetrain.measure.forecast.forecast import Plan, Ranks, Settings, answer, plan
-from drivetrain.measure.forecast.replay import _TABLE, FORECAST_ONLY, NOTHING, ONE, Device, Figure, Timed, known
+from drivetrain.measure.forecast.forecast import ForecastSettings, PlannedRun, Ranks, answer, plan
+from drivetrain.measure.forecast.replay import _TABLE, FORECAST_ONLY, NOTHING, ONE, DeviceLimits, Timed, Uncertain, known
 from tests.support import json_keys, pages
 
 built: dict[tuple[str, ...], forecast.Subject] = {}
@@ -50,14 +50,14 @@ def subject(*overrides: str) -> forecast.Subject:
     return subject_of(plan([*SMALL, *overrides], (), "h100"))
 
 
-def subject_of(planned: Plan) -> forecast.Subject:
+def subject_of(planned: PlannedRun) -> forecast.Subject:
     if planned.overrides not in built:
         trainer = child.built(planned.look(), planned.times_layers, undone)
         built[planned.overrides] = forecast.Subject.of(planned, trainer)
     return built[planned.overrides]
 
 
-def answered(planned: Plan, settings: Settings) -> forecast.Forecast:
+def answered(planned: PlannedRun, settings: ForecastSettings) -> forecast.Forecast:
     return answer(planned, settings, float("inf"), subject_of(planned).rehearsal.trainer)
 
 
@@ -172,7 +172,7 @@ def test_the_peak_that_is_forecast_on_a_cpu_is_that_of_the_process_as_the_run_pr
     told = forecast._facts(found)
     assert told["peak memory"].endswith("of the process, as the run prints it")
     assert "beside them" in told["peak of its tensors"]
-    assert forecast.of_process(Figure.exactly(100.0), NOTHING) == (100, 100, 100), "an accelerator's allocator"
+    assert forecast.of_process(Uncertain.exactly(100.0), NOTHING) == (100, 100, 100), "an accelerator's allocator"
 
 
 def test_the_time_of_a_run_whose_batch_grows_counts_its_samples():
@@ -184,7 +184,7 @@ def test_the_time_of_a_run_whose_batch_grows_counts_its_samples():
 
 def test_batch_auto_is_forecast_with_the_split_that_it_will_find():
     words = ["data.samples=1024", "data.shape=[3,32,32]", "batch=auto", "batch.global_batch=1024", "batch.memory_gb=1"]
-    found = answered(subject(*words).plan, Settings(what_if=False))
+    found = answered(subject(*words).plan, ForecastSettings(what_if=False))
     assert found.fits
     assert 1 < found.micro_batches <= 1024 / found.largest_micro_batch.value + 2
     assert found.micro_batch <= found.largest_micro_batch.value
@@ -211,7 +211,7 @@ def test_the_least_memory_that_is_named_is_enough():
 def test_a_run_with_stages_is_forecast_stage_by_stage():
     """Each as a run that is like it; the time of the whole run is the stages' by their shares."""
     words = [*SMALL, "model=mlp", "stages=[{until: 0.25, batch.global_batch: 16}, {model.freeze: ['layers.*']}]", "epochs=4"]
-    _, found = forecast.forecast(words, (), Settings(device="h100", seconds=2))
+    _, found = forecast.forecast(words, (), ForecastSettings(device="h100", seconds=2))
     first, second = found
     assert [each.stage for each in found] == [
         "until 0.25: batch.global_batch=16",
@@ -230,7 +230,7 @@ def test_a_run_with_stages_is_forecast_stage_by_stage():
 
 def test_an_answer_as_text_and_as_json():
     planned = plan([*SMALL, "model=mlp"], (), "a100")
-    found = [answered(planned, Settings(device="a100"))]
+    found = [answered(planned, ForecastSettings(device="a100"))]
     shown, values = forecast.sheet(found).page(), json.loads(json.dumps(forecast.as_dict(found)))
     for words in ("peak memory", "largest micro-batch", ">launch: ", "what if", "parallel=fsdp", "never measured here"):
         assert words in shown
@@ -327,7 +327,7 @@ def test_the_benchmarks_configurations_are_seeded_and_apart():
 
 KINDS = ("product", "convolution", "attention", "bandwidth")
 # A device of 1 TFLOP/s and 1 GB/s, whose host takes no time.
-DEVICE = Device(
+DEVICE = DeviceLimits(
     "made up", 1e9, {"float32": 1e12}, 1e9, 1e9, "a test", efficiency=dict.fromkeys(KINDS, ONE),
     kernel_s=NOTHING, host_s=NOTHING, view_s=NOTHING,
 )  # fmt: skip
@@ -346,13 +346,13 @@ def operations(*made: tuple[str, int, int], phase: str = "forward", times: int =
 PRODUCT, LARGE = ("product", 10**12, 0), ("product", 10**13, 0)
 
 
-def seconds(made: dict[Operation, int], device: Device = DEVICE, **more: object) -> float:
+def seconds(made: dict[Operation, int], device: DeviceLimits = DEVICE, **more: object) -> float:
     return replay.step_time(made, {}, device, **more).seconds.value  # type: ignore[arg-type]
 
 
-SLOW_HOST = replace(DEVICE, host_s=Figure(0.1, 0.05, 0.2))
+SLOW_HOST = replace(DEVICE, host_s=Uncertain(0.1, 0.05, 0.2))
 WITH_TF32 = replace(DEVICE, flops={"float32": 1e12, "tf32": 1e13})
-COMPILED = {"compiled": replay.Compiled(Figure.exactly(0.5))}
+COMPILED = {"compiled": replay.CompiledShares(Uncertain.exactly(0.5))}
 
 
 @pytest.mark.parametrize(
@@ -385,7 +385,7 @@ def test_the_shares_and_the_interval_of_what_limits_a_step():
     assert (found.shares, found.timed_share) == ({"compute": 0.25, "memory bandwidth": 0.75}, 0)
     found = replay.step_time(operations(("product", 10**9, 0), times=10), {}, SLOW_HOST)
     assert (found.seconds, found.shares) == (pytest.approx((1.0, 0.5, 2.0)), {"launch": 1.0})
-    device = replace(DEVICE, efficiency={"product": Figure(0.5, 0.25, 1.0), "bandwidth": Figure(0.5, 0.1, 1.0)})
+    device = replace(DEVICE, efficiency={"product": Uncertain(0.5, 0.25, 1.0), "bandwidth": Uncertain(0.5, 0.1, 1.0)})
     assert replay.step_time(operations(("product", 10**12, 10**8)), {}, device).seconds == (2.0, 1.0, 4.0)
     assert replay.step_time(operations(("pointwise", 0, 10**9)), {}, device).seconds == (2.0, 1.0, 10.0)
 
@@ -458,9 +458,9 @@ def test_network_time_hides_behind_the_backward():
 
 
 def test_figures_add_with_their_intervals():
-    assert (Figure(1, 0, 2) + Figure(2, 2, 3)).times(3) == (9, 6, 15)
-    assert Figure(1, 0.5, 2).times(Figure(10, 10, 20)) == (10, 5, 40)
-    assert Figure(1, 0, 2).at_least(Figure(0, 1, 3)) == (1, 1, 3)
+    assert (Uncertain(1, 0, 2) + Uncertain(2, 2, 3)).times(3) == (9, 6, 15)
+    assert Uncertain(1, 0.5, 2).times(Uncertain(10, 10, 20)) == (10, 5, 40)
+    assert Uncertain(1, 0, 2).at_least(Uncertain(0, 1, 3)) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("name", list(_TABLE))

@@ -30,13 +30,13 @@ from drivetrain.measure.profile.step import (
     END,
     SAMPLE_S,
     Attribution,
+    CodeLine,
     Found,
-    Line,
     Looked,
-    Operation,
-    Recorder,
+    OperationRecorder,
     Site,
     Spent,
+    TimedOperation,
     Turn,
     _Instants,
     attribute,
@@ -186,8 +186,8 @@ def site(instruction: int = 0) -> Found:
     return Found(Site(users_code.__code__, instruction))
 
 
-def operation(found: Found, ms: float, backward_ms: float = 0.0, layer: bool = False, name: str = "mul") -> Operation:
-    made = Operation(name, found, "micro_batch", layer, False, False, False)
+def operation(found: Found, ms: float, backward_ms: float = 0.0, layer: bool = False, name: str = "mul") -> TimedOperation:
+    made = TimedOperation(name, found, "micro_batch", layer, False, False, False)
     made.ms, made.backward_ms, made.backward_operations, made.frozen = ms, backward_ms, int(backward_ms > 0), True
     return made
 
@@ -355,10 +355,10 @@ def test_operations_are_known_by_their_line_forward_and_backward():
     def step():
         net(torch.rand(4, 8)).sum().backward()
 
-    recorder = Recorder(lambda: "micro_batch", Clock(), step.__code__, small_size=1)
+    recorder = OperationRecorder(lambda: "micro_batch", Clock(), step.__code__, small_size=1)
     with recorder.recording():
         step()
-    by_line: dict[int, list[Operation]] = {}
+    by_line: dict[int, list[TimedOperation]] = {}
     for made in recorder.operations:
         if made.found.site is not None:
             by_line.setdefault(made.found.site.line - first, []).append(made)
@@ -402,21 +402,22 @@ def test_cores_that_a_step_leaves_unused_are_measured(sets, began):
     assert torch.set_num_threads is setter
 
 
-def problems(*lines: Line) -> list[doctor.Problem]:
+def problems(*lines: CodeLine) -> list[doctor.Problem]:
     profile = SimpleNamespace(lines=list(lines), device="cpu", step_ms=10.0, queued=0.0)
     return list(doctor._own_lines(profile))
 
 
 def test_any_line_that_certainly_costs_is_named_and_what_is_known_only_adds_advice():
-    (named,) = problems(Line("a.py:3 in forward", "odd(x)", share=0.3), Line("a.py:4 in forward", share=0.04, layers=0.8))
+    (named,) = problems(CodeLine("a.py:3 in forward", "odd(x)", share=0.3), CodeLine("a.py:4 in forward", share=0.04, layers=0.8))
     assert (named.share, named.verdict) == (0.3, "a line of your own takes 30% of the step")
     assert named.evidence.startswith("a.py:3 in forward: `odd(x)`")
     said = {
-        "waits": Line("a.py:3 in f", share=0.3, waits=0.9), "float64": Line("a.py:3 in f", share=0.3, operations=2, wide=0.9),
-        "no gradient": Line("a.py:3 in f", share=0.3, operations=2, wasted=0.9),
-        "2 operations": Line("a.py:3 in f", share=0.3, operations=2, names=("mul",)),
-        "loop over elements": Line("a.py:3 in f", share=0.3, operations=99, small_operations=99),
-        "tensors are made": Line("a.py:3 in f", share=0.3, operations=1, created=0.9, created_ms={"randperm": 3.0}),
+        "waits": CodeLine("a.py:3 in f", share=0.3, waits=0.9),
+        "float64": CodeLine("a.py:3 in f", share=0.3, operations=2, wide=0.9),
+        "no gradient": CodeLine("a.py:3 in f", share=0.3, operations=2, wasted=0.9),
+        "2 operations": CodeLine("a.py:3 in f", share=0.3, operations=2, names=("mul",)),
+        "loop over elements": CodeLine("a.py:3 in f", share=0.3, operations=99, small_operations=99),
+        "tensors are made": CodeLine("a.py:3 in f", share=0.3, operations=1, created=0.9, created_ms={"randperm": 3.0}),
     }  # fmt: skip
     for words, line in said.items():
         (problem,) = problems(line)
@@ -425,7 +426,7 @@ def test_any_line_that_certainly_costs_is_named_and_what_is_known_only_adds_advi
 
 
 def test_a_cost_that_is_spread_over_a_function_is_named_too():
-    lines = [Line(f"a.py:{n} in f", share=0.04) for n in range(5)] + [Line("b.py:1 in g", share=0.02)]
+    lines = [CodeLine(f"a.py:{n} in f", share=0.04) for n in range(5)] + [CodeLine("b.py:1 in g", share=0.02)]
     (named,) = problems(*lines)
     assert (named.share, named.verdict) == (pytest.approx(0.2), "the lines of f in a.py take 20% of the step")
     assert named.evidence == "20%, most of all a.py:0 in f, 4%; a.py:1 in f, 4%; a.py:2 in f, 4%"
@@ -585,7 +586,7 @@ def test_the_remedies_of_saving_are_named():
     assert often.overrides == ("saving.every_updates=null saving.every_minutes=10", "saving.asynchronous=true")
 
 
-def told(*lines: Line, device: str = "cpu") -> list[tuple[str, float]]:
+def told(*lines: CodeLine, device: str = "cpu") -> list[tuple[str, float]]:
     return [(p.name, pytest.approx(p.share)) for p in doctor._own_lines(profile(lines=list(lines), device=device))]
 
 
@@ -597,12 +598,12 @@ def told(*lines: Line, device: str = "cpu") -> list[tuple[str, float]]:
     ],
 )  # fmt: skip
 def test_lines(share, more, name):
-    assert told(Line("a.py:1 in f", share=share, **more)) == ([(name, share)] if name else [])
+    assert told(CodeLine("a.py:1 in f", share=share, **more)) == ([(name, share)] if name else [])
 
 
 @pytest.mark.parametrize(("other", "expected"), [(0.019, []), (0.03, [("lines", 0.06)])])
 def test_lines_of_a_function(other, expected):
-    assert told(Line("a.py:1 in f", share=0.03), Line("a.py:2 in f", share=other)) == expected
+    assert told(CodeLine("a.py:1 in f", share=0.03), CodeLine("a.py:2 in f", share=other)) == expected
 
 
 # A line's share in eight looks, of a machine at rest and of a busy one: by such looks the answer has to be the same each time.
@@ -611,8 +612,8 @@ UNSTEADY = (0.05, 0.16, 0.08, 0.12, 0.09, 0.11, 0.14, 0.07)
 HOPELESS = (0.0, 0.4, 0.01, 0.2, 0.0, 0.02, 0.15, 0.02)
 
 
-def seen(shares: Sequence[float], **more: Any) -> Line:
-    return Line("net.py:12 in forward", "odd(x)", share=sum(shares) / len(shares), looks=tuple(shares), **more)
+def seen(shares: Sequence[float], **more: Any) -> CodeLine:
+    return CodeLine("net.py:12 in forward", "odd(x)", share=sum(shares) / len(shares), looks=tuple(shares), **more)
 
 
 # Seven costs of a tenth of the step, as the live form plants them, by what is seen of their lines.
@@ -629,7 +630,7 @@ SEVEN = {
 @pytest.mark.parametrize("kind", SEVEN)
 def test_a_cost_of_a_tenth_is_named_each_time_by_lines_that_scatter(kind, looks):
     what, words = SEVEN[kind]
-    (named,) = problems(seen(looks, **what), Line("net.py:13 in forward", share=0.01, layers=0.7))
+    (named,) = problems(seen(looks, **what), CodeLine("net.py:13 in forward", share=0.01, layers=0.7))
     assert words in named.verdict + named.evidence
     assert named.evidence.startswith("net.py:12 in forward")
 
@@ -673,7 +674,7 @@ def test_the_interval_is_that_of_the_looks_and_several_lines_have_one_together()
 
 
 def test_the_shares_of_each_table_add_up_and_own_lines_stand_there_with_their_interval():
-    lines = [seen(STEADY), Line("net.py:13 in forward", share=0.02, layers=0.5)]
+    lines = [seen(STEADY), CodeLine("net.py:13 in forward", share=0.02, layers=0.5)]
     of_phases = {"forward": 60.0, "backward": 30.0, step.REST: 10.0}
     given = profile(phases=of_phases, step_ms=104.0, queued=0.3, lines=lines, rest={"the update": 0.3})
     found = doctor.Diagnosis(given, [doctor.Problem(0.1, "line", "v", "e")], [])
@@ -691,6 +692,6 @@ def test_the_shares_of_each_table_add_up_and_own_lines_stand_there_with_their_in
 
 
 def test_a_value_that_is_read_back_costs_its_line_on_a_device_alone():
-    line = Line("a.py:1 in f", share=0.04, host_reads=1)
+    line = CodeLine("a.py:1 in f", share=0.04, host_reads=1)
     assert told(line) == [("sync", doctor.HOST_READ_SHARE)]
     assert told(line, device="cuda") == [("sync", 0.04)]

@@ -42,7 +42,7 @@ def test_words_over_words():
 
 def tried(stage, *words):
     """The candidates of a stage of `tune what=all` for a run."""
-    _, specs = tune.Tuning(tune.Settings(), list(words), ()).candidates([*tune.STAGES["all"].values()][stage])
+    _, specs = tune.Tuning(tune.TuneSettings(), list(words), ()).candidates([*tune.STAGES["all"].values()][stage])
     return [spec.label for spec in specs]
 
 
@@ -93,7 +93,7 @@ def test_a_whole_step_is_tried_with_what_it_wants():
 
 
 def test_what_a_later_choice_overrides_is_no_longer_an_earlier_ones():
-    tuning = tune.Tuning(tune.Settings(), [], ())
+    tuning = tune.Tuning(tune.TuneSettings(), [], ())
     tuning._accept("loaders", "loader=threads loader.num_threads=2")
     tuning._accept("updates", "optimizer.fused=true")
     tuning._accept("compiling", "compile=step optimizer.fused=null")
@@ -221,7 +221,7 @@ def test_what_likely_makes_the_run_shorter_is_taken_on(rates, runs, taken):
 
 
 def test_a_worse_result_is_taken_back():
-    tuning = tune.Tuning(tune.Settings(), [], ())
+    tuning = tune.Tuning(tune.TuneSettings(), [], ())
     tuning.accepted = {"how data is read": "loader=threads", "precision and memory layout": "precision=bf16"}
     tuning._drop_suspect("loss worse")
     assert tuning.accepted == {"how data is read": "loader=threads"}
@@ -237,7 +237,7 @@ def test_warnings_of_what_is_tried_are_not_printed(monkeypatch, tiny, recwarn):
 
 def test_the_end_of_the_time_is_said(monkeypatch, capsys):
     """In the table, in a note below it and in the sentence: what was not measured to the end may still be faster."""
-    tuning = tune.Tuning(tune.Settings(budget_s=10.0, rounds=8), [], ())
+    tuning = tune.Tuning(tune.TuneSettings(budget_s=10.0, rounds=8), [], ())
 
     def measured(specs, settings, overrides, stopping_rule):
         rows = [Row(spec.label, [], rates=[100.0] * 3, ratio=Interval(1.0, 0.0, math.inf)) for spec in specs]

@@ -15,7 +15,7 @@ from drivetrain.core.options.horizon import Horizon, Progress
 from drivetrain.core.options.run_spec import RunSpec
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.model_call import ModelCall
-from drivetrain.core.step.source import Pipeline, Source
+from drivetrain.core.step.source import PipelineParts, Source
 from drivetrain.core.step.step import Stream
 from drivetrain.core.step.trees import Tree
 from drivetrain.core.world import World
@@ -69,9 +69,9 @@ class BuildContext:
     memory_format: torch.memory_format = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
     loss: groups.Loss = field(init=False)
-    train_data: Pipeline = field(init=False)
+    train_data: PipelineParts = field(init=False)
     # The sets that are evaluated: split (validation, where there is one, then test) → its sets by name, of which one alone is "".
-    evaluated: Mapping[str, Mapping[str, Pipeline]] = field(init=False)
+    evaluated: Mapping[str, Mapping[str, PipelineParts]] = field(init=False)
     read: Callable[[Iterable[Request]], Stream] = field(init=False)  # gives the micro-batches of training samples
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ class BuildContext:
         return {**self.loss.parts(), **self.sums}
 
     @property
-    def judging_data(self) -> Pipeline:
+    def judging_data(self) -> PipelineParts:
         """The set that models are selected by, of several the first: a validation set, or a test set without one."""
         return next(iter(next(iter(self.evaluated.values())).values()))
 

@@ -194,7 +194,7 @@ class Augmentation(Protocol):
     mixes: bool
 
     def apply(
-        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: Pipeline, request: Request
+        self, x: torch.Tensor, y: torch.Tensor, indices: torch.Tensor, pipeline: PipelineParts, request: Request
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return inputs, targets and sample indices (n,) of the changed batch."""
         ...
@@ -204,7 +204,7 @@ class Augmentation(Protocol):
         ...
 
 
-class Pipeline(Protocol):
+class PipelineParts(Protocol):
     """A source and the work on its samples (loader.Pipeline), as its steps, which are augmentations, and other groups see it."""
 
     @property

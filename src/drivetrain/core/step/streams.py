@@ -27,7 +27,7 @@ _WORD = (1 << 32) - 1
 _BYTES = 4 * 625  # of a Mersenne Twister in numpy: 624 words and a position
 
 
-class Stream(Protocol):
+class RandomStream(Protocol):
     """A source of random numbers whose state can be read and set."""
 
     name: str  # what messages call it
@@ -55,15 +55,15 @@ class TorchStream:
         self.save = generator.get_state
 
     def moved(self, saved: torch.Tensor) -> bool:
-        """See `Stream`."""
+        """See `RandomStream`."""
         return not torch.equal(self._generator.get_state(), saved)
 
     def restore(self, saved: torch.Tensor) -> None:
-        """See `Stream`."""
+        """See `RandomStream`."""
         self._generator.set_state(saved)
 
     def seed(self, number: int) -> None:
-        """See `Stream`."""
+        """See `RandomStream`."""
         self._generator.manual_seed(number)
 
 
@@ -77,7 +77,7 @@ class PythonStream:
         self.seed = generator.seed
 
     def moved(self, saved: object) -> bool:
-        """See `Stream`."""
+        """See `RandomStream`."""
         return bool(self.save() != saved)
 
 
@@ -111,21 +111,21 @@ class NumpyStream:
         return not self._address or bool(state["has_gauss"])
 
     def save(self) -> tuple[bytes, Any]:
-        """See `Stream`."""
+        """See `RandomStream`."""
         words, state = self._known
         if self._read() != words or self._keeps_a_number(state):
             self._known = self._read(), self._state()
         return self._known
 
     def moved(self, saved: tuple[bytes, Any]) -> bool:
-        """See `Stream`."""
+        """See `RandomStream`."""
         words, state = saved
         if self._read() != words:
             return True
         return self._keeps_a_number(state) and pickle.dumps(self._state()) != pickle.dumps(state)
 
     def restore(self, saved: tuple[bytes, Any]) -> None:
-        """See `Stream`."""
+        """See `RandomStream`."""
         words, state = saved
         if self._keeps_a_number(state):
             self._generator.set_state(state)
@@ -134,7 +134,7 @@ class NumpyStream:
             ctypes.memmove(self._address, words, _BYTES)
 
     def seed(self, number: int) -> None:
-        """See `Stream`."""
+        """See `RandomStream`."""
         if self._address:
             self._generator.seed(number & _WORD)
         else:
@@ -150,24 +150,24 @@ class NumpyGeneratorStream:
         self._bits: Any = generator.bit_generator
 
     def save(self) -> Any:
-        """See `Stream`."""
+        """See `RandomStream`."""
         return self._bits.state
 
     def moved(self, saved: object) -> bool:
-        """See `Stream`."""
+        """See `RandomStream`."""
         return pickle.dumps(self._bits.state) != pickle.dumps(saved)
 
     def restore(self, saved: object) -> None:
-        """See `Stream`."""
+        """See `RandomStream`."""
         self._bits.state = saved
 
     def seed(self, number: int) -> None:
-        """See `Stream`."""
+        """See `RandomStream`."""
         self._bits.state = type(self._bits)(number).state
 
 
 @functools.cache
-def of_process() -> Sequence[Stream]:
+def of_process() -> Sequence[RandomStream]:
     """Return the three streams of this process: torch's of the CPU, numpy's and Python's."""
     import numpy as np
 
@@ -176,7 +176,7 @@ def of_process() -> Sequence[Stream]:
     return [TorchStream(torch.random.default_generator), NumpyStream(legacy._rand), PythonStream(python._inst)]
 
 
-def kept_by(*roots: object) -> list[Stream]:
+def kept_by(*roots: object) -> list[RandomStream]:
     """Return the generators that objects keep: as attributes, in containers, closures, partials, and globals of their code."""
     import numpy as np
 
@@ -187,7 +187,7 @@ def kept_by(*roots: object) -> list[Stream]:
     python: Any = random
     legacy: Any = np.random.mtrand
     seen = {id(torch.random.default_generator), id(python._inst), id(legacy._rand)}
-    found: list[Stream] = []
+    found: list[RandomStream] = []
     waiting = list(roots)
     for _ in range(MOST):
         if not waiting:

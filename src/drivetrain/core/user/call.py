@@ -21,7 +21,7 @@ ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressView:
     """The progress of the run, as a user's function sees it."""
 
     _counts: horizon.Progress

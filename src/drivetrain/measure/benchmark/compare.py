@@ -52,7 +52,7 @@ from drivetrain.run import directory, environment
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Sheet, Table, figure, folded, remarks, under, words
+from drivetrain.ui.sheet import Cell, Drawn, PagePart, Section, Sheet, Table, figure, folded, remarks, under, words
 
 WIDTH = 0.02  # of a ratio to each side: precise enough
 MIN_ROUNDS = 8  # with fewer rounds an interval may be narrow by chance
@@ -231,7 +231,7 @@ def behind(rows: Sequence[Row]) -> list[Row]:
 
 
 @dataclass
-class Settings(quality.Plan):
+class CompareSettings(quality.QualitySettings):
     """The settings of `drivetrain compare`."""
 
     rounds: Count = 20  # at most, each with fresh processes; with fewer than 6 there is no interval
@@ -246,7 +246,7 @@ class Comparison:
     rows: list[Row]
     notes: list[str]
     overrides: list[str]
-    settings: Settings
+    settings: CompareSettings
     environment: JsonObject
     seconds: float
     subject: str = "{}"  # what a sentence calls a variant, with its label in the place of {}
@@ -293,7 +293,7 @@ class Comparison:
 
 def measure(
     specs: Sequence[VariantSpec],
-    settings: Settings,
+    settings: CompareSettings,
     overrides: Sequence[str],
     stopping_rule: StoppingRule = precise,
     trained: Trained | None = None,
@@ -570,7 +570,7 @@ def sections(comparison: Comparison) -> list[Section]:
         "not distinguish the two."
     )
     of_variants = [
-        charts.Curve(name, [(float(n), rate) for n, rate in enumerate(row.rates, 1)])
+        charts.ChartLine(name, [(float(n), rate) for n, rate in enumerate(row.rates, 1)])
         for name, row in zip(called, rows, strict=True)
     ]
     drawn = charts.curves("Samples a second, round by round", of_variants, "round", zero=True)
@@ -582,7 +582,7 @@ def sections(comparison: Comparison) -> list[Section]:
         words(*comparison.notes),
         remarks(how),
         folded("All figures", [found]),
-        Part(charts.grid([drawn])),
+        PagePart(charts.grid([drawn])),
         remarks("A change that all variants share is the machine's; a change of one alone is its own."),
         *([folded("How it is decided whether the result is no worse", [words(*METHOD)])] if comparison.settings.quality else []),
     ]
@@ -643,7 +643,7 @@ def run(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
     Raises UserError where there is nothing to compare.
     """
-    settings, overrides = verbs.split(argv, Settings, "compare", recipe)
+    settings, overrides = verbs.split(argv, CompareSettings, "compare", recipe)
     specs, notes = swept(overrides, config_dirs)
     if len(specs) < 2:
         raise UserError("there is nothing to compare: give one key several values, as in precision=fp32,bf16")
@@ -672,7 +672,7 @@ def leave(comparison: Comparison, job: Job, argv: Sequence[str], verb: str = "co
 
 
 @dataclass
-class AblationSettings(Settings):
+class AblationSettings(CompareSettings):
     """The settings of `drivetrain ablate`."""
 
     rounds: Count = 8  # of each of three comparisons, which have many variants

@@ -39,7 +39,7 @@ from drivetrain.loader.device import free_memory
 from drivetrain.run import environment
 from drivetrain.run.result import Result
 from drivetrain.sweeps.launchers import capture, run_job
-from drivetrain.sweeps.store import Entry, SweepJob
+from drivetrain.sweeps.store import StoredJob, SweepJob
 
 if TYPE_CHECKING:
     import torch
@@ -201,25 +201,25 @@ def _updates(stream: Iterator[MicroBatch], count: int, times: Times) -> Iterator
             start = end
 
 
-class Reading(NamedTuple):
+class DeviceMemory(NamedTuple):
     """The memory of a variant's device after the variant's warm-up, in bytes."""
 
     used: int  # by the variant
     free: int | None  # None where the device does not say
 
 
-def read_memory(device: torch.device, world: World) -> Reading:
+def read_memory(device: torch.device, world: World) -> DeviceMemory:
     """Read the memory of rank 0's device; on a CPU all ranks of this machine share it."""
     if device.type == "cpu":
-        return Reading(world.local_size * peak_memory(device), free_memory(device))
+        return DeviceMemory(world.local_size * peak_memory(device), free_memory(device))
     import torch
 
     module = torch.get_device_module(device)
     reserved = getattr(module, "max_memory_reserved", None) or module.driver_allocated_memory  # MPS has the latter
-    return Reading(int(reserved()) + CONTEXT, free_memory(device))
+    return DeviceMemory(int(reserved()) + CONTEXT, free_memory(device))
 
 
-def fits(need: int | None, live: Sequence[Reading]) -> bool:
+def fits(need: int | None, live: Sequence[DeviceMemory]) -> bool:
     """True if a variant fits beside live ones; the last was read last. `need`: its own memory, where it has run already."""
     if not live or live[-1].free is None:
         return True
@@ -249,7 +249,7 @@ class Variant:
     starts: list[float] = field(default_factory=list)  # seconds of each round's start, beyond the updates in it
     blocks: list[TimedBlock] = field(default_factory=list)  # one for each round
     updates_per_block: int = 1
-    memory: Reading | None = None  # after its newest process's warm-up
+    memory: DeviceMemory | None = None  # after its newest process's warm-up
     error: str | None = None
     stopped_after: int | None = None  # rounds, where the stopping rule ended the variant
     _process: Any = None
@@ -360,7 +360,7 @@ def _child(job: Job, run_dir: Path, connection: Connection, parent_end: Connecti
     os.setpgid(0, 0)
     parent_end.close()  # else this process would never notice that the parent is gone
     job.attach = BenchmarkAgent(connection, job.run.parallel.ranks()).attach
-    entry = Entry(0, SweepJob("", job.composed.overrides, job), run_dir)
+    entry = StoredJob(0, SweepJob("", job.composed.overrides, job), run_dir)
     capture(entry)
     os._exit(run_job(entry, quiet=True))
 

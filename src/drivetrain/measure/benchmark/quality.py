@@ -50,7 +50,7 @@ NONE = 1e-9  # a mean difference below this share of its interval is what roundi
 PASS, FAIL, INCONCLUSIVE, FIRST = "PASS", "FAIL", "INCONCLUSIVE", "first"
 
 
-class Figure(NamedTuple):
+class JudgedFigure(NamedTuple):
     """A figure that runs are compared in, and what it decides."""
 
     name: str
@@ -75,20 +75,22 @@ class Verdict:
     confidence: float | None = None  # of the intervals: that at which the last look decided
 
 
-def figures_for(effect: Effect, selection: Selection, judge: Sequence[Selection] = (), target: str | None = None) -> list[Figure]:
+def figures_for(
+    effect: Effect, selection: Selection, judge: Sequence[Selection] = (), target: str | None = None
+) -> list[JudgedFigure]:
     """The figures of a variant whose difference has this effect: those that `judge` names, or else the metric and the loss."""
     same = effect != "changes"
     loss = str(EvaluatedFigure("loss", set=EvaluatedFigure.parse(selection.name).set))
     named = {s.name: s for s in judge or [selection, Selection(loss, min)]}
     alone = {name for name in named if same or judge or name == selection.name}
-    found = [Figure(name, -1.0 if s.maximize else 1.0, alone=name in alone) for name, s in named.items()]
-    return [*found, *([Figure(target)] if target else []), Figure(TRAINING_LOSS, needed=same, alone=same)]
+    found = [JudgedFigure(name, -1.0 if s.maximize else 1.0, alone=name in alone) for name, s in named.items()]
+    return [*found, *([JudgedFigure(target)] if target else []), JudgedFigure(TRAINING_LOSS, needed=same, alone=same)]
 
 
 class _Evidence:
     """The comparison of a variant with the first one in one figure."""
 
-    def __init__(self, figure: Figure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> None:
+    def __init__(self, figure: JudgedFigure, runs: Sequence[TrainedRun], base: Sequence[TrainedRun]) -> None:
         self.figure = figure
         before, after = ([run.figures.get(figure.name, math.nan) for run in each] for each in (base, runs))
         self.before, self.after = before, after
@@ -142,11 +144,11 @@ class Trial:
     """Variants that are judged together, at one look at their seeds or at several. Only an INCONCLUSIVE one is judged again."""
 
     verdicts: dict[int, Verdict]  # by the variant's number; before the first look without an outcome
-    figures: dict[int, list[Figure]]
+    figures: dict[int, list[JudgedFigure]]
     spent: float = 0.0  # of ALPHA, by the looks so far
 
     @classmethod
-    def of(cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[Figure]]) -> Trial:
+    def of(cls, metric: str, claims: dict[int, tuple[Effect, list[str]]], figures: dict[int, list[JudgedFigure]]) -> Trial:
         """A trial of these variants; `claims` has what the difference of each from the first variant claims."""
         verdicts = {n: Verdict(INCONCLUSIVE, "", metric, effect=effect, claims=names) for n, (effect, names) in claims.items()}
         return cls(verdicts, figures)
@@ -204,7 +206,7 @@ def verdict(runs: list[TrainedRun], base: list[TrainedRun], selection: Selection
     return trial.verdicts[1]
 
 
-def of_first(runs: list[TrainedRun], figures: Sequence[Figure], metric: str) -> Verdict:
+def of_first(runs: list[TrainedRun], figures: Sequence[JudgedFigure], metric: str) -> Verdict:
     """The row of the first variant, whose own spread the others are compared with."""
     if failed := next((run for run in runs if run.error), None):
         return Verdict(INCONCLUSIVE, f"the run with seed {failed.seed} ended: {failed.error}", metric, runs)
@@ -250,7 +252,7 @@ Train = Callable[[int, int], TrainedRun]
 
 
 @dataclass
-class Plan:
+class QualitySettings:
     """The number of seeds to train, and the figures to judge."""
 
     seeds: Count = 5  # trainings of each variant before the first look, and before each further one
@@ -267,7 +269,7 @@ class Plan:
 
 
 def judge(
-    specs: Sequence[VariantSpec], plan: Plan, progress: Callable[..., None], trained: Trained | None = None
+    specs: Sequence[VariantSpec], plan: QualitySettings, progress: Callable[..., None], trained: Trained | None = None
 ) -> list[Verdict | None]:
     """Train every variant that can run with the same seeds; return each variant's verdict, None for a variant that cannot run.
 
@@ -287,7 +289,7 @@ def judge(
     return [own if not n else trial.verdicts.get(n) for n in range(len(specs))]
 
 
-def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
+def sequentially(trial: Trial, plan: QualitySettings, train: Train) -> list[TrainedRun]:
     """Train the first variant, whose runs are returned, and the undecided ones, until all are decided or the plan ends."""
     began = time.monotonic()
     runs: dict[int, list[TrainedRun]] = {n: [] for n in (0, *trial.verdicts)}
@@ -302,7 +304,7 @@ def sequentially(trial: Trial, plan: Plan, train: Train) -> list[TrainedRun]:
     return runs[0]
 
 
-def check(plan: Plan, job: Job, quality: bool) -> None:
+def check(plan: QualitySettings, job: Job, quality: bool) -> None:
     """Raise UserError where a figure of `judge` cannot be judged, or nothing is."""
     of_quality = {"judge": plan.judge, "target": plan.target, "quality_s": plan.quality_s}
     given = [f"{key}={value}" for key, value in of_quality.items() if value is not None]
@@ -313,7 +315,7 @@ def check(plan: Plan, job: Job, quality: bool) -> None:
     refuse(problem for name in plan.judge or [] for problem in problems(job.run, "judge", name))
 
 
-def reach_of(plan: Plan, run: RunSpec) -> Reach | None:
+def reach_of(plan: QualitySettings, run: RunSpec) -> Reach | None:
     """The target whose time is judged: the plan's, or the run's own. Raises UserError where it is none."""
     given: float | str | None = run.values["target"] if plan.target is None else plan.target
     metric = selected(run)

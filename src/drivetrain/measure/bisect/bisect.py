@@ -138,7 +138,7 @@ UNKNOWN = Interval(0.0, -math.inf, math.inf)
 
 
 @dataclass
-class Settings:
+class BisectSettings:
     """The settings of `drivetrain bisect`."""
 
     rounds: Count = 40  # of each comparison, at most
@@ -169,7 +169,7 @@ class Measurer:
 
     sign, least = " ×", LEAST_ROUNDS  # beside an effect; figures that give an interval
 
-    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
+    def __init__(self, subsets: Subsets, settings: BisectSettings, until: float) -> None:
         """`until`: of time.monotonic."""
         self.subsets, self.settings, self.until = subsets, settings, until
         self.unit, self.most = "samples/s", settings.rounds
@@ -196,7 +196,7 @@ class Measurer:
             return [row for row in rows[1:] if is_over(*ratios(row, rows[0]))]  # none where the variant has failed
 
         good = self.subsets.variant(())
-        limits = compare.Settings(rounds=self.most - len(figures), block_s=self.settings.block_s)
+        limits = compare.CompareSettings(rounds=self.most - len(figures), block_s=self.settings.block_s)
         first, row = compare.measure([good, variant], limits, good.overrides, stop).rows
         if first.error is not None:
             raise GoodFails(first.error)
@@ -243,12 +243,12 @@ class Measurer:
         return middle + self.sign, " – ".join(bounds) if known else "too few pairs for an interval"
 
 
-class Quality(Measurer):
+class QualityMeasurer(Measurer):
     """Trains GOOD and subsets with the same seeds: a seed's figure is the difference of their final metrics."""
 
     sign, least = "", LEAST_SEEDS
 
-    def __init__(self, subsets: Subsets, settings: Settings, until: float) -> None:
+    def __init__(self, subsets: Subsets, settings: BisectSettings, until: float) -> None:
         super().__init__(subsets, settings, until)
         self._good, self._trained, self._of_good = subsets.variant(()), Trained(), dict[int, float]()  # by seed
         self._job, self.most, self.margin = baseline_job([self._good]), settings.seeds, 0.0
@@ -293,7 +293,7 @@ class Unresolved(Exception):
 
 
 @dataclass
-class Search:
+class ChangeSearch:
     """A search among changes with the numbers 0 to n - 1, in an order in which every first few of them can run."""
 
     n: int
@@ -403,7 +403,7 @@ class Search:
         return max(abs(found.low), abs(found.high)) <= self.measurer.margin
 
 
-def tried(search: Search) -> Table:
+def tried(search: ChangeSearch) -> Table:
     """The table of what was tried, in the order of the comparisons."""
     header = ["changes on top of GOOD", search.measurer.unit, "95 % interval", "of the difference", "pairs", "because"]
     whole = search.whole.effect.middle if search.whole.effect is not None and search.outcome != NONE else 0.0
@@ -417,7 +417,7 @@ def tried(search: Search) -> Table:
     return Table(header, rows, "What was tried", ("because",), sortable=True).used(always=2)
 
 
-def sheet(search: Search, seconds: float) -> Sheet:
+def sheet(search: ChangeSearch, seconds: float) -> Sheet:
     """The answer, what was tried, and the changes by their numbers."""
     subsets = search.measurer.subsets
     answer, *more = conclusion(search, seconds)
@@ -426,7 +426,7 @@ def sheet(search: Search, seconds: float) -> Sheet:
     return Sheet(f"What makes {subsets.bad.label} differ from {subsets.good.label} – drivetrain bisect", answer, sections)
 
 
-def conclusion(search: Search, seconds: float) -> list[str]:
+def conclusion(search: ChangeSearch, seconds: float) -> list[str]:
     """The answer, one sentence a line."""
     measurer, keys = search.measurer, search.measurer.subsets.keys
 
@@ -450,7 +450,7 @@ def conclusion(search: Search, seconds: float) -> list[str]:
     return [*lines, f"found by {cost}; BAD: {figures(search.whole)}"]
 
 
-def as_dict(search: Search, seconds: float, facts: JsonObject) -> JsonObject:
+def as_dict(search: ChangeSearch, seconds: float, facts: JsonObject) -> JsonObject:
     """The content of bisect.json. An effect is [estimate, low, high], with null for a bound where there were too few pairs."""
     subsets, keys = search.measurer.subsets, search.measurer.subsets.keys
 
@@ -486,19 +486,19 @@ def table_of(changes: Sequence[Change]) -> Table:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain bisect`; return its exit code."""
-    settings, words = verbs.split(argv, Settings, "bisect")
+    settings, words = verbs.split(argv, BisectSettings, "bisect")
     _check(settings, words)
     subsets = prepare(words, config_dirs, settings.quality)
     began, bad = time.monotonic(), baseline_job([subsets.bad])
-    measurer = (Quality if settings.quality else Measurer)(subsets, settings, began + settings.budget_s)
+    measurer = (QualityMeasurer if settings.quality else Measurer)(subsets, settings, began + settings.budget_s)
     table_of(subsets.numbered).show()
     for note in subsets.notes:
         echo(note)
     try:
-        if (search := Search(len(subsets.numbered), measurer)).run() == FAILS:
+        if (search := ChangeSearch(len(subsets.numbered), measurer)).run() == FAILS:
             echo(f"BAD does not run to a figure ({search.whole.problem}): what makes it fail?")
             measurer.fails, measurer.unit = True, "runs"
-            (search := Search(len(subsets.numbered), measurer)).run()
+            (search := ChangeSearch(len(subsets.numbered), measurer)).run()
     except GoodFails as error:
         echo(f"error: {words[0]} itself does not run, so nothing can be compared to it: {error}", file=sys.stderr)
         return FAILED
@@ -554,7 +554,7 @@ def prepare(words: Sequence[str], config_dirs: Sequence[str], quality: bool) -> 
     return subsets
 
 
-def _check(settings: Settings, words: Sequence[str]) -> None:
+def _check(settings: BisectSettings, words: Sequence[str]) -> None:
     """Raise UserError for words that are not GOOD, BAD and overrides, and for too few rounds or seeds."""
     if len(words) < 2:
         raise UserError(

@@ -29,7 +29,7 @@ from drivetrain.measure.certify.judge import (
     Finding,
     Floors,
     Trace,
-    Verdict,
+    TraceVerdict,
     common_factor,
     judge,
     may_have_flipped,
@@ -77,7 +77,7 @@ def different_keys(tested: Job, reference: Job) -> Keys:
 class Certified:
     """The two runs and the verdict on them."""
 
-    verdict: Verdict
+    verdict: TraceVerdict
     tested: Trace
     reference: Trace
     roundoff: float  # of the coarser of the two
@@ -100,7 +100,7 @@ def sheet(done: Certified) -> Sheet:
     return Sheet("The same mathematics? – drivetrain certify", answer, sections)
 
 
-def phases(verdict: Verdict) -> list[tuple[str, int, Finding]]:
+def phases(verdict: TraceVerdict) -> list[tuple[str, int, Finding]]:
     """Return each phase with the number of tensors that were compared, and the worst of them."""
     found = ((phase, [f for f in verdict.findings if f.key[1] == phase]) for phase in PHASES)
 
@@ -241,7 +241,7 @@ PERMUTED, ROUNDED = 2, 3  # runs that show what the order of sums and rounding c
 
 
 @dataclass
-class Settings:
+class CertifySettings:
     """The settings of `drivetrain certify`."""
 
     steps: Count = 4  # updates
@@ -249,7 +249,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain certify`; return its exit code. After "against": what the other run sets; without it: techniques off."""
-    settings, words = verbs.split(argv, Settings)
+    settings, words = verbs.split(argv, CertifySettings)
     at = words.index("against") if "against" in words else len(words)
     overrides, against = words[:at], words[at + 1 :]
     verbs.refuse_resume("certify", [*overrides, *against])
@@ -337,7 +337,7 @@ def run_recorded(job: Job, updates: int, **look: object) -> Trace:
         run, options = record.prepared(job.run, updates, **look)
 
         def recording(trainer: Trainer) -> None:  # of each rank
-            if (trace := record.Recorder(trainer, options).run()) is not None:
+            if (trace := record.TracingStep(trainer, options).run()) is not None:
                 answer(trace)
 
         result = launcher.launch(replace(job, run=run, work=recording), folder, quiet=True)

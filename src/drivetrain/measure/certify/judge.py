@@ -27,14 +27,14 @@ Key = tuple[int, str, str]  # update from 1, phase, name of the module or parame
 
 
 @dataclass
-class Entry:
+class TracedTensor:
     """One tensor of a trace."""
 
     values: Array  # float64: the tensor or its sketch
     rounding: float = 0.0  # the norm of what storing it in its number format may lose
     shape: tuple[int, ...] = ()  # of one sample's part, or the elements of a tensor: others are not compared
 
-    def distance(self, other: Entry) -> float:
+    def distance(self, other: TracedTensor) -> float:
         """Return the norm of the difference; infinite where one of the two is not finite."""
         distance = float(np.linalg.norm(self.values - other.values))
         if math.isfinite(distance):
@@ -46,7 +46,7 @@ class Entry:
         """The norm."""
         return float(np.linalg.norm(self.values))
 
-    def comparable(self, other: Entry) -> bool:
+    def comparable(self, other: TracedTensor) -> bool:
         """True if the two are the same kind of tensor."""
         return self.shape == other.shape and self.values.shape == other.values.shape
 
@@ -55,7 +55,7 @@ class Entry:
 class Trace:
     """The tensors that one run computed, and the facts to compare them by."""
 
-    entries: dict[Key, Entry] = field(default_factory=dict)
+    entries: dict[Key, TracedTensor] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # module's name → its class
     settings: dict[str, dict[str, object]] = field(default_factory=dict)  # parameter's name → its optimizer settings
     random: list[str] = field(default_factory=list)  # what drew random numbers in the forward; empty where nothing did
@@ -65,7 +65,7 @@ class Trace:
 
 
 @dataclass
-class Rows:
+class TracedRows:
     """One tensor of one micro-batch: sketches of its samples."""
 
     indices: Array  # (n,) of the samples
@@ -74,13 +74,13 @@ class Rows:
     shape: tuple[int, ...]  # of one sample
 
     @staticmethod
-    def entry(parts: Sequence[Rows]) -> Entry | None:
+    def entry(parts: Sequence[TracedRows]) -> TracedTensor | None:
         """Return all rows in the order of the samples; None where the parts are of different shapes."""
         if len({part.shape for part in parts}) > 1:
             return None
         indices = np.concatenate([part.indices for part in parts])
         values = np.concatenate([part.values for part in parts])[np.argsort(indices, kind="stable")]
-        return Entry(values, parts[0].rounding * float(np.linalg.norm(values)), (len(values), *parts[0].shape))
+        return TracedTensor(values, parts[0].rounding * float(np.linalg.norm(values)), (len(values), *parts[0].shape))
 
 
 @lru_cache(maxsize=64)
@@ -109,12 +109,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def of_tensor(tensor: torch.Tensor, scale: float = 1.0) -> Entry:
+def of_tensor(tensor: torch.Tensor, scale: float = 1.0) -> TracedTensor:
     """Return the entry of a weight, gradient, buffer or state, divided by `scale`."""
     flat = tensor.detach().reshape(1, -1)
     values = flat.double() if flat.shape[1] <= WHOLE else _folded(flat, BUCKETS)
     kept = (values[0] / scale).cpu().numpy()
-    return Entry(kept, roundoff(tensor.dtype) * float(np.linalg.norm(kept)), (tensor.numel(),))
+    return TracedTensor(kept, roundoff(tensor.dtype) * float(np.linalg.norm(kept)), (tensor.numel(),))
 
 
 def of_rows(tensor: torch.Tensor, is_target: bool = False) -> tuple[Array, float, tuple[int, ...]]:
@@ -129,10 +129,10 @@ def of_rows(tensor: torch.Tensor, is_target: bool = False) -> tuple[Array, float
     return _folded(rows, ROW_BUCKETS).cpu().numpy(), roundoff(tensor.dtype), tuple(tensor.shape[1:])
 
 
-def of_numbers(*numbers: float, rounding: float = 0.0) -> Entry:
+def of_numbers(*numbers: float, rounding: float = 0.0) -> TracedTensor:
     """Return the entry of some numbers, such as a loss."""
     values = np.array(numbers, dtype=np.float64)
-    return Entry(values, rounding * float(np.linalg.norm(values)))
+    return TracedTensor(values, rounding * float(np.linalg.norm(values)))
 
 
 MARGIN = 8.0  # times the floor: a difference above it is not rounding
@@ -170,7 +170,7 @@ class Floors:
             floors |= {key: max(floors[key], middle) for key in keys}
         return floors
 
-    def of(self, key: Key, reference: Entry) -> float:
+    def of(self, key: Key, reference: TracedTensor) -> float:
         """Return the largest difference that rounding gives to an entry."""
         permuted = [trace.entries[key] for trace in self.permuted if key in trace.entries]
         floor = max([reference.rounding, *(o.distance(reference) for o in permuted if o.comparable(reference))])
@@ -211,7 +211,7 @@ class Finding:
 
 
 @dataclass
-class Verdict:
+class TraceVerdict:
     """The answer, and what it rests on."""
 
     answer: str  # EXACT, CLOSE or DIFFERS
@@ -221,7 +221,7 @@ class Verdict:
     flipped: bool = False  # float32 differs by more than its floor, and float64 does not: a ReLU flipped, or the like
 
 
-def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False) -> Verdict:
+def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False) -> TraceVerdict:
     """Compare two traces; `coarser` says that the two runs use different number formats."""
     findings = list(_findings(tested, reference, floors))
     order = {phase: i for i, phase in enumerate(PHASES)}
@@ -230,11 +230,11 @@ def judge(tested: Trace, reference: Trace, floors: Floors, coarser: bool = False
     bit_for_bit = all(finding.distance == 0 for finding in findings)
     if any(f.decides for f in different):
         first = min(different, key=lambda f: (f.key[0], order[f.key[1]], place[f.key]))
-        return Verdict(DIFFERS, False, first, findings)
-    return Verdict(CLOSE if coarser and not bit_for_bit else EXACT, bit_for_bit, None, findings)
+        return TraceVerdict(DIFFERS, False, first, findings)
+    return TraceVerdict(CLOSE if coarser and not bit_for_bit else EXACT, bit_for_bit, None, findings)
 
 
-def may_have_flipped(verdict: Verdict) -> bool:
+def may_have_flipped(verdict: TraceVerdict) -> bool:
     """True if a ReLU that rounding flips could be the difference: the runs have the same data, start and losses."""
     return verdict.answer == DIFFERS and not any(
         f.is_different and f.decides and f.key[1] in NEVER_ROUNDED | {"loss"} for f in verdict.findings
@@ -265,7 +265,7 @@ def _findings(tested: Trace, reference: Trace, floors: Floors) -> Iterable[Findi
         yield Finding(key, ours.distance(other), floor, ours.size, decides)
 
 
-def common_factor(pairs: Iterable[tuple[Entry, Entry]]) -> float | None:
+def common_factor(pairs: Iterable[tuple[TracedTensor, TracedTensor]]) -> float | None:
     """Return the factor between all of these entries of the reference and of another run, where there is one that is not 1.
 
     Entries that are the same in both, or nothing in the reference, say nothing of it.
@@ -275,7 +275,7 @@ def common_factor(pairs: Iterable[tuple[Entry, Entry]]) -> float | None:
         distance = ours.distance(other) if ours.comparable(other) else math.inf
         if ours.size and distance:
             factors.append(float(np.vdot(ours.values, other.values)) / ours.size**2 if math.isfinite(distance) else math.nan)
-            if math.isnan(factors[-1]) or Entry(other.values - factors[-1] * ours.values).size > UNEXPLAINED * other.size:
+            if math.isnan(factors[-1]) or TracedTensor(other.values - factors[-1] * ours.values).size > UNEXPLAINED * other.size:
                 return None
     middle = float(np.median(factors)) if factors else 1.0
     return middle if np.allclose(factors, middle, rtol=0.02) and abs(middle - 1) > 1e-4 else None

@@ -29,10 +29,10 @@ from drivetrain.measure.certify.judge import (
     FLOAT32,
     MARGIN,
     Array,
-    Entry,
     Key,
-    Rows,
     Trace,
+    TracedRows,
+    TracedTensor,
     of_numbers,
     of_rows,
     of_tensor,
@@ -113,7 +113,7 @@ class RandomRounding(TorchDispatchMode, ContextDecorator):
 
 
 @contextmanager
-def watched_modules(recorder: Recorder) -> Iterator[None]:
+def watched_modules(recorder: TracingStep) -> Iterator[None]:
     """Within the context the inputs and outputs of the model's modules are recorded, a row for each sample."""
     model, calls = recorder.trainer.model, Counter[str]()
     update = forward = 0  # the update that is recorded, and its forward
@@ -206,7 +206,7 @@ def prepared(run: RunSpec, updates: int, **look: Any) -> tuple[RunSpec, Recordin
     return run, RecordingOptions(updates, gradients=not run.compile.captures_step, **look)
 
 
-class Recorder(WrappingStep):
+class TracingStep(WrappingStep):
     """The run's own step, with a look at the stream, at what stands before and after an update, and at the modules."""
 
     def __init__(self, trainer: Trainer, look: RecordingOptions) -> None:
@@ -214,7 +214,7 @@ class Recorder(WrappingStep):
         self.look, self.trace = look, Trace()
         self.noise = RandomRounding(look.roundoff, look.seed) if look.roundoff else None
         self.number = self.attempt = 1  # of the update; of attempts those that were skipped count too
-        self.rows: dict[Key, list[Rows]] = {}
+        self.rows: dict[Key, list[TracedRows]] = {}
         self.batches: list[tuple[int, torch.Tensor]] = []  # of the update so far: samples, and the indices of those that count
         self.before: float | None = None  # the running sum of losses before this update, once that has begun
         evaluator, batches = trainer.evaluator, EVALUATED_BATCHES * trainer.batch.accumulation_steps
@@ -234,7 +234,7 @@ class Recorder(WrappingStep):
         """Train the first updates and return what was computed, on rank 0; None on other ranks."""
         look, trainer, parallel = self.look, self.trainer, self.trainer.parallel
         for name, values in plan_of(trainer.requests(), parallel.data_world.size).items():
-            self._add("samples", name, Entry(values, 0.0, values.shape), 0)
+            self._add("samples", name, TracedTensor(values, 0.0, values.shape), 0)
         if look.float64:
             trainer.log.loss_sum = trainer.log.loss_sum.double()
             widen_loss(trainer.evaluator.loss)
@@ -295,7 +295,7 @@ class Recorder(WrappingStep):
         self.batches.clear()
         self.inner.zero_grad()
 
-    def _add(self, phase: str, name: str, entry: Entry, update: int | None = None) -> None:
+    def _add(self, phase: str, name: str, entry: TracedTensor, update: int | None = None) -> None:
         """Keep a tensor of this update, or of another one."""
         self.trace.entries[self.number if update is None else update, phase, name] = entry
 
@@ -349,7 +349,7 @@ class Recorder(WrappingStep):
         count, kept = self.batches[micro]
         if tensor.ndim and len(tensor) == count and len(kept):
             values, rounding, shape = of_rows(tensor, phase == "targets")
-            self.rows.setdefault((self.number, phase, name), []).append(Rows(kept.numpy(), values, rounding, shape))
+            self.rows.setdefault((self.number, phase, name), []).append(TracedRows(kept.numpy(), values, rounding, shape))
 
     def _before_optimizer(self) -> None:
         """Keep the gradients as the optimizer gets them: unscaled and clipped.
@@ -395,7 +395,7 @@ class Recorder(WrappingStep):
     def _parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(name, p) for name, p in self.trainer.model.named_parameters() if not p.is_meta]
 
-    def _changing(self) -> Iterator[tuple[str, str, Entry]]:
+    def _changing(self) -> Iterator[tuple[str, str, TracedTensor]]:
         """The weights, and the averaged weights and buffers where this process has all of them: phase, name, value."""
         for name, p in self._parameters():
             yield "weights", name, of_tensor(whole(p))
@@ -413,12 +413,12 @@ class Recorder(WrappingStep):
             for name in group.get("param_names", []):
                 yield name, group
 
-    def _merged(self, ranks: list[tuple[int, Trace, dict[Key, list[Rows]]]]) -> Trace | None:
+    def _merged(self, ranks: list[tuple[int, Trace, dict[Key, list[TracedRows]]]]) -> Trace | None:
         """Put the ranks' traces together, on rank 0: its own state, what only others have, and the samples of all."""
         if self.trainer.parallel.world.rank:
             return None
         trace: Trace = ranks[0][1]
-        together: dict[Key, list[Rows]] = {}
+        together: dict[Key, list[TracedRows]] = {}
         of_data = {rank: (other, rows) for rank, other, rows in reversed(ranks)}  # ranks that share samples have the same
         for _, rows in of_data.values():
             for key, parts in rows.items():
@@ -430,5 +430,5 @@ class Recorder(WrappingStep):
             if key[1] == "samples":
                 values = np.sum([other.entries[key].values for other, _ in of_data.values()], 0)
                 trace.entries[key] = replace(entry, values=values)
-        trace.entries |= {key: joined for key, found in together.items() if (joined := Rows.entry(found)) is not None}
+        trace.entries |= {key: joined for key, found in together.items() if (joined := TracedRows.entry(found)) is not None}
         return trace

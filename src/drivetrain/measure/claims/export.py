@@ -29,7 +29,7 @@ from drivetrain.measure.changes import apply
 from drivetrain.measure.claims import verify
 from drivetrain.recipe import reader as recipes
 from drivetrain.recipe import sections
-from drivetrain.recipe.claim import Against, Claim, Data, Device, Speed
+from drivetrain.recipe.claim import Against, Claim, DataSection, DeviceSection, Speed
 from drivetrain.recipe.safe_yaml import names_code, printable
 from drivetrain.recipe.write import with_section
 from drivetrain.run import environment, reader, recipe_file
@@ -68,7 +68,7 @@ def claim_of(row: Row, against: dict[str, object]) -> Claim | None:
     runs = [run.facts for run in verdict.runs if run.facts is not None] if verdict else []
     return Claim(
         speed=speed,
-        device=Device(row.device_type, str(row.device)),
+        device=DeviceSection(row.device_type, str(row.device)),
         versions={name: str(environment.version(name)) for name in SOFTWARE},
         measured=time.strftime("%Y-%m-%d"),
         **measured_by(runs, verdict.metric if verdict else None),
@@ -81,7 +81,7 @@ def measured_by(runs: Sequence[Facts], metric: str | None, of_set: str | None = 
         return {}
     found: JsonObject = {kind.key: kind.made(runs, metric, of_set) for kind in verify.ALL}
     read = runs[0].data or {}
-    data = Data(read.get("hash", ""), read.get("of", ""), read.get("samples", 0))
+    data = DataSection(read.get("hash", ""), read.get("of", ""), read.get("samples", 0))
     if all(run.data == runs[0].data for run in runs) and not any(data.problems("data")):
         found["data"] = data
     return {**found, "seeds": tuple(run.seed for run in runs)}
@@ -213,7 +213,7 @@ SEED = "runtime.seed"
 
 
 @dataclass
-class Settings:
+class ExportSettings:
     """The settings of `drivetrain recipe export`."""
 
     target: str | float | None = None  # accuracy>=0.98, or a value of the metric that ranks the runs' models
@@ -223,7 +223,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe export`; return its exit code."""
-    settings, words = verbs.split(argv, Settings)
+    settings, words = verbs.split(argv, ExportSettings)
     file = Path(words.pop()) if words and words[-1].endswith((".yaml", ".yml")) else None
     if not words:
         raise UserError(
@@ -244,7 +244,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     return DONE
 
 
-def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
+def export(run_dirs: Sequence[Path], settings: ExportSettings | None = None) -> str:
     """The recipe of these runs, which differ in their seed alone: its origin as comments, and a claim where they have measured.
 
     Raises UserError where they are no runs, one is given twice, they are not complete, or differ in more.
@@ -259,9 +259,9 @@ def export(run_dirs: Sequence[Path], settings: Settings | None = None) -> str:
     refuse(problems)
     runs = sorted(map(reader.read, run_dirs), key=_seed)
     recipes.read_of_run(runs[0].path)
-    asked = settings if settings is not None and settings != Settings() else None
+    asked = settings if settings is not None and settings != ExportSettings() else None
     has_claim = len(runs) > 1 or runs[0].status == "completed" or asked is not None  # a killed run leaves a recipe too
-    claim = claim_of_runs(runs, asked or Settings()) if has_claim else None
+    claim = claim_of_runs(runs, asked or ExportSettings()) if has_claim else None
     text = with_section(recipes.raw_of_run(runs[0].path).decode(), claim.text() if claim is not None else "")
     return _origin(runs) + text
 
@@ -284,7 +284,7 @@ def _origin(runs: Sequence[RunFiles]) -> str:
     return as_comments([line for line in lines if line])
 
 
-def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
+def claim_of_runs(runs: Sequence[RunFiles], settings: ExportSettings) -> Claim | None:
     """The claim of runs of one config with different seeds; None where they measured nothing. Raises UserError."""
     (name, more), target = runs[0].metric or (None, True), settings.target
     by_number = f"{name or ''}{'>=' if more else '<='}{target}"  # of the metric that ranks the runs' models
@@ -293,7 +293,7 @@ def claim_of_runs(runs: Sequence[RunFiles], settings: Settings) -> Claim | None:
         raise UserError(f"target={sections.shown(target)}: give a metric and a value, as 'target=accuracy>=0.98'")
     found = [Facts.of(run, _seed(run), reach) for run in runs]
     refuse([*_refusals(runs, found)] or [*_without_figures(found, settings, reach)])
-    device, date = Device(found[0].kind or "", found[0].device or ""), None
+    device, date = DeviceSection(found[0].kind or "", found[0].device or ""), None
     if any(device.problems("device")):
         return None
     with suppress(KeyError, ValueError, OverflowError, OSError):  # not recorded, or no time
@@ -343,7 +343,7 @@ def _refusals(runs: Sequence[RunFiles], found: Sequence[Facts]) -> Iterator[str]
             yield f"a claim is of one machine and one data set, and these runs had different {name}: {each(own)}"
 
 
-def _without_figures(found: Sequence[Facts], settings: Settings, reach: Reach | None) -> Iterator[str]:
+def _without_figures(found: Sequence[Facts], settings: ExportSettings, reach: Reach | None) -> Iterator[str]:
     """Why a figure that was asked for cannot be claimed: the runs do not have it."""
     figures = found[0].figures.get(settings.set or found[0].set, {})
     if settings.set is not None and settings.set not in found[0].figures:

@@ -25,7 +25,7 @@ from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.variants import Facts, VariantSpec, trainings
 from drivetrain.measure.intervals import MIN_PAIRS, deviation, mean
 from drivetrain.recipe import places
-from drivetrain.recipe.claim import Claim, Data, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times
+from drivetrain.recipe.claim import Claim, DataSection, Energy, Kind, Memory, Quality, Speed, Target, as_overrides, times
 from drivetrain.recipe.reader import Recipe
 from drivetrain.recipe.safe_yaml import printable
 from drivetrain.run import environment
@@ -84,7 +84,7 @@ class Differences:
         return "; ".join(filter(None, (self.device or self.kind, self.versions)))
 
 
-def _other_data(claimed: Data, here: object) -> str:
+def _other_data(claimed: DataSection, here: object) -> str:
     if not isinstance(here, dict) or not isinstance(here.get("hash"), str):
         return "the data here has no fingerprint"
     if here["hash"] == claimed.hash:
@@ -94,7 +94,7 @@ def _other_data(claimed: Data, here: object) -> str:
 
 
 @dataclass
-class Seen:
+class ClaimRuns:
     """Runs that were trained here to test a claim."""
 
     runs: list[Facts]
@@ -112,7 +112,7 @@ class OfRuns:
 
     key: str
     made: Callable[[Sequence[Facts], str | None, str | None], Kind | None]
-    judge: Callable[[Any, Any, Seen], tuple[str, str]]
+    judge: Callable[[Any, Any, ClaimRuns], tuple[str, str]]
     needs_device: bool = False  # whether it can be told on the same device only
 
     def cannot_tell(self, differ: Differences) -> str:
@@ -121,7 +121,7 @@ class OfRuns:
             return f"other data: {differ.data}"
         return f"another device: {differ.device or differ.kind}" if self.needs_device and (differ.device or differ.kind) else ""
 
-    def answer(self, claim: Claim, seen: Seen) -> Answer:
+    def answer(self, claim: Claim, seen: ClaimRuns) -> Answer:
         """The answer whether a claim holds of the runs that were trained here."""
         metric, of_set = (claim.quality.metric, claim.quality.set) if claim.quality is not None else (None, None)
         claimed, again = claim.kinds()[self.key], self.made(seen.runs, metric, of_set)
@@ -147,7 +147,7 @@ def final_metric(runs: Sequence[Facts], metric: str | None, of_set: str | None) 
     return Quality(metric, of_set, rounded(middle), len(values), sd, interval)
 
 
-def same_metric(claimed: Quality, again: Quality, seen: Seen) -> tuple[str, str]:
+def same_metric(claimed: Quality, again: Quality, seen: ClaimRuns) -> tuple[str, str]:
     """A two-sample t-test of the claimed mean against that of new seeds, with their spreads pooled."""
     from scipy.special import stdtrit  # scipy.stats takes a second to import
 
@@ -189,7 +189,7 @@ def time_to_target(runs: Sequence[Facts], metric: str | None, of_set: str | None
     )  # fmt: skip
 
 
-def as_soon(claimed: Target, again: Target, seen: Seen) -> tuple[str, str]:
+def as_soon(claimed: Target, again: Target, seen: ClaimRuns) -> tuple[str, str]:
     """Exact tests of how many seeds reached the target, and of whether every one was slower."""
     fewer = chance_of_fewer(again.reached, again.n, claimed.reached, claimed.n)
     found = [run.updates_to_target for run in seen.runs]
@@ -223,7 +223,7 @@ def used(
         found = [value for run in runs if (value := of(run))]
         return kind(rounded(joined(found)), len(found)) if found else None
 
-    def judge(claimed: Any, again: Any, seen: Seen) -> tuple[str, str]:
+    def judge(claimed: Any, again: Any, seen: ClaimRuns) -> tuple[str, str]:
         share = (of(again) or 0.0) / (of(claimed) or 1.0)
         return HOLDS if share <= 1 + more else REFUTED, f"{share:.2f} times the claim, {1 + more:g} allowed"
 
@@ -256,7 +256,7 @@ HEADER = ("claim", "claimed", "measured here", "answer", "because")
 
 
 @dataclass
-class Settings(compare.Settings):
+class VerifySettings(compare.CompareSettings):
     """The settings of `drivetrain recipe verify`."""
 
     quick: bool = False  # the speed alone
@@ -286,7 +286,7 @@ class Verified:
 
 def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain recipe verify`; return its exit code."""
-    settings, given = verbs.split(argv, Settings)
+    settings, given = verbs.split(argv, VerifySettings)
     if not given or ("=" in given[0] and not Path(given[0]).is_file() and not places.is_address(given[0])):
         raise UserError("drivetrain recipe verify wants the name or path of a recipe, then what else the run needs as key=value")
     recipe = places.read(given[0])
@@ -301,13 +301,13 @@ def command(argv: list[str], config_dirs: Sequence[str] = ()) -> int:
 
 
 def verify(
-    recipe: Recipe, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), settings: Settings | None = None
+    recipe: Recipe, overrides: Sequence[str] = (), config_dirs: Sequence[str] = (), settings: VerifySettings | None = None
 ) -> Verified:
     """Measure a recipe's claim again, and answer each kind of it. Raises UserError where it has none, or cannot be composed.
 
     It forks, so the calling process must not have used CUDA.
     """
-    settings, claim, problems = settings or Settings(), recipe.claim, []
+    settings, claim, problems = settings or VerifySettings(), recipe.claim, []
     verbs.refuse_resume("recipe verify", overrides)
     if claim is None:
         raise UserError(
@@ -357,14 +357,14 @@ def both_sides(recipe: Recipe, speed: Speed | None, overrides: Sequence[str], co
     return specs
 
 
-def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> Seen:
+def train(spec: VariantSpec, claim: Claim, seeds: Sequence[int], asked: Sequence[OfRuns]) -> ClaimRuns:
     """Train with these seeds; with the first alone where it fails, or shows that nothing of what is asked can be told here.
 
     Raises UserError where the run cannot be built, unless that may be because the device is another one than the claim's.
     """
     job = variants.baseline_job([spec])
     reach, kind = Reach.parse(claim.target.reach) if claim.target is not None else None, job.run.runtime.device_type()
-    seen = Seen([], Differences(), evaluated(job.run))
+    seen = ClaimRuns([], Differences(), evaluated(job.run))
     with Steps() as progress, trainings("verify", job, reach, progress, sets_target=False) as run:
         for seed in seeds:
             facts = run(spec, seed, alone=claim.memory is not None and kind == "cpu" and not seen.runs).facts

@@ -52,9 +52,9 @@ from drivetrain.measure.forecast.replay import (
     NOTHING,
     ONE,
     RECORDED_HOST,
-    Compiled,
-    Device,
-    Figure,
+    CompiledShares,
+    DeviceLimits,
+    Uncertain,
 )
 from drivetrain.parallel import Parallel
 from drivetrain.parallel.fsdp import Fsdp
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 KINDS = (PARAMETERS, GRADIENTS, STATE, OTHER, BATCH)
 COUNTED = (0.97, 1.04)  # of the peak of what was counted on this machine, where kernels' own buffers were measured
 ELSEWHERE = (0.90, 1.15)  # where another device has other kernels
-ALLOWANCE = Figure(0.05, 0.0, 0.15)  # of the activations, for kernels' own buffers where these were not measured
+ALLOWANCE = Uncertain(0.05, 0.0, 0.15)  # of the activations, for kernels' own buffers where these were not measured
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ class Ranks:
 
 
 def peak_memory(
-    counted: Mapping[str, int], at_most: float, measured: bool, ranks: Ranks, device: Device
-) -> tuple[dict[str, float], Figure]:
+    counted: Mapping[str, int], at_most: float, measured: bool, ranks: Ranks, device: DeviceLimits
+) -> tuple[dict[str, float], Uncertain]:
     """The peak of one rank: bytes by kind with the workspace, and all together.
 
     `counted` are bytes by kind; `at_most` those with kernels' own buffers, where they were `measured`.
     """
     parts = sharded({kind: float(counted.get(kind, 0)) for kind in KINDS}, ranks)
     if measured:
-        factors, workspace = COUNTED, Figure.exactly(max(0.0, at_most - sum(counted.values())))
+        factors, workspace = COUNTED, Uncertain.exactly(max(0.0, at_most - sum(counted.values())))
     else:
         factors, workspace = ELSEWHERE, device.reserved + ALLOWANCE.times(parts[OTHER])
     whole, fragmentation = sum(parts.values()), device.fragmentation
     parts["workspace"] = workspace.value + (fragmentation.value - 1) * whole
-    return parts, fragmentation.times(Figure(1.0, *factors)).times(whole) + workspace
+    return parts, fragmentation.times(Uncertain(1.0, *factors)).times(whole) + workspace
 
 
 def sharded(parts: Mapping[str, float], ranks: Ranks) -> dict[str, float]:
@@ -121,7 +121,7 @@ ALONE = ("parallel=single", "compile=none", "debug=none", "logger=[files]")  # a
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedRun:
     """A run that is planned for a device."""
 
     overrides: tuple[str, ...]
@@ -164,25 +164,25 @@ class Plan:
             changes.append("batch=fixed")
         return variants.prepare_without_saving(apply(self.overrides, changes, self.config_dirs), self.config_dirs)[1].run
 
-    def changed(self, words: Sequence[str]) -> Plan:
+    def changed(self, words: Sequence[str]) -> PlannedRun:
         """The plan with further overrides. Raises UserError."""
         return replace(plan(apply(self.overrides, words, self.config_dirs), self.config_dirs, self.device), steps=self.steps)
 
-    def stages(self) -> list[tuple[str, float, Plan]]:
+    def stages(self) -> list[tuple[str, float, PlannedRun]]:
         """Each stage: its title, its share of the run's updates, and a run that is like it from beginning to end."""
         words = [[f"{key}={format_value(value)}" for key, value in stage.changes.items()] for stage in self.run.stages]
         plans = [self.changed(["stages=null", *each]) for each in words]
         titles, shares = (stage.title for stage in self.run.stages), (share for _, share in of_run.alone(self.run))
         return list(zip(titles, shares, plans, strict=True))
 
-    def compiled(self) -> Compiled:
+    def compiled(self) -> CompiledShares:
         """The savings that compiling is assumed to bring, and the cost of a policy that is asked for each operation."""
         option = self.run.compile
         if not option.active or option.torchscript:
-            return Compiled(host=ASKED_HOST) if self.run.checkpointing.asks_for_each_operation else EAGER
+            return CompiledShares(host=ASKED_HOST) if self.run.checkpointing.asks_for_each_operation else EAGER
         recorded = option.captures_step or option.cuda_graphs
         host = RECORDED_HOST if recorded else COMPILED_HOST
-        return Compiled(FUSED_BYTES if option.partitions_activations or option.captures_step else ONE, host)
+        return CompiledShares(FUSED_BYTES if option.partitions_activations or option.captures_step else ONE, host)
 
     def ranks(self, model: torch.nn.Module) -> Ranks:
         """The layout of the run over ranks. Raises UserError for a strategy whose memory is not forecast."""
@@ -204,7 +204,7 @@ class Plan:
         )  # fmt: skip
 
 
-def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> Plan:
+def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> PlannedRun:
     """Validate a run that is planned. Raises UserError."""
     _, job = variants.prepare_without_saving(overrides, config_dirs)
     if device == HERE:
@@ -214,7 +214,7 @@ def plan(overrides: Sequence[str], config_dirs: Sequence[str], device: str) -> P
             f"batch.tokens={tokens}: how many samples that is, only reading them tells: set batch.tokens=null, and "
             "batch.global_batch to the samples of an update"
         )
-    return Plan(tuple(overrides), tuple(config_dirs), job, device, tuple(_notes(job, device)))
+    return PlannedRun(tuple(overrides), tuple(config_dirs), job, device, tuple(_notes(job, device)))
 
 
 def _notes(job: Job, device: str) -> Iterator[str]:
@@ -246,19 +246,19 @@ def _notes(job: Job, device: str) -> Iterator[str]:
 
 
 FILLED = 0.97  # of a device's memory that a run may fill
-PROCESS = Figure(1.0, 0.95, 1.2)  # of what the process of a run holds when it is built, which grows with what it loads later
-HEAP = Figure(0.4, 0.0, 0.8)  # of the tensors' peak: what a process keeps of freed memory, between tensors that live
+PROCESS = Uncertain(1.0, 0.95, 1.2)  # of what the process of a run holds when it is built, which grows with what it loads later
+HEAP = Uncertain(0.4, 0.0, 0.8)  # of the tensors' peak: what a process keeps of freed memory, between tensors that live
 DATA, NETWORK = "data", "network"
 UNREADABLE = (RuntimeError, NotImplementedError, AssertionError, TypeError, ValueError, ArithmeticError, LookupError)
 
 
-def of_process(tensors: Figure, beside: Figure) -> Figure:
+def of_process(tensors: Uncertain, beside: Uncertain) -> Uncertain:
     """The peak of a CPU's process by that of its tensors and what it holds `beside` them; that of the tensors where it is 0."""
     return tensors + beside + HEAP.times(tensors.value) if beside.value else tensors
 
 
 @dataclass
-class Row:
+class ForecastRow:
     """One override, and what it changes: the ratios of samples a second and of peak memory to the run's."""
 
     override: str
@@ -281,27 +281,27 @@ class Forecast:
     ranks: int
     micro_batch: int
     micro_batches: int  # of an update
-    peak_bytes: Figure  # that the run will print: that of the device's allocator, on a CPU that of the whole process
-    tensors_bytes: Figure
+    peak_bytes: Uncertain  # that the run will print: that of the device's allocator, on a CPU that of the whole process
+    tensors_bytes: Uncertain
     memory: dict[str, float]  # the bytes of its tensors by kind, and the workspace
     memory_limit_bytes: float
     fits: bool  # the likely peak does
     flops: float  # of an update
     moved_bytes: float  # read and written by an update's operations
     operations: int  # of an update
-    step_s: Figure
-    compute_s: Figure  # of an update's operations
-    data_wait_s: Figure  # that an update waits for data
-    network_s: Figure  # that it waits for other ranks
+    step_s: Uncertain
+    compute_s: Uncertain  # of an update's operations
+    data_wait_s: Uncertain  # that an update waits for data
+    network_s: Uncertain  # that it waits for other ranks
     shares: dict[str, float]  # of the time of an update, by what limits it
     timed_share: float  # of the operations' time, that was timed here; the rest is the roofline's
     limit: str  # what takes most of an update's time
     updates: int
-    run_s: Figure  # without start, compiling and saving
+    run_s: Uncertain  # without start, compiling and saving
     samples_per_second: float
     data_bytes_per_second: float
-    largest_micro_batch: Figure | None  # that fits
-    what_if: list[Row]
+    largest_micro_batch: Uncertain | None  # that fits
+    what_if: list[ForecastRow]
     notes: list[str]
 
 
@@ -309,16 +309,16 @@ class Forecast:
 class Subject:
     """A plan, and a trainer that was built for it here, with what is known of the device."""
 
-    plan: Plan
+    plan: PlannedRun
     ranks: Ranks
     rehearsal: Rehearsal
-    device: Device
-    beside: Figure  # bytes that the process of this machine's CPU holds beside its tensors: Python, torch, the data
+    device: DeviceLimits
+    beside: Uncertain  # bytes that the process of this machine's CPU holds beside its tensors: Python, torch, the data
     timed: dict[str, replay.Timed] = field(default_factory=dict)  # operations by signature, where it is this machine
     blocks: Sequence[torch.nn.Module] = ()  # that are recomputed beside those of the trainer
 
     @classmethod
-    def of(cls, plan: Plan, trainer: Trainer) -> Subject:
+    def of(cls, plan: PlannedRun, trainer: Trainer) -> Subject:
         """The plan with its trainer."""
         beside, dtype = NOTHING, plan.run.precision.dtype
         if plan.times_layers:
@@ -376,12 +376,12 @@ def examine(subject: Subject, budget_s: float, largest: bool = False) -> Forecas
     took = replay.step_time(operations, subject.timed, device, tf32, plan.compiled())
     nbytes = sent_bytes(float(record.peak[PARAMETERS]), ranks, micro_batches)
     network = replay.network_seconds(nbytes, device, took.backward_s)
-    waits = Figure(1.0, 0.7, 1.5).times(reading * micro_batches)
+    waits = Uncertain(1.0, 0.7, 1.5).times(reading * micro_batches)
     step = took.seconds + waits + network
     shares = {limit: share * took.seconds.value / step.value for limit, share in took.shares.items()}
     shares |= {DATA: waits.value / step.value, NETWORK: network.value / step.value}
     evaluated = trainer.evaluator.samples() * (trainer.epochs // trainer.evaluate_every or 1)
-    evaluation = Figure(1.0, 0.6, 1.6).times(took.forward_s / (size * micro_batches) * evaluated)
+    evaluation = Uncertain(1.0, 0.6, 1.6).times(took.forward_s / (size * micro_batches) * evaluated)
     pace, sample = plan.run.batch.size(0) / step.value, subject.rehearsal.sample.x
     return Forecast(
         stage="", share=1.0, device=plan.device, source=device.source, ranks=ranks.count, micro_batch=size,
@@ -408,12 +408,12 @@ def _first_updates(trainer: Trainer) -> float:
     return found
 
 
-def _largest(subject: Subject, at_most: float, limit: float) -> Figure | None:
+def _largest(subject: Subject, at_most: float, limit: float) -> Uncertain | None:
     """The largest micro-batch whose peak fits, by the likely, the highest and the lowest forecast; None if none fits."""
     first = subject.plan.micro_batch()
     beside = max(0.0, at_most - sum(subject.record(first, subject.blocks).peak.values())) / first  # it grows with the micro-batch
 
-    def peak(size: int) -> Figure:
+    def peak(size: int) -> Uncertain:
         record = subject.record(size, subject.blocks)
         at_most = sum(record.peak.values()) + beside * size
         _, tensors = peak_memory(record.peak, at_most, subject.plan.here, subject.ranks, subject.device)
@@ -428,7 +428,7 @@ def _largest(subject: Subject, at_most: float, limit: float) -> Figure | None:
     fits = peak(first).value <= FILLED * limit
     low, high = (first, int(min(MOST, 1.05 * crossing(first, 0)) + 1)) if fits else (min(2, first), first)
     size, _ = furthest(lambda size: peak(size).value, low, max(low, high), FILLED * limit)
-    sizes = Figure(*(crossing(size, which) for which in (0, 2, 1)))
+    sizes = Uncertain(*(crossing(size, which) for which in (0, 2, 1)))
     return sizes if sizes.value >= 1 else None
 
 
@@ -439,7 +439,7 @@ SAME_MODEL = {"compile", "parallel", "batch"}  # groups that change nothing of t
 RECOMPUTED = "checkpointing=blocks"  # its step is that of the trainer as it is, with all its blocks recomputed
 
 
-def candidates(planned: Plan) -> Iterator[str]:
+def candidates(planned: PlannedRun) -> Iterator[str]:
     """Overrides that change speed or memory, and not what is trained, as far as the run does not have them.
 
     First those that help most to make a run fit, which are also quick to forecast: there may be no time for all.
@@ -459,7 +459,7 @@ def candidates(planned: Plan) -> Iterator[str]:
     yield "checkpointing=none" if run.checkpointing.active else "checkpointing=selective"
 
 
-def table(base: Forecast, subject: Subject, until: float) -> list[Row]:
+def table(base: Forecast, subject: Subject, until: float) -> list[ForecastRow]:
     """Forecast each candidate that should be done in time, going by what others took; the others say so.
 
     Of a run that does not fit those of its own model are forecast until one fits.
@@ -468,7 +468,7 @@ def table(base: Forecast, subject: Subject, until: float) -> list[Row]:
     for override in candidates(subject.plan):
         began = time.perf_counter()
         if began + longest > until and not (sought and _same_model(override)):
-            rows.append(Row(override, why_not="not forecast: the time was up (seconds=60 gives it more)"))
+            rows.append(ForecastRow(override, why_not="not forecast: the time was up (seconds=60 gives it more)"))
             continue
         rows.append(_row(override, base, subject))
         sought = sought and not rows[-1].fits
@@ -480,7 +480,7 @@ def _same_model(override: str) -> bool:
     return override == RECOMPUTED or groups_of(override.split()) <= SAME_MODEL
 
 
-def _row(override: str, base: Forecast, subject: Subject) -> Row:
+def _row(override: str, base: Forecast, subject: Subject) -> ForecastRow:
     own, trainer = subject.plan, subject.rehearsal.trainer
     samples, shown = own.run.batch.size(0), override
     try:
@@ -496,9 +496,9 @@ def _row(override: str, base: Forecast, subject: Subject) -> Row:
                 subject = replace(subject, blocks=blocks_for(RECOMPUTED, "checkpointing.block", trainer.model, None))
             found = examine(replace(subject, plan=changed, ranks=changed.ranks(trainer.model)), ROW_S)
     except UserError as error:
-        return Row(shown, why_not=error.problems[0])
+        return ForecastRow(shown, why_not=error.problems[0])
     step, peak = found.step_s.value, found.tensors_bytes.value
-    return Row(shown, base.step_s.value / step, peak / base.tensors_bytes.value, step, peak, found.fits)
+    return ForecastRow(shown, base.step_s.value / step, peak / base.tensors_bytes.value, step, peak, found.fits)
 
 
 MIB, GIB, MOST = 2**20, 2**30, 2.0**24  # and samples of a micro-batch
@@ -578,7 +578,7 @@ def _what_if(found: Forecast) -> list[Section]:
     return [*under("One override more", table), words(*lines)]
 
 
-def best(found: Forecast) -> dict[str, list[Row]]:
+def best(found: Forecast) -> dict[str, list[ForecastRow]]:
     """The rows that help, the one that helps most first."""
     # More micro-batches compute no less: what they seem to save is the error of timing other shapes.
     faster = [row for row in found.what_if if row.speed and row.speed > GAIN and not row.override.startswith("batch=")]
@@ -590,7 +590,7 @@ def best(found: Forecast) -> dict[str, list[Row]]:
     }
 
 
-def _figure(figure: Figure, show: Callable[[float], str]) -> str:
+def _figure(figure: Uncertain, show: Callable[[float], str]) -> str:
     return f"{show(figure.value)} ({show(figure.low)} … {show(figure.high)})"
 
 
@@ -613,7 +613,7 @@ LOOK_SHARE = 0.25  # of the time, for timing operations of the run itself
 
 
 @dataclass
-class Settings:
+class ForecastSettings:
     """The settings of `drivetrain forecast`."""
 
     device: Literal[NAMES] = "here"  # type: ignore[valid-type]
@@ -626,14 +626,14 @@ def fits(stages: Sequence[Forecast]) -> bool:
     return all(each.fits for each in stages)
 
 
-def whole(stages: Sequence[Forecast]) -> Figure:
+def whole(stages: Sequence[Forecast]) -> Uncertain:
     """The seconds of the run: of each stage its share."""
     return sum((each.run_s.times(each.share) for each in stages), NOTHING)
 
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = (), as_json: bool = False) -> int:
     """Run `drivetrain forecast`; return its exit code: 1 where the run does not fit the device's memory."""
-    settings, overrides = verbs.split([_quoted(word) for word in argv], Settings, "forecast")
+    settings, overrides = verbs.split([_quoted(word) for word in argv], ForecastSettings, "forecast")
     with Steps() as progress:
         progress("building the run, and recording its step on fake tensors")
         planned, stages = forecast(overrides, config_dirs, settings)
@@ -651,10 +651,10 @@ def _quoted(word: str) -> str:
 
 
 def forecast(
-    overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: Settings | None = None
-) -> tuple[Plan, list[Forecast]]:
+    overrides: Sequence[str], config_dirs: Sequence[str] = (), settings: ForecastSettings | None = None
+) -> tuple[PlannedRun, list[Forecast]]:
     """Forecast a run, or each of its stages; return what was planned, and the forecasts. Raises UserError."""
-    settings, until = settings or Settings(), time.perf_counter()
+    settings, until = settings or ForecastSettings(), time.perf_counter()
     planned = plan(overrides, config_dirs, settings.device)
     stages, found = planned.stages() or [("", 1.0, planned)], []
     if planned.run.stages:  # what-if is of a run with one config
@@ -667,7 +667,7 @@ def forecast(
     return planned, found
 
 
-def answer(planned: Plan, settings: Settings, until: float, trainer: Trainer) -> Forecast:
+def answer(planned: PlannedRun, settings: ForecastSettings, until: float, trainer: Trainer) -> Forecast:
     """Forecast a plan whose trainer is built, in this process; by `until` of time.perf_counter() it should be done."""
     subject, budget_s, batch = Subject.of(planned, trainer), LOOK_SHARE * settings.seconds, planned.run.batch
     found = examine(subject, budget_s, largest=True)

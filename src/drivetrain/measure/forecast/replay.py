@@ -27,7 +27,7 @@ from drivetrain.engine.trainer import Trainer
 from drivetrain.run import environment
 
 
-class Figure(NamedTuple):
+class Uncertain(NamedTuple):
     """A value with its interval."""
 
     value: float
@@ -35,42 +35,42 @@ class Figure(NamedTuple):
     high: float
 
     @classmethod
-    def exactly(cls, value: float) -> Figure:
+    def exactly(cls, value: float) -> Uncertain:
         """A value that is counted."""
         return cls(value, value, value)
 
-    def __add__(self, other: Figure) -> Figure:  # type: ignore[override]
+    def __add__(self, other: Uncertain) -> Uncertain:  # type: ignore[override]
         """The sum, with the sum of the intervals: the parts may be wrong together."""
-        return Figure(*(a + b for a, b in zip(self, other, strict=True)))
+        return Uncertain(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, factor: float | Figure) -> Figure:
+    def times(self, factor: float | Uncertain) -> Uncertain:
         """The figure so many times."""
-        factors = factor if isinstance(factor, Figure) else (factor, factor, factor)
-        return Figure(*(a * b for a, b in zip(self, factors, strict=True)))
+        factors = factor if isinstance(factor, Uncertain) else (factor, factor, factor)
+        return Uncertain(*(a * b for a, b in zip(self, factors, strict=True)))
 
-    def at_least(self, other: Figure) -> Figure:
+    def at_least(self, other: Uncertain) -> Uncertain:
         """The larger one of each of the two figures' values."""
-        return Figure(*map(max, self, other))
+        return Uncertain(*map(max, self, other))
 
 
-NOTHING, ONE = Figure.exactly(0.0), Figure.exactly(1.0)
+NOTHING, ONE = Uncertain.exactly(0.0), Uncertain.exactly(1.0)
 GIB, GB, TB = 2**30, 1e9, 1e12
 # Eager kernels reach about 60 % of the peak in large matrix products, and less in convolutions and attention. Of the bandwidth
 # they reach less than a copy does: kernels of normalisations read their inputs more than once.
 EFFICIENCY = {
-    "product": Figure(0.60, 0.40, 0.80),
-    "convolution": Figure(0.40, 0.20, 0.65),
-    "attention": Figure(0.40, 0.20, 0.65),
-    "bandwidth": Figure(0.60, 0.40, 0.85),
+    "product": Uncertain(0.60, 0.40, 0.80),
+    "convolution": Uncertain(0.40, 0.20, 0.65),
+    "attention": Uncertain(0.40, 0.20, 0.65),
+    "bandwidth": Uncertain(0.60, 0.40, 0.85),
 }
-KERNEL_S, HOST_S, VIEW_S = Figure(3e-6, 2e-6, 5e-6), Figure(7e-6, 4e-6, 12e-6), Figure(2e-6, 1e-6, 4e-6)
-RESERVED, FRAGMENTATION = Figure(0.8 * GIB, 0.5 * GIB, 1.2 * GIB), Figure(1.05, 1.0, 1.12)
+KERNEL_S, HOST_S, VIEW_S = Uncertain(3e-6, 2e-6, 5e-6), Uncertain(7e-6, 4e-6, 12e-6), Uncertain(2e-6, 1e-6, 4e-6)
+RESERVED, FRAGMENTATION = Uncertain(0.8 * GIB, 0.5 * GIB, 1.2 * GIB), Uncertain(1.05, 1.0, 1.12)
 HERE = "here"
 FORECAST_ONLY = "forecast, never measured here"
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceLimits:
     """The limits of one device. Figures are shares of the peaks that operations reach, or seconds."""
 
     name: str
@@ -80,13 +80,13 @@ class Device:
     link: float  # bytes a second that one device sends to others of its machine
     source: str
     asynchronous: bool = True  # the host queues work, and does not wait for it
-    efficiency: Mapping[str, Figure] = field(default_factory=lambda: EFFICIENCY)
-    kernel_s: Figure = KERNEL_S  # the shortest time of a kernel
-    host_s: Figure = HOST_S  # for one operation on the host: Python, the dispatcher and the launch
-    view_s: Figure = VIEW_S  # for an operation that moves nothing
-    reserved: Figure = RESERVED  # the driver's context, and libraries' workspaces
-    fragmentation: Figure = FRAGMENTATION  # what the caching allocator holds, as a factor of what is in use
-    correction: Figure = ONE  # of the time: what was measured, divided by what was forecast
+    efficiency: Mapping[str, Uncertain] = field(default_factory=lambda: EFFICIENCY)
+    kernel_s: Uncertain = KERNEL_S  # the shortest time of a kernel
+    host_s: Uncertain = HOST_S  # for one operation on the host: Python, the dispatcher and the launch
+    view_s: Uncertain = VIEW_S  # for an operation that moves nothing
+    reserved: Uncertain = RESERVED  # the driver's context, and libraries' workspaces
+    fragmentation: Uncertain = FRAGMENTATION  # what the caching allocator holds, as a factor of what is in use
+    correction: Uncertain = ONE  # of the time: what was measured, divided by what was forecast
 
 
 # Memory and bandwidth are those of the makers' data sheets; FLOP/s are in engine/flops.py. A link is one direction's.
@@ -110,29 +110,29 @@ NAMES = (HERE, *_TABLE)
 FORMATS = ("float32", "tf32", "bfloat16", "float16")
 
 
-def known(name: str) -> Device:
+def known(name: str) -> DeviceLimits:
     """Return a device of the table."""
     torch_name, memory, bandwidth, link, source = _TABLE[name]
     flops = {number: 1e12 * tflops for number in FORMATS if (tflops := from_table(torch_name, number)) is not None}
-    return Device(name, memory, flops, bandwidth, link, f"{source}: {FORECAST_ONLY}")
+    return DeviceLimits(name, memory, flops, bandwidth, link, f"{source}: {FORECAST_ONLY}")
 
 
 COMPUTE, BANDWIDTH, LAUNCH = "compute", "memory bandwidth", "launch"
-FUSED_BYTES = Figure(0.5, 0.3, 0.7)  # of pointwise operations' traffic that a compiler's fused kernels keep
-COMPILED_HOST = Figure(0.3, 0.15, 0.5)  # of the host's time for an operation, in a compiled forward and backward
-RECORDED_HOST = Figure(0.03, 0.01, 0.1)  # where the step is replayed as one graph
+FUSED_BYTES = Uncertain(0.5, 0.3, 0.7)  # of pointwise operations' traffic that a compiler's fused kernels keep
+COMPILED_HOST = Uncertain(0.3, 0.15, 0.5)  # of the host's time for an operation, in a compiled forward and backward
+RECORDED_HOST = Uncertain(0.03, 0.01, 0.1)  # where the step is replayed as one graph
 # Where selective recomputation asks a policy for each operation, in Python (from the calibration's runs on a CPU).
-ASKED_HOST = Figure(4.0, 2.5, 6.0)
+ASKED_HOST = Uncertain(4.0, 2.5, 6.0)
 
 
-class Compiled(NamedTuple):
+class CompiledShares(NamedTuple):
     """The shares of the traffic of pointwise operations and of the host's time that remain after compiling, as factors."""
 
-    traffic: Figure = ONE
-    host: Figure = ONE
+    traffic: Uncertain = ONE
+    host: Uncertain = ONE
 
 
-EAGER = Compiled()
+EAGER = CompiledShares()
 
 
 class Timed(NamedTuple):
@@ -145,7 +145,7 @@ class Timed(NamedTuple):
 class StepTime(NamedTuple):
     """The seconds of an update without reading and network, and the share of each limit in them."""
 
-    seconds: Figure
+    seconds: Uncertain
     shares: dict[str, float]
     forward_s: float  # of all its micro-batches
     backward_s: float
@@ -155,9 +155,9 @@ class StepTime(NamedTuple):
 def step_time(
     operations: Mapping[Operation, int],
     timed: Mapping[str, Timed],
-    device: Device,
+    device: DeviceLimits,
     tf32: bool = False,
-    compiled: Compiled = EAGER,
+    compiled: CompiledShares = EAGER,
 ) -> StepTime:
     """Return the time of an update's operations on a device, of which some were `timed` here, by their signatures."""
     work, host, measured = NOTHING, NOTHING, 0.0
@@ -184,7 +184,9 @@ def step_time(
     return StepTime(whole.times(device.correction), shares, forward_s, backward_s, measured / most)
 
 
-def _takes(operation: Operation, timed: Timed | None, device: Device, tf32: bool, compiled: Compiled) -> tuple[Figure, str]:
+def _takes(
+    operation: Operation, timed: Timed | None, device: DeviceLimits, tf32: bool, compiled: CompiledShares
+) -> tuple[Uncertain, str]:
     """The seconds of one call of an operation, and what limits them."""
     if operation.kind == "view":
         return NOTHING, LAUNCH
@@ -198,20 +200,20 @@ def _takes(operation: Operation, timed: Timed | None, device: Device, tf32: bool
         computing = _at(operation.flops, device.flops.get(number) or device.flops["float32"], device.efficiency[operation.kind])
     limit = COMPUTE if computing.value > moving.value else BANDWIDTH
     if timed is not None:
-        return Figure.exactly(timed.seconds), limit
+        return Uncertain.exactly(timed.seconds), limit
     seconds = computing.at_least(moving)
     return seconds.at_least(device.kernel_s), LAUNCH if device.kernel_s.value > seconds.value else limit
 
 
-def _at(amount: float, rate: float, efficiency: Figure) -> Figure:
+def _at(amount: float, rate: float, efficiency: Uncertain) -> Uncertain:
     """The seconds of an amount at a share of a rate: the highest efficiency takes the least time."""
-    return Figure(*(amount / (rate * share) for share in (efficiency.value, efficiency.high, efficiency.low)))
+    return Uncertain(*(amount / (rate * share) for share in (efficiency.value, efficiency.high, efficiency.low)))
 
 
-def network_seconds(nbytes: float, device: Device, backward_s: float) -> Figure:
+def network_seconds(nbytes: float, device: DeviceLimits, backward_s: float) -> Uncertain:
     """Time that ranks wait for each other: what does not fit behind the backward. At the least all of it does, at most none."""
     sending = nbytes / (device.link * 0.7)
-    return Figure(max(0.0, sending - 0.7 * backward_s), 0.0 if sending < backward_s else sending - backward_s, sending)
+    return Uncertain(max(0.0, sending - 0.7 * backward_s), 0.0 if sending < backward_s else sending - backward_s, sending)
 
 
 ENOUGH_S, MOST_TIMES = 0.01, 20  # of repeating one operation
@@ -326,27 +328,27 @@ LAYERS, WIDTH = 32, 16  # of the network whose operations are too small to take 
 COPIED, LOOK_S = 2**27, 0.3  # bytes, more than every cache; seconds of each part of the look, of which the first call prepares
 # The time of a step on this kind of device, divided by its forecast: median and range of the calibration's configurations
 # (`python -m bench.forecast --pool calibration`), which are not those that the forecast is tested on.
-CORRECTION = {"cpu": Figure(1.08, 0.63, 1.68)}
+CORRECTION = {"cpu": Uncertain(1.08, 0.63, 1.68)}
 
 
-def this_device(device: torch.device, formats: tuple[str, ...]) -> Device:
+def this_device(device: torch.device, formats: tuple[str, ...]) -> DeviceLimits:
     """Return this machine's device, as this process measures it once."""
     on_cpu = device.type == "cpu"
     memory = guards.memory_bytes() if on_cpu else torch.get_device_module(device).get_device_properties(device).total_memory
     flops = {name: _products(device, name) for name in ("float32", *formats)}
     convolution = max(0.05, min(1.0, _convolution_flops(device) / flops["float32"]))
     efficiency = {
-        "product": Figure(0.7, 0.4, 1.0),
-        "convolution": Figure(convolution, convolution / 2, min(1.0, 1.5 * convolution)),
-        "attention": Figure(0.4, 0.2, 0.8),
-        "bandwidth": Figure(0.8, 0.5, 1.5),  # caches: some of it does not go to memory
+        "product": Uncertain(0.7, 0.4, 1.0),
+        "convolution": Uncertain(convolution, convolution / 2, min(1.0, 1.5 * convolution)),
+        "attention": Uncertain(0.4, 0.2, 0.8),
+        "bandwidth": Uncertain(0.8, 0.5, 1.5),  # caches: some of it does not go to memory
     }
     host = _host_seconds(device)
-    return Device(
+    return DeviceLimits(
         HERE, float(memory), flops, bandwidth(device), link=1e9 if on_cpu else 32e9,
         source=f"{environment.device_name(device)}, measured", asynchronous=not on_cpu, efficiency=efficiency,
-        kernel_s=Figure(0.2 * host, 0.1 * host, 0.4 * host), host_s=Figure(host, 0.6 * host, 1.5 * host),
-        view_s=Figure(0.3 * host, 0.15 * host, 0.51 * host), correction=CORRECTION.get(device.type, Figure(1.0, 0.6, 1.6)),
+        kernel_s=Uncertain(0.2 * host, 0.1 * host, 0.4 * host), host_s=Uncertain(host, 0.6 * host, 1.5 * host),
+        view_s=Uncertain(0.3 * host, 0.15 * host, 0.51 * host), correction=CORRECTION.get(device.type, Uncertain(1.0, 0.6, 1.6)),
         **({"reserved": NOTHING, "fragmentation": ONE} if on_cpu else {}),
     )  # fmt: skip
 

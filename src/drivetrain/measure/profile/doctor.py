@@ -26,10 +26,10 @@ from drivetrain.measure.claims.export import recommend
 from drivetrain.runtime import Runtime
 from drivetrain.ui.output import echo
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, heading, words
+from drivetrain.ui.sheet import PagePart, Section, Sheet, Table, commands, heading, words
 
 if TYPE_CHECKING:
-    from drivetrain.measure.profile.step import Line, StepProfile
+    from drivetrain.measure.profile.step import CodeLine, StepProfile
 
 
 # The least share of the time that is reported: of waiting (for data, ranks, evaluation) and of saving.
@@ -136,7 +136,7 @@ def _now_and_then(profile: StepProfile, save_every: int | None, evaluate_every: 
 
 def _own_lines(profile: StepProfile) -> Iterator[Problem]:
     """The problems of the user's own lines, whatever they do; for what is known, with its remedy."""
-    spread: defaultdict[str, list[Line]] = defaultdict(list)  # over several lines of a function, each of which takes little
+    spread: defaultdict[str, list[CodeLine]] = defaultdict(list)  # over several lines of a function, each of which takes little
     for line in (line for line in profile.lines if not line.reads_data):
         certain, created_ms = line.interval.low, sum(line.created_ms.values())
         created = line.created * line.share
@@ -197,7 +197,7 @@ def _threads(profile: StepProfile) -> Iterator[Problem]:
     )
 
 
-def _of_step(line: Line) -> str:
+def _of_step(line: CodeLine) -> str:
     backward = f", {line.backward:.0%} in its backward" if line.backward > 0.005 else ""
     return f"{line.share:.0%}{_range(line.interval)} of the step{backward}"
 
@@ -207,7 +207,7 @@ def _range(interval: intervals.Interval, form: str = " ({})") -> str:
     return form.format(f"{100 * interval.low:.0f} to {interval.high:.0%}") if interval.low != interval.high else ""
 
 
-def _what(line: Line) -> str:
+def _what(line: CodeLine) -> str:
     """The reason for a line's time, as far as it was seen."""
     if line.wasted > 0.5:
         return "it runs layers whose weights train, but no gradient comes back to them: the loss does not need their result"
@@ -282,14 +282,16 @@ def conclusion(found: Diagnosis) -> str:
     return f"{verdict}; {found.gains[0][0].label} makes it {ratio.as_fast()}"
 
 
-def verdicts(found: Diagnosis) -> Part:
+def verdicts(found: Diagnosis) -> PagePart:
     """The evidence of the largest problem, and the other problems."""
     first, *others = found.problems
     also = [problem for problem in others if problem.name != COMPUTE]
     most = [_largest(found.profile)] if first.name not in (COMPUTE, "line", "loop", "created") else []
     page = words(first.evidence, *most, *(f"Also: {problem.verdict}: {problem.evidence}" for problem in also))
     lines = [f"also: {problem.verdict}\n  {problem.evidence}" for problem in also]
-    return Part(page.html, "\n".join([f"\nverdict: {first.verdict}", *(f"  {line}" for line in (first.evidence, *most)), *lines]))
+    return PagePart(
+        page.html, "\n".join([f"\nverdict: {first.verdict}", *(f"  {line}" for line in (first.evidence, *most)), *lines])
+    )
 
 
 def profiled(found: Diagnosis) -> list[Section]:
@@ -356,7 +358,7 @@ COMMUNICATION_ROUNDS = 3  # of the comparison of all ranks with one by itself
 
 
 @dataclass
-class Settings:
+class DoctorSettings:
     """The settings of `drivetrain doctor`."""
 
     profile_s: Positive = 2.0  # seconds of each of several kinds of profile
@@ -408,7 +410,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 
 def examine(argv: Sequence[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> Diagnosis:
     """Profile a run's step, show where its time goes, try what could help, and return what was found."""
-    settings, overrides = verbs.split(argv, Settings, "doctor", recipe)
+    settings, overrides = verbs.split(argv, DoctorSettings, "doctor", recipe)
     if recipe is not None and not settings.prove:
         raise UserError(f"--recipe {recipe} is for what was measured, and prove=false measures nothing: leave one of them out")
     job = prepare_job(overrides, config_dirs)
@@ -449,20 +451,22 @@ def _one_rank(job: Job, ranks: int) -> list[str]:
     return ["parallel=single", f"batch.global_batch={samples}", f"runtime.threads={threads}"]
 
 
-def _communication_ms(overrides: Sequence[str], one_rank: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> float:
+def _communication_ms(
+    overrides: Sequence[str], one_rank: Sequence[str], config_dirs: Sequence[str], settings: DoctorSettings
+) -> float:
     """Milliseconds that an update of all ranks takes longer than that of one rank by itself."""
     specs = [
         variants.compose("one rank by itself", apply(overrides, one_rank, config_dirs), config_dirs),
         variants.compose("all ranks", overrides, config_dirs),
     ]
-    benchmark = compare.Settings(rounds=COMMUNICATION_ROUNDS, block_s=settings.block_s)
+    benchmark = compare.CompareSettings(rounds=COMMUNICATION_ROUNDS, block_s=settings.block_s)
     alone, together = compare.measure(specs, benchmark, overrides).rows
     if alone.step_ms_p50 is None or together.step_ms_p50 is None:
         raise UserError(f"the ranks cannot be measured: {alone.error or together.error}")
     return max(0.0, together.step_ms_p50 - alone.step_ms_p50)
 
 
-def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], settings: Settings) -> list[Gain]:
+def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], settings: DoctorSettings) -> list[Gain]:
     """Measure each problem's overrides against the run as it is, then those that are faster all together.
 
     Returns those that are faster beyond doubt, the fastest first; the comparisons go into `found`.
@@ -479,7 +483,7 @@ def prove(found: Diagnosis, overrides: list[str], config_dirs: Sequence[str], se
         return []
     logger.info("measuring %d overrides", len(specs))
     echo()
-    benchmark = compare.Settings(rounds=settings.rounds, block_s=settings.block_s)
+    benchmark = compare.CompareSettings(rounds=settings.rounds, block_s=settings.block_s)
     done = compare.measure([base, *specs], benchmark, overrides, compare.no_gain)
     found.comparisons["What could help, each by itself"] = done
     done.raise_if_baseline_failed()

@@ -324,7 +324,7 @@ _OF_LAYERS = (
 
 
 @dataclass
-class Operation:
+class TimedOperation:
     """One operation of the forward, or of any other code; its backward is added once that runs."""
 
     name: str
@@ -347,19 +347,19 @@ class Operation:
         return self.layer and not self.wide and not self.wasted
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records operations while it is entered. Its own time, which is more than theirs, is not in theirs."""
 
     def __init__(self, phase: Callable[[], str], clock: Clock, root: CodeType, small_size: int) -> None:
         """`small_size`: the elements of a tensor that is small."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase, self.clock, self.root, self.small_size = phase, clock, root, small_size
-        self.operations: list[Operation] = []
-        self._of_node: dict[int, Operation] = {}
-        self._marks: list[tuple[Operation, bool, Mark, Mark]] = []
+        self.operations: list[TimedOperation] = []
+        self._of_node: dict[int, TimedOperation] = {}
+        self._marks: list[tuple[TimedOperation, bool, Mark, Mark]] = []
         self._visited: set[int] = set()
         self._next_node = _next_node()
-        self._last: Operation | None = None  # whose backward ran last
+        self._last: TimedOperation | None = None  # whose backward ran last
 
     def __torch_dispatch__(
         self,
@@ -378,7 +378,7 @@ class Recorder(TorchDispatchMode):
                 _describe(operation, out, self.small_size)
         return out
 
-    def _operation(self, func: OpOverload[..., object], args: tuple[object, ...]) -> tuple[Operation | None, bool]:
+    def _operation(self, func: OpOverload[..., object], args: tuple[object, ...]) -> tuple[TimedOperation | None, bool]:
         """Return the operation that the time belongs to, and whether this is its backward."""
         found = find(sys._getframe(2), self.root)
         node = torch._C._current_autograd_node()
@@ -388,14 +388,14 @@ class Recorder(TorchDispatchMode):
         nodes = range(self._next_node, _next_node())
         trains = bool(nodes) and (name.startswith(_OF_LAYERS) or _has_weights(args))  # a layer's mathematics without a module
         layer = found.in_layer or found.site is None or trains
-        operation = Operation(name, found, self.phase(), layer, False, False, False, nodes)
+        operation = TimedOperation(name, found, self.phase(), layer, False, False, False, nodes)
         operation.frozen = not nodes and not _has_weights(args)
         self._of_node.update(dict.fromkeys(nodes, operation))
         self._next_node = max(nodes.stop, self._next_node)
         self.operations.append(operation)
         return operation, False
 
-    def _forward_of(self, node: Node) -> Operation | None:
+    def _forward_of(self, node: Node) -> TimedOperation | None:
         """Return the operation whose backward a node is; that of the last one, where a node only adds up gradients.
 
         The node counts as visited, with all that come after it in the backward.
@@ -442,7 +442,7 @@ def _has_weights(args: tuple[object, ...]) -> bool:
     return any(isinstance(a, torch.nn.Parameter) and a.requires_grad for a in args)
 
 
-def _describe(operation: Operation, out: object, small_size: int) -> None:
+def _describe(operation: TimedOperation, out: object, small_size: int) -> None:
     if tensors := [o for o in (out if isinstance(out, tuple | list) else [out]) if isinstance(o, torch.Tensor)]:
         operation.wide = tensors[0].dtype in (torch.float64, torch.complex128)
         operation.small = tensors[0].numel() <= small_size
@@ -463,7 +463,7 @@ def together(several: Iterable[Samples]) -> Samples:
 
 
 @dataclass
-class Line:
+class CodeLine:
     """A line of the user's own code; shares are those of a step's time, counts those of one update."""
 
     place: str  # file:line in function
@@ -493,7 +493,7 @@ class Line:
 class Attribution:
     """A step's time, by lines; the shares of all lines and of the rest add up to 1."""
 
-    lines: list[Line]  # the one with the largest share first
+    lines: list[CodeLine]  # the one with the largest share first
     rest: dict[str, float]  # by what it is, of time that no line of the user's called
 
     def with_reading(self, samples: Samples) -> Attribution:
@@ -504,7 +504,7 @@ class Attribution:
 
 
 def attribute(
-    samples: Samples, operations: Iterable[Operation], updates: int, busy: float = 0.0, watched: int | None = None
+    samples: Samples, operations: Iterable[TimedOperation], updates: int, busy: float = 0.0, watched: int | None = None
 ) -> Attribution:
     """Attribute a step's time. `operations` are those of several `updates`; `watched` updates were sampled.
 
@@ -512,14 +512,14 @@ def attribute(
     device, and only the rest, in which the device waits for the host, by what the host does. A CPU's is 0.
     """
     operations = [o for o in operations if o.phase != "data"]
-    calls: defaultdict[Site | None, list[Operation]] = defaultdict(list)
+    calls: defaultdict[Site | None, list[TimedOperation]] = defaultdict(list)
     for operation in operations:
         calls[operation.found.site].append(operation)
-    lines: dict[str, Line] = {}
-    line_of: dict[Site | None, Line] = {}
+    lines: dict[str, CodeLine] = {}
+    line_of: dict[Site | None, CodeLine] = {}
     for site in dict.fromkeys([*calls, *(found.site for _, found in samples)]):
         if site is not None:
-            line_of[site] = lines.setdefault(site.place, Line(site.place, site.text))
+            line_of[site] = lines.setdefault(site.place, CodeLine(site.place, site.text))
     rest: defaultdict[str, float] = defaultdict(float)
     spent: defaultdict[str, Spent] = defaultdict(Spent)  # by line
     reading: defaultdict[str, float] = defaultdict(float)  # of it, while the step waits for data
@@ -549,14 +549,14 @@ def attribute(
             known.share, known.backward = known.share + both, known.backward + backward
     if not any(parts) and backward_s:
         rest["the backward"] = of_host * backward_s / total
-    made: defaultdict[str, list[Operation]] = defaultdict(list)
+    made: defaultdict[str, list[TimedOperation]] = defaultdict(list)
     for site, line in line_of.items():
         made[line.place] += calls[site]
     described = [_described(line, made[at], updates, spent[at], reading[at]) for at, line in lines.items()]
     return Attribution(sorted(described, key=lambda line: (-line.share, -line.operations)), dict(rest))
 
 
-def _described(line: Line, operations: Sequence[Operation], updates: int, spent: Spent, reading: float) -> Line:
+def _described(line: CodeLine, operations: Sequence[TimedOperation], updates: int, spent: Spent, reading: float) -> CodeLine:
     """The line with what is known of its operations, and of its seconds, of which some are spent on `reading`."""
     names, created = Counter[str](), Counter[str]()
     for o in operations:
@@ -564,7 +564,7 @@ def _described(line: Line, operations: Sequence[Operation], updates: int, spent:
         if o.creates:
             created[o.name] += o.ms / updates  # type: ignore[assignment]
 
-    def part(chosen: Iterable[Operation]) -> float:
+    def part(chosen: Iterable[TimedOperation]) -> float:
         return sum(o.ms + o.backward_ms for o in chosen) / names.total() if names.total() else 0.0
 
     return replace(
@@ -584,7 +584,7 @@ def _described(line: Line, operations: Sequence[Operation], updates: int, spent:
 OF_NO_LINE = {"data": WAITING, "micro_batch": "model and loss", "update": "the update"}
 
 
-def _of_backward(operations: Sequence[Operation], backward_ms: float | None) -> list[float]:
+def _of_backward(operations: Sequence[TimedOperation], backward_ms: float | None) -> list[float]:
     """Return each operation's part of the backward, from their recorded times and `backward_ms`, which nothing watched.
 
     Beside its operations the backward has a small cost for each of them, which the records lack, and these have a small cost
@@ -598,7 +598,7 @@ def _of_backward(operations: Sequence[Operation], backward_ms: float | None) -> 
     return [part / total if total else 0.0 for part in parts]
 
 
-def _needed(operations: Iterable[Operation]) -> float:
+def _needed(operations: Iterable[TimedOperation]) -> float:
     """The part of a call's time that the model's layers need: that of their operations among its own."""
     total = sum(o.ms for o in operations)
     return sum(o.ms for o in operations if o.needed) / total if total else 0.0
@@ -695,7 +695,7 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
     cores = usable_cores() if on_cpu else threads
     plain, watched, counted, took = 0, 0, 0, Spent()
     samples: list[Samples] = []
-    recorded: list[Operation] = []
+    recorded: list[TimedOperation] = []
     looks: list[Attribution] = []
     turns: list[Turn] = []
 
@@ -721,7 +721,7 @@ def look(trainer: Trainer, stream: TrackedStream, profile_s: float) -> Looked:
         with sampled(lambda: stream.phase, update.__code__, helpers) as (clock, spent):
             seen, _ = block(lambda: update(trainer, stream), clock)
         counted += block(phases.update, thread_clock())[0]
-        recorder = Recorder(
+        recorder = OperationRecorder(
             lambda: stream.phase, ThreadClock() if on_cpu else clock_for(trainer.device), update.__code__, small_size
         )
         with recorder.recording():
@@ -762,7 +762,7 @@ def reading_lines(trainer: Trainer, seconds: float) -> Samples:
     return spent
 
 
-def _count_host_reads(trainer: Trainer, stream: TrackedStream, lines: list[Line]) -> None:
+def _count_host_reads(trainer: Trainer, stream: TrackedStream, lines: list[CodeLine]) -> None:
     """Count how often in an update each user line makes the host wait for the device, or would on CUDA."""
     found: Counter[str] = Counter()
 
@@ -776,7 +776,7 @@ def _count_host_reads(trainer: Trainer, stream: TrackedStream, lines: list[Line]
     known = {line.place: line for line in lines}
     for place in filter(None, found):
         if place not in known:
-            lines.append(known.setdefault(place, Line(place)))
+            lines.append(known.setdefault(place, CodeLine(place)))
         known[place].host_reads = -(-found[place] // UPDATES)
 
 
@@ -786,7 +786,7 @@ PROFILED = 5  # updates
 SYNCHRONIZING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def _cpu_shares(operations: Iterable[Operation], whole_ms: float, waiting: float) -> dict[str, float]:
+def _cpu_shares(operations: Iterable[TimedOperation], whole_ms: float, waiting: float) -> dict[str, float]:
     """The share of a CPU's time in operations, and between them, which is Python's and torch's dispatcher's."""
     computing = min(1.0, sum(o.ms + o.backward_ms for o in operations if o.phase != "data") / whole_ms)
     return {"in operations": computing, "between operations (Python, dispatch)": max(0.0, 1 - computing - waiting)}

@@ -34,10 +34,10 @@ from drivetrain.ui import plots
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.pages import run as run_page
-from drivetrain.ui.pages.charts import Curve
+from drivetrain.ui.pages.charts import ChartLine
 from drivetrain.ui.sheet import (
     Drawn,
-    Part,
+    PagePart,
     Section,
     Sheet,
     Table,
@@ -71,7 +71,7 @@ IGNORED = -100  # a target that no loss counts
 
 
 @dataclass
-class Sample:
+class ShownSample:
     """A sample, what it is, and what the model says of it."""
 
     name: str
@@ -99,7 +99,7 @@ def samples_of(run: RunFiles, count: int, most: int) -> list[Section]:
         return under(title, words(f"There are none: {type(error).__name__}: {said}"))
 
 
-def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sample], total: int, count: int) -> list[Section]:
+def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[ShownSample], total: int, count: int) -> list[Section]:
     """The samples as sections, for their kind."""
     worst = sorted(samples, key=lambda sample: -sample.loss)[:count]
     looked_at = f"{len(samples):,}{f' at random of {total:,}' if len(samples) < total else ''} of the {OF_SET} set"
@@ -113,13 +113,13 @@ def _drawn(title: str, run: RunFiles, loaded: LoadedRun, samples: Sequence[Sampl
     return [*shown, *_scatter(samples, looked_at)] if loaded.kind == "values" else shown
 
 
-def _confusion(samples: Sequence[Sample], names: Sequence[str]) -> JsonObject:
+def _confusion(samples: Sequence[ShownSample], names: Sequence[str]) -> JsonObject:
     """The counts of which class was taken for which, as metrics=confusion_matrix makes them."""
     counts = Counter(pair for sample in samples for pair in sample.pairs)
     return {"rows": names, "columns": names, "values": [[counts[n, m] for m in range(len(names))] for n in range(len(names))]}
 
 
-def _scatter(samples: Sequence[Sample], looked_at: str) -> list[Section]:
+def _scatter(samples: Sequence[ShownSample], looked_at: str) -> list[Section]:
     """Numbers that were predicted against the true ones, and how far they are off."""
     drawn = []
     for n in range(min(MOST_NUMBERS, len(samples[0].pairs))):
@@ -128,17 +128,20 @@ def _scatter(samples: Sequence[Sample], looked_at: str) -> list[Section]:
         ends = [(end, end) for end in (min(true), max(true))]
         residuals = [(y, y - x) for x, y in zip(true, number, strict=True)]
         zero = [(end, 0.0) for end in (min(number), max(number))]
-        dots = [Curve("samples", list(zip(true, number, strict=True))), Curve("as they are", ends)]
+        dots = [ChartLine("samples", list(zip(true, number, strict=True))), ChartLine("as they are", ends)]
         drawn += [
             charts.curves(f"Predicted against true{of}", dots, "true", dots=1),
             charts.curves(
-                f"Residuals: predicted less true{of}", [Curve("samples", residuals), Curve("none", zero)], "predicted", dots=1
+                f"Residuals: predicted less true{of}",
+                [ChartLine("samples", residuals), ChartLine("none", zero)],
+                "predicted",
+                dots=1,
             ),
         ]
-    return under(f"Predictions, {looked_at}", Part(charts.grid(drawn)))
+    return under(f"Predictions, {looked_at}", PagePart(charts.grid(drawn)))
 
 
-def _samples(run_dir: Path, most: int) -> tuple[LoadedRun, list[Sample], int]:
+def _samples(run_dir: Path, most: int) -> tuple[LoadedRun, list[ShownSample], int]:
     """The run, samples of the set with their predictions in random order, and how many the set has."""
     from drivetrain.inference.inputs import grouped, read_in_batches
     from drivetrain.inference.loaded import load
@@ -147,7 +150,7 @@ def _samples(run_dir: Path, most: int) -> tuple[LoadedRun, list[Sample], int]:
     blocks, total = loaded.blocks_of(OF_SET, 1)
     chosen = set(random.Random(0).sample(range(total), min(total, most)))
     picked = (block for n, block in enumerate(blocks) if n in chosen)
-    found: list[Sample] = []
+    found: list[ShownSample] = []
     for batch in read_in_batches(picked, min(64, loaded.batch_size())):
         for samples, x in grouped(batch):
             found += _judged(samples, loaded.predict_ready(loaded.transforms(x)), loaded)
@@ -155,7 +158,7 @@ def _samples(run_dir: Path, most: int) -> tuple[LoadedRun, list[Sample], int]:
     return loaded, found, total
 
 
-def _judged(reads: Sequence[inputs.Sample], predicted: Predictions, loaded: LoadedRun) -> Iterator[Sample]:
+def _judged(reads: Sequence[inputs.PredictedSample], predicted: Predictions, loaded: LoadedRun) -> Iterator[ShownSample]:
     """The samples of a batch with their losses."""
     import torch
 
@@ -168,37 +171,37 @@ def _judged(reads: Sequence[inputs.Sample], predicted: Predictions, loaded: Load
             best = int(shares.argmax())
             loss, right = -float(shares[int(target)].clamp_min(1e-30).log()), best == int(target)
             said = f"{loaded.classes[best]} ({float(shares[best]):.0%})"
-            yield Sample(one.name, one.x, loaded.classes[int(target)], said, right, loss, [(int(target), best)])
+            yield ShownSample(one.name, one.x, loaded.classes[int(target)], said, right, loss, [(int(target), best)])
         elif loaded.kind == "labels":
             shares = output.sigmoid().clamp(1e-6, 1 - 1e-6)
             loss = float(torch.nn.functional.binary_cross_entropy(shares, target.float()))
             said = ", ".join(name for name, on in zip(loaded.classes, (shares > 0.5).tolist(), strict=True) if on) or "none"
             right = bool(((shares > 0.5) == (target > 0.5)).all())
-            yield Sample(one.name, one.x, str(loaded.name_target(one.target)) or "none", said, right, loss)
+            yield ShownSample(one.name, one.x, str(loaded.name_target(one.target)) or "none", said, right, loss)
         elif loaded.kind == "values":
             wide = float((output.flatten()[: target.numel()] - target.float().flatten()).abs().mean())
             found = torch.as_tensor(predicted.labels)[n].flatten().tolist()
             true = loaded.in_units(target).flatten().tolist()
             is_, said = (", ".join(map(number, values)) for values in (true, found))
-            yield Sample(one.name, one.x, is_, said, None, wide, list(zip(true, found, strict=False)))
+            yield ShownSample(one.name, one.x, is_, said, None, wide, list(zip(true, found, strict=False)))
         elif loaded.kind == "mask":
             counted = target != IGNORED
             share = float((output.argmax(0) == target)[counted].float().mean()) if counted.any() else 1.0
-            yield Sample(one.name, (one.x, output.argmax(0)), "", f"{share:.1%} of the pixels right", None, 1 - share)
+            yield ShownSample(one.name, (one.x, output.argmax(0)), "", f"{share:.1%} of the pixels right", None, 1 - share)
         elif loaded.kind == "tokens":
             counted = target != IGNORED  # each token is predicted from those before it
             losses = torch.nn.functional.cross_entropy(output, target.long(), ignore_index=IGNORED, reduction="none")[counted]
             right_ones = (output.argmax(-1) == target)[counted].float()
             said = f"{float(right_ones.mean()):.0%} of the tokens right" if len(losses) else "–"
-            yield Sample(one.name, one.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
+            yield ShownSample(one.name, one.x, "", said, None, float(losses.mean()) if len(losses) else 0.0)
 
 
-def _shown(samples: Sequence[Sample], loaded: LoadedRun) -> Section:
+def _shown(samples: Sequence[ShownSample], loaded: LoadedRun) -> Section:
     """Samples of this run: as pictures, texts, or names alone."""
     shape, tokens = loaded.transforms.shape, loaded.transforms.tokens
     if not tokens and shape is not None and len(shape) == 3 and shape[0] in (1, 3):
         tiles = [_tile(sample, loaded.transforms.option.max_value) for sample in samples]
-        return Part(f'<ul class="tiles">{"".join(tiles)}</ul>')
+        return PagePart(f'<ul class="tiles">{"".join(tiles)}</ul>')
     target = ["is"] if any(sample.target for sample in samples) else []
     rows = []
     for sample in samples:
@@ -209,7 +212,7 @@ def _shown(samples: Sequence[Sample], loaded: LoadedRun) -> Section:
     return Table(columns, rows, "Samples with predictions", ("is", "predicted") if tokens else ())
 
 
-def _tile(sample: Sample, top: float | None) -> str:
+def _tile(sample: ShownSample, top: float | None) -> str:
     from drivetrain.logger import drawing
 
     x, mask = sample.x if isinstance(sample.x, tuple) else (sample.x, None)
@@ -333,7 +336,7 @@ def sheet_of(runs: Sequence[RunFiles], asked: Target = None, folder: Path = Path
     differing_table, same = found.differing(always=3)
     shown += [f"The same for all: {', '.join(f'{name} {cell}' for name, cell in same)}."] if same else []
     body: list[Section] = (
-        under("The metric over each setting", Part(charts.grid(settings))) if (settings := _settings(runs)) else []
+        under("The metric over each setting", PagePart(charts.grid(settings))) if (settings := _settings(runs)) else []
     )
     names = {id(each): name for each, name in zip(runs, called, strict=True)}
     body += _curves(drawn, names)
@@ -349,7 +352,7 @@ def sheet_of(runs: Sequence[RunFiles], asked: Target = None, folder: Path = Path
     over = under("Over seeds", seeds) if seeds.rows else []
     first = [_table(runs, differing_table, target, ranked, folder), remarks(*shown), *over]
     answer = verdict(runs, called, asked)
-    return Sheet("Runs compared – drivetrain report", answer, [*first, Part(joined(body))]), found
+    return Sheet("Runs compared – drivetrain report", answer, [*first, PagePart(joined(body))]), found
 
 
 def _winner(runs: Sequence[RunFiles], target: Target, ranked: bool) -> int | None:
@@ -382,13 +385,13 @@ def _curves(runs: Sequence[RunFiles], names: dict[int, str]) -> list[Section]:
     metric = next((each.metric[0] for each in runs if each.metric), None)
     drawn: list[str] = []
     for n, over in enumerate(OVER):
-        losses = [Curve(names[id(r)], run_page.points(r.train, over, "loss")) for r in runs]
+        losses = [ChartLine(names[id(r)], run_page.points(r.train, over, "loss")) for r in runs]
         log = charts.spans_decades([y for curve in losses for _, y in curve.points])
         title = "Training loss" + (" (logarithmic axis)" if log else "")
         drawn.append(charts.curves(title, losses, over, log, kind=f"over{n}"))
         if metric is not None:
             of_set = next(each.evaluated.set for each in runs if each.metric)
-            judged = [Curve(names[id(r)], run_page.points(r.evaluated, over, metric)) for r in runs]
+            judged = [ChartLine(names[id(r)], run_page.points(r.evaluated, over, metric)) for r in runs]
             drawn.append(charts.curves(f"{metric.capitalize()}, {of_set} set", judged, over, kind=f"over{n}"))
     return run_page.switched("How they went", OVER, drawn)
 
@@ -409,7 +412,7 @@ def _settings(runs: Sequence[RunFiles]) -> list[str]:
         log = not names and charts.spans_decades([x for x, _ in dots])
         means = [(x, statistics.mean(y for each, y in dots if each == x)) for x in sorted({x for x, _ in dots})]
         title = f"Best {metric} over {key}" + (" (logarithmic axis)" if log else "")
-        curves = [Curve("runs", sorted(dots)), *([Curve("their mean", means)] if len(means) < len(dots) else [])]
+        curves = [ChartLine("runs", sorted(dots)), *([ChartLine("their mean", means)] if len(means) < len(dots) else [])]
         found.append(charts.curves(title, curves, key, log_x=log, dots=1, names=names))
     return found
 
@@ -439,7 +442,7 @@ UNREADABLE = "its result.json is none that drivetrain writes"
 
 
 @dataclass
-class Settings:
+class ReportSettings:
     """The settings of `drivetrain report`."""
 
     # A value of the metric, or accuracy>=0.98. None: the worst of the completed runs' best values
@@ -450,7 +453,7 @@ class Settings:
 
 def command(argv: Sequence[str], config_dirs: Sequence[str] = ()) -> int:
     """Run `drivetrain report`; return its exit code. Runs know their own `config_dirs`."""
-    settings, rest = verbs.split(argv, Settings)
+    settings, rest = verbs.split(argv, ReportSettings)
     refuse(
         f"'{argument}' is no setting of report, which has target=, samples= and out=, nor a folder"
         for argument in rest
@@ -482,7 +485,7 @@ def sweep(overrides: Sequence[str], config_dirs: Sequence[str] = (), quiet: bool
     return folder, code
 
 
-def _of_one(run: RunFiles, found: Table, settings: Settings) -> int:
+def _of_one(run: RunFiles, found: Table, settings: ReportSettings) -> int:
     """Write the page of a run into its own folder, or into `out` with the CSV."""
     sheet = _with_samples(run, settings.samples)
     echo(sentence(sheet.answer))
@@ -507,9 +510,9 @@ def add_samples(result: Result) -> None:
     """Add samples to the page that a run of one process left, as many as it trained on in some moments."""
     place = result.run_dir / run_page.FILE if result.run_dir is not None else None
     if place is not None and place.exists() and result.status == "completed" and result.world_size == 1:
-        most = min(LOOKED_AT, max(Settings.samples, int(MOMENTS * (result.samples_per_second or 0))))
+        most = min(LOOKED_AT, max(ReportSettings.samples, int(MOMENTS * (result.samples_per_second or 0))))
         with suppress(OSError):  # a full disk loses the samples
-            _with_samples(read(place.parent), Settings.samples, most).write(place)
+            _with_samples(read(place.parent), ReportSettings.samples, most).write(place)
 
 
 def _folder(out: str | None) -> Path:

@@ -26,7 +26,7 @@ from drivetrain.core.typed import JsonObject
 from drivetrain.engine import child
 from drivetrain.launch.job import Job
 from drivetrain.launch.job import prepare as prepare_job
-from drivetrain.launch.trials import Trials, make_update
+from drivetrain.launch.trials import JobTrials, make_update
 from drivetrain.measure import verbs
 from drivetrain.measure.benchmark import compare, quality, variants
 from drivetrain.measure.benchmark.compare import Comparison, Row, StoppingRule, behind, titled
@@ -45,7 +45,7 @@ from drivetrain.measure.claims.export import recommend
 from drivetrain.ui.output import echo
 from drivetrain.ui.pages import charts
 from drivetrain.ui.progress import Steps
-from drivetrain.ui.sheet import Part, Sheet, Table, commands, sentence, under, words
+from drivetrain.ui.sheet import PagePart, Sheet, Table, commands, sentence, under, words
 
 if TYPE_CHECKING:
     from drivetrain.engine.trainer import Trainer
@@ -120,7 +120,7 @@ def range_test(trainer: Trainer, updates: int) -> RangeTest:
 def chart(tested: RangeTest) -> str:
     """The loss against the rate."""
     marks = [("steepest", tested.steepest), ("lowest / 10", tested.bound), ("configured", tested.configured)]
-    curve = charts.Curve("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
+    curve = charts.ChartLine("loss", list(zip(tested.rates, tested.smoothed, strict=True)))
     named = [(name, rate) for name, rate in marks if rate is not None]
     return charts.curves(
         "Loss, smoothed, over the learning rate", [curve], "learning rate (logarithmic)", log_x=True, marks=named
@@ -146,11 +146,11 @@ NEAR = (0.5, 1.0, 2.0)  # of the noise scale: the batches that are tried
 
 def soonest_batch(target: str, seeds: int, budget_s: float, overrides: list[str], config_dirs: Sequence[str], job: Job) -> int:
     """Measure the noise scale, train the batches near it to the target, rank them, and say what is sooner beyond doubt."""
-    reach = quality.reach_of(quality.Plan(target=target), job.run)
+    reach = quality.reach_of(quality.QualitySettings(target=target), job.run)
     if not job.run.batch.fixed_micro_batches or reach is None:
         raise UserError(f"tune target={target} tries values of batch.global_batch: set batch=fixed or batch=accumulate")
     steps = max(2, job.run.batch.accumulation_steps * job.run.parallel.data_ranks())
-    look = Trials(job).look(steps, LOOK_UPDATES, micro_batches=())
+    look = JobTrials(job).look(steps, LOOK_UPDATES, micro_batches=())
     scale = look["noise_scale"]
     noise = f"gradient noise scale: {f'{scale:,.0f} samples' if scale else 'hidden by the noise'}, over {look['updates']} updates"
     tries = ["", *candidates(job.run, scale, look["samples"])]
@@ -275,7 +275,7 @@ STAGES: dict[str, dict[str, Propose]] = {
 
 
 @dataclass
-class Settings:
+class TuneSettings:
     """The settings of `drivetrain tune`."""
 
     what: Literal["all", "workers", "batch", "lr"] = "all"
@@ -290,7 +290,7 @@ class Settings:
 
 def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | None = None) -> int:
     """Run `drivetrain tune`; return its exit code. The proven recipe goes to the file `recipe`, if there is one."""
-    settings, overrides = verbs.split(argv, Settings, "tune", recipe)
+    settings, overrides = verbs.split(argv, TuneSettings, "tune", recipe)
     job = prepare_job(overrides, config_dirs)
     if settings.target is not None:
         if settings.what not in ("all", "batch") or recipe is not None:
@@ -313,7 +313,7 @@ def command(argv: list[str], config_dirs: Sequence[str] = (), recipe: Path | Non
 class Tuning:
     """The state of a search: the original run, and the candidates that have been accepted."""
 
-    settings: Settings
+    settings: TuneSettings
     overrides: list[str]  # of the original run
     config_dirs: Sequence[str]
     accepted: dict[str, str] = field(default_factory=dict)  # by the stage's title
@@ -391,7 +391,7 @@ class Tuning:
         return rows[1:]
 
     def _measure(self, specs: Sequence[VariantSpec], stopping_rule: StoppingRule = lambda rows: ()) -> Comparison:
-        settings = compare.Settings(rounds=self.settings.rounds, block_s=self.settings.block_s)
+        settings = compare.CompareSettings(rounds=self.settings.rounds, block_s=self.settings.block_s)
         done = compare.measure(specs, settings, self.overrides, stopping_rule)
         done.raise_if_baseline_failed()
         cut_short = [row for row in done.rows if row.label in self.cut_short and row.stopped_after]
@@ -475,7 +475,7 @@ def _best(rows: Sequence[Row]) -> Row | None:
     return rows[max(faster, key=lambda n: ratios[n].middle)] if faster else None
 
 
-def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: Settings) -> RangeTest:
+def _range_test(overrides: Sequence[str], config_dirs: Sequence[str], settings: TuneSettings) -> RangeTest:
     echo()
     logger.info("learning rate range test, %d updates", settings.lr_updates)
     job = prepare_job(overrides, config_dirs)
@@ -515,7 +515,7 @@ def sheet(tuning: Tuning, answer: str, told: Sequence[str], tested: RangeTest | 
     """The sheet of the findings, with the commands to use them, the notes, the comparisons (proof first), and the range test."""
     found = [*([commands(*told)] if told else []), words(*tuning.notes), *titled(dict(reversed(tuning.comparisons.items())))]
     if tested is not None:
-        found += under("Learning rate range test", words(*advice(tested)), Part(charts.grid([chart(tested)])))
+        found += under("Learning rate range test", words(*advice(tested)), PagePart(charts.grid([chart(tested)])))
     return Sheet("What makes this run faster here – drivetrain tune", answer, found)
 
 

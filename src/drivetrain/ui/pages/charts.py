@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from drivetrain.core.typed import JsonMapping
 from drivetrain.ui import plots
-from drivetrain.ui.sheet import Cell, Drawn, Part, Section, Table, escape, remarks, under
+from drivetrain.ui.sheet import Cell, Drawn, PagePart, Section, Table, escape, remarks, under
 
 WIDTH, HEIGHT = 340, 190  # of a chart in its own units, near the pixels that it is shown in
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 8, 34  # of what is around the curves
@@ -21,7 +21,7 @@ SMALLEST, LARGEST = 1e-100, 1e100  # values that are shown; smaller ones count a
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartLine:
     """A line of a chart: its name, and (x, y) in ascending order of x."""
 
     name: str
@@ -52,7 +52,7 @@ class Axis:
 
 
 def curves(
-    title: str, given: Sequence[Curve], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
+    title: str, given: Sequence[ChartLine], x: str = "updates", log: bool = False, log_x: bool = False, kind: str = "",
     dots: int = 0, zero: bool = False, marks: Sequence[tuple[str, float]] = (), names: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """A chart of curves over `x`, the first `dots` of them as dots; "" where there is no point.
@@ -208,7 +208,7 @@ def sections(found: Mapping[str, JsonMapping], of: str, level: int = 2) -> list[
     return body
 
 
-def matrix(values: JsonMapping, title: str) -> Part:
+def matrix(values: JsonMapping, title: str) -> PagePart:
     """A confusion matrix; a cell's ground is as dark as its share of the class."""
     names = [str(name) for name in values["rows"]]
     rows: list[list[Cell]] = []
@@ -216,4 +216,4 @@ def matrix(values: JsonMapping, title: str) -> Part:
         whole = max(sum(counts), 1)
         rows.append([name, *(Drawn(str(count or ""), share=count / whole) for count in counts)])
     found = Table(["class", *names], rows, f"{title}: how many")
-    return Part(f'<div class="confusion">{found.html}</div>')
+    return PagePart(f'<div class="confusion">{found.html}</div>')

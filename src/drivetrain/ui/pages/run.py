@@ -20,8 +20,21 @@ from drivetrain.run.reader import Points, RunFiles, read
 from drivetrain.run.result import Result
 from drivetrain.ui import plots
 from drivetrain.ui.pages import charts
-from drivetrain.ui.pages.charts import Curve
-from drivetrain.ui.sheet import Part, Section, Sheet, Table, commands, facts, machine, remarks, sentence, setting, under, words
+from drivetrain.ui.pages.charts import ChartLine
+from drivetrain.ui.sheet import (
+    PagePart,
+    Section,
+    Sheet,
+    Table,
+    commands,
+    facts,
+    machine,
+    remarks,
+    sentence,
+    setting,
+    under,
+    words,
+)
 from drivetrain.ui.terminal import duration, number
 
 FILE = "report.html"  # in the run's directory
@@ -192,12 +205,12 @@ def switched(title: str, over: Sequence[str], drawn: Sequence[str]) -> list[Sect
         f'<label for="over{n}">{name}</label>'
         for n, name in enumerate(over)
     )
-    return under(title, Part(f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'))
+    return under(title, PagePart(f'<div class="over">Over {buttons}{charts.grid(drawn)}</div>'))
 
 
 def _over(run: RunFiles, over: str, kind: str) -> Iterator[str]:
     evaluated, metric = f"{run.evaluated.set} set", run.metric[0] if run.metric else None
-    losses = [Curve("training", points(run.train, over, "loss")), *_on_sets(run, "loss", over)]
+    losses = [ChartLine("training", points(run.train, over, "loss")), *_on_sets(run, "loss", over)]
     log = charts.spans_decades([y for curve in losses for _, y in curve.points])
     yield charts.curves("Loss" + (" (logarithmic axis)" if log else ""), losses, over, log, kind=kind)
     if metric and Figure.parse(metric)[:2] != Figure("loss")[:2]:
@@ -207,15 +220,15 @@ def _over(run: RunFiles, over: str, kind: str) -> Iterator[str]:
         shown = [(x, y * factor) for x, y in points(run.train, over, name)]
         if name == "samples_per_second":
             shown = shown[1:] or shown  # the first one includes the start
-        yield charts.curves(title, [Curve("training", shown)], over, log, kind=kind, zero=True)
+        yield charts.curves(title, [ChartLine("training", shown)], over, log, kind=kind, zero=True)
 
 
-def _on_sets(run: RunFiles, metric: str, over: str) -> list[Curve]:
+def _on_sets(run: RunFiles, metric: str, over: str) -> list[ChartLine]:
     """A curve of a figure for each set that the run selects by."""
     known = dict.fromkeys(name for values in run.evaluated.values for name in values)
     found = Figure.parse(metric).on_all_sets(known)
     whole = f"{run.evaluated.set} set"
-    return [Curve(f"{whole} {of}".rstrip(), points(run.evaluated, over, name)) for of, name in found.items()]
+    return [ChartLine(f"{whole} {of}".rstrip(), points(run.evaluated, over, name)) for of, name in found.items()]
 
 
 def points(found: Points, over: str, name: str) -> list[tuple[float, float]]:
