@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from drivetrain.core.errors import DataError, UserError
-from drivetrain.data.own import OwnCollate, OwnDataset, Stack, padding_for, split_sample
+from drivetrain.data.collation import OwnCollate, Stack, padding_for, split_sample
+from drivetrain.data.own import OwnDataset
 from drivetrain.launch.job import prepare
 from tests.data.test_packed import CPU
 from tests.support import command

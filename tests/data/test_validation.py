@@ -20,11 +20,12 @@ from drivetrain.core.step.tensors import Tensors
 from drivetrain.core.world import World
 from drivetrain.data import base as module
 from drivetrain.data.base import Splits, chosen, count_held_out, fingerprint, hash_of, hold_out
+from drivetrain.data.collation import Stack
 from drivetrain.data.digits import Digits, DigitScenes
 from drivetrain.data.images import ImageFolder
 from drivetrain.data.jsonl import Jsonl
 from drivetrain.data.masks import Masks
-from drivetrain.data.own import OwnDataset, OwnSource, Stack
+from drivetrain.data.own import OwnDataset, OwnSource
 from drivetrain.data.synthetic import Synthetic
 from drivetrain.data.tabular import Tabular, Wine
 from drivetrain.data.text import Stdlib, Texts

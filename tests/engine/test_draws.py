@@ -103,7 +103,8 @@ def test_an_order_of_its_own_may_have_another_length(train):
 
 
 def test_a_sample_that_comes_again_draws_anew():
-    from drivetrain.data.own import OwnSource, Stack
+    from drivetrain.data.collation import Stack
+    from drivetrain.data.own import OwnSource
     from drivetrain.loader import Loader, Pipeline
 
     source = OwnSource(drawing_sets.All(), "data.target", Stack())

@@ -9,7 +9,8 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.user import state as owned
 from drivetrain.core.user.state import OwnState
 from drivetrain.core.world import World
-from drivetrain.data.own import OwnCollate, OwnSource, Stack
+from drivetrain.data.collation import OwnCollate, Stack
+from drivetrain.data.own import OwnSource
 from drivetrain.loader import Loader, Pipeline
 from drivetrain.loader.auto import AutoLoader
 from drivetrain.loader.device import DeviceLoader, Resident

@@ -24,7 +24,8 @@ from drivetrain.core.step.trees import Tree, map_tensors
 from drivetrain.core.user import code as user_code
 from drivetrain.core.user import state as owned
 from drivetrain.core.world import World
-from drivetrain.data.own import OwnDataset, OwnSource, is_map_style, tensors_of
+from drivetrain.data.collation import tensors_of
+from drivetrain.data.own import OwnDataset, OwnSource, is_map_style
 
 logger = logging.getLogger(__name__)
 
