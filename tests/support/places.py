@@ -1,4 +1,4 @@
-"""Servers on this machine that stand in for the web and for the Hugging Face hub."""
+"""Servers on this machine that stand in for the web."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ Answer = Callable[[BaseHTTPRequestHandler], None]
 
 
 class Site:
-    """A server whose pages are functions; it keeps the requests that it got."""
+    """A server whose pages are functions; it keeps the paths that it was asked for."""
 
     def __init__(self) -> None:
         self.pages: dict[str, Answer] = {}
         self.asked: list[str] = []
-        self.headers: list[dict[str, str]] = []
         self.url = ""
 
     def has(self, path: str, content: bytes, media: str = "text/plain") -> str:
@@ -54,15 +53,12 @@ def site(certificate: Path | None = None) -> Iterator[Site]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             served.asked.append(self.path)
-            served.headers.append(dict(self.headers))
             path = self.path.partition("?")[0]
-            page = served.pages.get(path) or served.pages.get("*")
+            page = served.pages.get(path)
             if page is None:
                 answer(self, b"not here", status=404)
             else:
                 page(self)
-
-        do_POST = do_GET
 
         def log_message(self, *args: Any) -> None:
             pass

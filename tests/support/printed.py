@@ -88,7 +88,7 @@ IMPOSSIBLE = {  # what a command has → why it is not run
     "launcher=ray": "needs Ray",
     "/shared/": "needs Slurm",
     "make ": "installs a virtual environment", "pip ": "installs a package", "drivetrain parameters": "needs what pip installs",
-    "optimizer=sign_sgd precision=fp64": "needs what pip installs", "recipe fetch": "needs a network",
+    "optimizer=sign_sgd precision=fp64": "needs what pip installs",
     "--format transformers": "needs a run of model=transformers", "bench.gpu": "needs CUDA",
     "RUN1": "its runs are of three seeds", "parallel=tensor": "needs two devices", "parallel=fsdp": "needs two devices",
     "=PATH": "the reader puts a path in the place of PATH", "outputs/doctor/": "the reader puts something in the place of <…>",

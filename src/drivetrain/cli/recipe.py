@@ -1,24 +1,21 @@
-"""`drivetrain recipe`: list, show, fetch, check, export, verify and diff recipes."""
+"""`drivetrain recipe`: list, show, check, export, verify and diff recipes."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from drivetrain.cli import from_timm
 from drivetrain.cli.arguments import Command, overrides
 from drivetrain.cli.measuring import measuring
 from drivetrain.config import catalog
 from drivetrain.config.catalog import options
 from drivetrain.config.compose import compose
 from drivetrain.core.errors import DONE, OperatorGives, UserError, collecting, did_you_mean, refuse
-from drivetrain.core.machine import files
 from drivetrain.core.options.overrides import key_of
 from drivetrain.launch.job import checked
-from drivetrain.recipe import fetch, places, write
+from drivetrain.recipe import fetch, places
 from drivetrain.recipe.reader import Recipe
 from drivetrain.run import recipe_file
 from drivetrain.ui import output, terminal
@@ -65,17 +62,14 @@ drivetrain recipe VERB …      recipes: options and values, shared as plain YAM
 
   drivetrain recipe list                               all that recipe=NAME finds
   drivetrain recipe show NAME|PATH|ADDRESS             its text
-  drivetrain recipe fetch ADDRESS                      fetch it, show it, and print its pinned address; nothing runs
   drivetrain recipe check NAME|PATH|ADDRESS …          is it valid? Every problem with file and line
   drivetrain recipe export RUN [RUN …] [FILE]          the recipe of a run, or of several seeds' runs, and what they claim
   drivetrain recipe verify NAME|PATH [key=value] …     does its claim hold on this machine? Measured again, kind by kind
   drivetrain recipe diff A B [key=value] …             where two recipes or runs differ
   drivetrain recipe schema [FILE]                      the JSON Schema of recipes, for editors
-  drivetrain recipe from timm ARGS.yaml [FILE]         the recipe of a run of timm's train.py, and what of it has no counterpart
 
   target=accuracy>=0.98  of export: also claim the updates and seconds to it (quote it: > is the shell's)
   set=test, metric=loss  of export: claim the final value of another set or metric than the one that ranks models
-  devices=8             of from: on how many the run was, which timm's file does not say; 1
   --quick               of verify: the speed alone, without whole trainings
   seeds=5               of verify: trainings, with seeds that the claim did not have
   rounds=20, block_s=0.4  of verify: as for `drivetrain compare`
@@ -94,10 +88,7 @@ def command(argv: Sequence[str]) -> int:
         return DONE
     if not argv or argv[0] not in VERBS:
         given = f"'{argv[0]}' is none of these: {did_you_mean(argv[0], VERBS)}" if argv else "nothing is given"
-        wanted = (
-            "list, show NAME, fetch ADDRESS, check NAME …, export RUN … [FILE], verify NAME, diff A B, schema [FILE] or "
-            "from timm ARGS.yaml [FILE]"
-        )
+        wanted = "list, show NAME, check NAME …, export RUN … [FILE], verify NAME, diff A B or schema [FILE]"
         raise UserError(f"drivetrain recipe needs {wanted}: {given}")
     return VERBS[argv[0]](["quick=true" if word == "--quick" else word for word in argv[1:]])
 
@@ -138,16 +129,6 @@ def _show(argv: Sequence[str]) -> int:
     return DONE
 
 
-def _fetch(argv: Sequence[str]) -> int:
-    """Fetch a recipe, which shows it, print its pinned address, and run nothing."""
-    if len(argv) != 1 or not places.is_address(argv[0]):
-        raise UserError("drivetrain recipe fetch needs one address: https://… or hf://OWNER/REPO/FILE")
-    pinned = fetch.pin(argv[0])
-    places.read(pinned)  # is it a recipe?
-    echo(f"drivetrain train {shlex.quote(f'recipe={pinned}')}")
-    return DONE
-
-
 def _schema(given: argparse.Namespace) -> int:
     """Print the JSON Schema of recipes, or write it to FILE, which it replaces. An editor uses it as docs/recipes.md says."""
     from drivetrain.cli.recipe_schema import recipe_schema
@@ -168,42 +149,8 @@ def _schema(given: argparse.Namespace) -> int:
     return DONE
 
 
-def _from(argv: Sequence[str]) -> int:
-    """Write the recipe of a run of timm's, or print it, and say what of the run has no counterpart here."""
-    from drivetrain.measure import verbs
-    from drivetrain.measure.claims.export import as_comments
-
-    devices = next((word.partition("=")[2] for word in argv if key_of(word) == "devices"), "1")
-    tool, source, *rest = [*(word for word in argv if key_of(word) != "devices"), "", ""]
-    if tool != "timm" or not source or len(rest) > 3 or not devices.isdecimal() or not int(devices):
-        raise UserError("drivetrain recipe from wants: timm ARGS.yaml [FILE.yaml] [devices=8]")
-    try:
-        args = files.read_yaml(Path(source))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        found = from_timm.translate(args, int(devices))
-    except UserError as error:
-        raise UserError(f"{source}: {problem}" for problem in error.problems) from None
-    said = write.text(
-        None, f"{found.values['model.name']}, as timm's train.py trained it", (found.options, found.values), ({}, {})
-    )
-    said = as_comments([f"not translated: {line}" for line in found.left]) + said
-    file = Path(rest[0]) if len(rest) == 3 else None
-    verbs.check_file(file)
-    if file is None:
-        echo(said, end="")
-        return DONE
-    with output.writing(file):
-        file.write_text(said, encoding="utf-8")
-    echo("\n".join([f"written to {file}", *(f"  not translated: {line}" for line in found.left)]))
-    echo("\n  ".join([f"{file}: valid", *check(places.read(str(file)))]))
-    echo(f"drivetrain train {shlex.join([f'recipe={file}', *found.words])}")
-    return DONE
-
-
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
-    "list": _list, "show": _show, "fetch": _fetch, "from": _from,
+    "list": _list, "show": _show,
     "check": Command("recipe check", _check, HELP, takes_paths=True),
     "schema": Command("recipe schema", _schema, HELP, takes_paths=True),
     **{name: measuring(f"recipe {name}", f"claims.{name}:command", HELP) for name in ("export", "verify", "diff")},

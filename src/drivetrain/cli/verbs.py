@@ -86,7 +86,7 @@ _ROWS = (
         "show", "drivetrain.cli.show:command",
         "what training will see of its data, and the learning rate, before it is trained",
     ),
-    Verb("recipe", "drivetrain.cli.recipe:command", "list, show, fetch, check, export, verify or diff recipes"),
+    Verb("recipe", "drivetrain.cli.recipe:command", "list, show, check, export, verify or diff recipes"),
     Verb("evaluate", "drivetrain.cli.finished:evaluate", "the metrics of a finished run, on any data, device and ranks"),
     Verb("predict", "drivetrain.cli.finished:predict", "what a finished run says of new inputs, as a table"),
     Verb(

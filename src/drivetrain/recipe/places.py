@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
 
 from drivetrain.core.errors import UserError, did_you_mean
 from drivetrain.core.machine.paths import recipes_dir
@@ -47,7 +48,8 @@ def named(overrides: Sequence[str]) -> Recipe | None:
 def load(name: str) -> tuple[Path, bytes]:
     """The file of a recipe and its bytes; what an address gave has the name that the address ends with. Raises UserError."""
     if is_address(name):
-        return Path(PurePosixPath(fetch.parse(name).path).name or "recipe"), fetch.fetched(name)
+        content = fetch.fetched(name)
+        return Path(PurePosixPath(urlsplit(name).path).name or "recipe"), content
     path = _find(name)
     return path, read_bytes(path)
 

@@ -24,8 +24,6 @@ from drivetrain.recipe.safe_yaml import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from drivetrain.recipe.fetch import Fetched
-
 PLAIN = "DRIVETRAIN_PLAIN"  # the variable of the environment that --plain sets, for the ranks too
 # Control characters but tab and newline, marks that turn the direction of text, invisible tags, halves of characters.
 _UNSEEN = re.compile(
@@ -139,11 +137,10 @@ def _console_class() -> type[Console]:
 MOST_LINES = 200
 
 
-def show(address: str, found: Fetched) -> None:
-    """Print where it came from, and its text without characters that could steer a terminal, to standard error."""
-    via = f" from {' → '.join(dict.fromkeys(found.hosts))}"
-    echo(f"fetched {address}{via}, {len(found.content):,} bytes:", file=sys.stderr)
-    lines = text(found.content).splitlines()
+def show(address: str, content: bytes) -> None:
+    """Print what an address gave, without characters that could steer a terminal, to standard error."""
+    echo(f"fetched {address}, {len(content):,} bytes:", file=sys.stderr)
+    lines = text(content).splitlines()
     for line in lines[:MOST_LINES]:
         echo(f"  {line}".rstrip(), file=sys.stderr)
     if len(lines) > MOST_LINES:
