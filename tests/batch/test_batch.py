@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ ORDERS = {
     "balanced": orders.balanced(torch.arange(64) % 3),
     "weighted": orders.weighted(torch.arange(64.0)),
     "repeated": orders.shuffled(64, 3),
+    "in blocks": orders._keyed(64, 1),
+    "repeated in blocks": orders._keyed(64, 3),
     "own, of another length": Order(80, lambda seed, epoch: torch.arange(80) % 64, repeats=True),
 }
 
@@ -300,6 +303,33 @@ def test_epochs_differ_in_what_an_update_holds_and_in_their_order():
     assert len({tuple(u) for u in first} & {tuple(u) for u in second}) < len(first) / 4
     longest = [max(int(source.lengths[i]) for i in u) for u in first]
     assert longest != sorted(longest)
+
+
+def test_a_report_counts_what_the_ranks_get():
+    source = Lengths(288)
+    for size, steps in itertools.product((1, 3), (1, 2)):
+        batch = bucketed(source, size, global_batch=24, accumulation_steps=steps, pad_to=1)
+        plain = Accumulate(24, accumulation_steps=steps)
+        plain.lengths = source.lengths
+        for each, said in ((plain, 0), (batch, 1)):
+            share, longer = padding(each, source, size, 1)
+            words = batch._report(World(0, size))
+            assert f"{share:.1%}" == re.findall(r"[\d.]+%", words)[said]
+            assert size == 1 or steps == 2 or f"{longer:.1%}" == re.findall(r"[\d.]+%", words)[2 + said]
+
+
+def test_partners_are_the_same_in_blocks_on_ranks_and_in_parts():
+    """Samples of positions 2i and 2i + 1 are mixed with each other, whoever reads them."""
+    for order in (orders._keyed(75, 1), orders.shuffled(75)):
+        numbers = order(0, 0)
+        partner = {int(numbers[i]): int(numbers[min(i ^ 1, 74)]) for i in range(75)}
+        for size, steps in itertools.product((1, 2, 3), (1, 2)):
+            batch = Accumulate(global_batch=18, accumulation_steps=steps).over(order)
+            batch.pairs = True
+            for rank in range(size):
+                for request in batch.requests(0, 0, World(rank, size), False):
+                    pairs = zip(request.indices.tolist(), request.mix_with.tolist(), strict=True)
+                    assert all(partner[one] == other for one, other in pairs)
 
 
 def padding(batch: Batch, source: Lengths, size: int, pad_to: int) -> tuple[float, float]:

@@ -1,5 +1,9 @@
 """Randomness as a function of (seed, epoch, index, stream)."""
 
+import itertools
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -77,6 +81,7 @@ LABELS = torch.tensor([0] * 80 + [1] * 15 + [2] * 5)
 KINDS = {
     "shuffled": orders.shuffled(100), "sequential": orders.sequential(100), "balanced": orders.balanced(LABELS),
     "weighted": orders.weighted(torch.arange(100.0)), "repeated": orders.shuffled(100, 3),
+    "in blocks": orders._keyed(100, 1), "repeated in blocks": orders._keyed(100, 3),
 }  # fmt: skip
 
 
@@ -89,6 +94,85 @@ def test_an_order_follows_from_seed_and_epoch_alone(name):
     assert ((index_of(order(3, 4)) >= 0) & (index_of(order(3, 4)) < 100)).all()
     same = torch.equal(order(0, 0), order(0, 1)), torch.equal(order(0, 0), order(1, 0))
     assert same == ((True, True) if name == "sequential" else (False, False))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("block", [7, 1000])
+def test_parts_of_an_order_are_those_of_the_whole(name, block, monkeypatch):
+    monkeypatch.setattr(orders, "BLOCK", block)
+    order, ends = KINDS[name], [0, 3, 3, 40, 41, 100]
+    parts = list(order.reader(3, 4)(itertools.pairwise(ends)))
+    assert torch.equal(torch.cat(parts), order(3, 4))
+    assert [len(part) for part in parts] == [b - a for a, b in itertools.pairwise(ends)]
+    assert len(next(order.reader(3, 4)([(50, 60)]))) == 10  # where a resumed run goes on
+
+
+def test_an_order_of_a_billion_samples_is_read_where_it_is_asked():
+    order = orders.shuffled(10**9)
+    parts = list(order.reader(0, 0)([(0, 32), (10**9 - 32, 10**9)]))
+    assert [len(part) for part in parts] == [32, 32]
+    assert all(0 <= int(number) < 10**9 for part in parts for number in part)
+    assert torch.equal(next(order.reader(0, 0)([(5, 9)])), parts[0][5:9])
+
+
+def permuted_up_to(most: int) -> None:
+    for n in range(1, most + 1):
+        found = rng.permuted(3, 1, n, torch.arange(n))
+        assert torch.equal(found.sort().values, torch.arange(n)), n
+
+
+def test_a_keyed_permutation_has_every_sample_once():
+    permuted_up_to(130)
+
+
+@pytest.mark.slow
+def test_keyed_permutations_of_all_sizes_have_every_sample_once():
+    permuted_up_to(3000)
+
+
+def unevenness(counts: torch.Tensor, freedom: int) -> float:
+    """The deviations by which chi² of these counts is above that of equal chances."""
+    expected = counts.sum() / counts.numel()
+    return float(((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom)
+
+
+def look_random(permuted: Callable[[int, int], torch.Tensor], n: int, draws: int) -> dict[str, float]:
+    first, steps, crossed = torch.zeros(n), torch.zeros(n), torch.zeros(n)
+    places = torch.zeros(100)
+    for seed in range(draws):
+        one, next_epoch = permuted(seed, 0), permuted(seed, 1)
+        first[one[0]] += 1
+        steps += ((one[1:] - one[:-1]) % n).bincount(minlength=n)
+        crossed += ((next_epoch - one) % n).bincount(minlength=n)
+        places += (torch.arange(n) * 10 // n * 10 + one * 10 // n).bincount(minlength=100)
+    return {
+        "first": unevenness(first, n - 1), "neighbours": unevenness(steps[1:], n - 2),
+        "epochs": unevenness(crossed, n - 1), "place and sample": unevenness(places, 81),
+    }  # fmt: skip
+
+
+def check_random(draws: int) -> None:
+    """As torch.randperm's, chi² of a keyed permutation is no further from chance than five deviations; a poor one's is."""
+    n = 120
+    found = look_random(lambda seed, epoch: rng.permuted(seed, epoch, n, torch.arange(n)), n, draws)
+    assert all(abs(z) < 5 for z in found.values()), found
+    rotated = look_random(lambda seed, epoch: (torch.arange(n) + rng.mix(seed, epoch)) % n, n, draws)
+    assert rotated["neighbours"] > 100
+
+
+def test_a_keyed_permutation_looks_random():
+    check_random(60)
+
+
+@pytest.mark.slow
+def test_many_keyed_permutations_look_random():
+    check_random(4000)
+
+
+def test_fewer_rounds_do_not_look_random(monkeypatch):
+    monkeypatch.setattr(rng, "ROUNDS", 3)
+    with pytest.raises(AssertionError):
+        check_random(60)
 
 
 def drawn(order: Order, epochs: int = 200) -> torch.Tensor:

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import tee
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from annotated_types import Ge
@@ -20,7 +21,7 @@ from drivetrain.core.errors import UserError
 from drivetrain.core.lazy import torch
 from drivetrain.core.options import groups
 from drivetrain.core.options.option import BuildContext, Count, Effect, Option, RunSpec
-from drivetrain.core.order import Order, index_of
+from drivetrain.core.order import Bounds, Order, Reader, index_of, share
 from drivetrain.core.step.microbatch import Request
 from drivetrain.core.step.source import Source
 from drivetrain.core.typed import JsonObject, StateDict
@@ -263,48 +264,78 @@ class Batch(Option, groups.Batch):
         mean over its samples also where they do not divide, as in the short last batch.
         """
         total, again = self.updates(self.order.length, epoch, drop_last), self.order.repeats
-        partners = self._partners(seed, epoch) if self.pairs else None
-        for update, window in enumerate(self._windows(seed, epoch, drop_last, skip), skip):
-            chunks = self._dealt(window, world, epoch) if self.by_length else self._split(window, world)
-            amount = self.amount(window)
-            for step, indices in enumerate(chunks, 1):
-                share = self.amount(indices) * world.size / amount
-                if not share:  # fewer samples than ranks: this rank joins the all-reduce with a sample of weight 0
-                    indices = window[:1]
-                last = step == len(chunks)
-                request = Request(epoch, indices, share, last, last and update + 1 == total, None, update, again)
-                if partners is not None:
-                    start = indices.storage_offset()  # position in the order
-                    request.mix_with = partners[start : start + len(indices)]
-                yield request
+        windows = self._windows(seed, epoch, drop_last, skip)
+        for update, (amount, parts) in enumerate(self._parts(self._reader(seed, epoch), windows, world, epoch), skip):
+            for step, part in enumerate(parts, 1):
+                weight, last = part.amount * world.size / amount, step == len(parts)
+                yield Request(epoch, part.indices, weight, last, last and update + 1 == total, part.partners, update, again)
 
-    def _partners(self, seed: int, epoch: int) -> torch.Tensor:
-        ordered = self.order(seed, epoch)
-        return ordered[(torch.arange(len(ordered)) ^ 1).clamp_(max=len(ordered) - 1)]
+    def _reader(self, seed: int, epoch: int) -> Reader:
+        """Return what reads the epoch's order, of which each update takes one part."""
+        return self.order.reader(seed, epoch)
 
-    def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[torch.Tensor]:
-        """Yield the samples of each update of an epoch, from update number `skip` on."""
-        ordered, size, total = self.order(seed, epoch), self.size(epoch), self.updates(self.order.length, epoch, drop_last)
+    def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[Bounds]:
+        """Yield the part of the order that each update of an epoch takes, from update number `skip` on."""
+        length, size = self.order.length, self.size(epoch)
+        total = self.updates(length, epoch, drop_last)
         ends = range(size, total * size + 1, size) if self.tokens is None else self._ends(seed, epoch)
         for update in range(skip, total):
-            yield ordered[ends[update - 1] if update else 0 : ends[update]]
+            yield ends[update - 1] if update else 0, min(ends[update], length)
 
-    def _split(self, window: torch.Tensor, world: World) -> Sequence[torch.Tensor]:
+    def _parts(self, read: Reader, windows: Iterator[Bounds], world: World, epoch: int) -> Iterator[tuple[int, list[Part]]]:
+        """Yield the items that each update averages over, and this rank's micro-batches of it.
+
+        Where samples have lengths, the whole update is read, since its weight is that of all ranks' tokens.
+        """
+        if self.lengths is None or not (self.by_length or self.weighs_by_length):
+            splits, again = tee((window, self._split(window, world)) for window in windows)
+            reads = read(self._widened(part, window[0]) for window, parts in again for part in parts)
+            for window, parts in splits:
+                yield window[1] - window[0], [self._part(next(reads), part, window[0]) for part in parts]
+            return
+        windows, whole = tee(windows)
+        for window, numbers in zip(windows, read(whole), strict=True):
+            if self.by_length:
+                mine = self._dealt(numbers, world, epoch)
+            else:
+                mine = [numbers[start - window[0] : end - window[0]] for start, end in self._split(window, world)]
+            yield self.amount(numbers), [Part(each, n) if (n := self.amount(each)) else Part(numbers[:1], 0) for each in mine]
+
+    def _widened(self, part: Bounds, first: int) -> Bounds:
+        """Return the positions to read for a part: those of its samples' partners too, and of one sample where it is empty.
+
+        Fewer samples than ranks: a rank without any joins the all-reduce with a sample of weight 0.
+        """
+        start, end = part if part[1] > part[0] else (first, first + 1)
+        return (start & ~1, min(self.order.length, (end + 1) & ~1)) if self.pairs else (start, end)
+
+    def _part(self, numbers: torch.Tensor, part: Bounds, first: int) -> Part:
+        if not self.pairs:
+            return Part(numbers, part[1] - part[0])
+        start, end = part if part[1] > part[0] else (first, first + 1)
+        positions = torch.arange(start, end)
+        partners = (positions ^ 1).clamp_(max=self.order.length - 1)  # of positions 2i and 2i + 1 each other
+        return Part(numbers[positions - (start & ~1)], part[1] - part[0], numbers[partners - (start & ~1)])
+
+    def _split(self, window: Bounds, world: World) -> list[Bounds]:
         """Return this rank's micro-batches of an update: consecutive samples.
 
         Every rank makes as many as the one with the most samples: their forwards may wait for each other.
         """
-        mine = window if world.size == 1 else window.tensor_split(world.size)[world.rank]
-        count = math.ceil(math.ceil(len(window) / world.size) / self.micro_batch(world))
-        return (mine,) if count == 1 else mine.tensor_split(count)
+        mine = share(window, world.size, world.rank)
+        count = math.ceil(math.ceil((window[1] - window[0]) / world.size) / self.micro_batch(world))
+        return [share(mine, count, number) for number in range(count)]
 
     def _dealt(self, window: torch.Tensor, world: World, epoch: int) -> Sequence[torch.Tensor]:
         """Return this rank's micro-batches of an update: samples by their length, in turn, so that all have about equal work."""
         assert self.lengths is not None
         mine = window[self.lengths[index_of(window)].argsort(descending=True, stable=True)][world.rank :: world.size]
-        most = math.ceil(len(window) / world.size)  # of any rank: all make as many micro-batches
-        steps = min(most, self.accumulation_steps * (self.size(epoch) // self.global_batch))
+        steps = self._turns(len(window), world, epoch)
         return [mine[step::steps] for step in range(steps)]
+
+    def _turns(self, samples: int, world: World, epoch: int) -> int:
+        """Return the micro-batches into which each rank deals its samples of an update: as many on all ranks."""
+        return min(math.ceil(samples / world.size), self.accumulation_steps * (self.size(epoch) // self.global_batch))
 
     def amount(self, indices: torch.Tensor) -> int:
         """Return the number of items that the loss averages over: the tokens of these samples (n,), or the samples."""
@@ -364,6 +395,14 @@ class Accumulate(Batch):
     effect = "close"
     changes = "gradients are summed by micro-batches, of which BatchNorm takes its statistics"
     accumulation_steps: Count = 4
+
+
+class Part(NamedTuple):
+    """One micro-batch of an update."""
+
+    indices: torch.Tensor  # (n,)
+    amount: int  # the items that the loss averages over; 0 where it only fills up
+    partners: torch.Tensor | None = None  # (n,) the samples that these are mixed with
 
 
 class BatchEnds(NamedTuple):

@@ -13,6 +13,7 @@ from drivetrain.batch.base import Batch, BatchEnds, split_by_cost
 from drivetrain.core import order as orders
 from drivetrain.core.lazy import torch
 from drivetrain.core.options.option import Count, RunSpec
+from drivetrain.core.order import Bounds, Reader, index_of
 from drivetrain.core.step import rng
 from drivetrain.core.step.source import Source
 from drivetrain.core.world import World
@@ -52,7 +53,8 @@ class Bucketed(Batch):
         assert self.lengths is not None
         self.padded = padded(self.lengths, self.pad_to, int(self.lengths.max()))
         self._batch_ends = lru_cache(self._compute_ends)  # by the epoch's size of an update, which may grow
-        logger.info(self._report(world))
+        if world.rank == 0:
+            logger.info(self._report(world))
 
     def _compute_ends(self, size: int) -> BatchEnds:
         costs = self.padded.sort().values.tolist()
@@ -66,32 +68,46 @@ class Bucketed(Batch):
 
     def consumed(self, samples: int, epoch: int, window: int, drop_last: bool) -> int:
         before = self._over_epochs(epoch, lambda e: self._batch_ends(self.size(e)).ends[self.updates(samples, e, drop_last) - 1])
-        return before + int(sum(s.stop - s.start for s in islice(self._slices(self._seed, epoch, drop_last), window)))
+        return before + sum(end - start for start, end in islice(self._windows(self._seed, epoch, drop_last), window))
 
-    def _slices(self, seed: int, epoch: int, drop_last: bool) -> Iterator[slice]:
-        """Return each update's slice of the sorted order, the updates shuffled."""
+    def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[Bounds]:
+        """Yield each update's part of the samples sorted by length, the updates shuffled."""
         ends = [0, *self._batch_ends(self.size(epoch)).ends]
         updates = self.updates(len(self.padded), epoch, drop_last)
-        return (slice(ends[n], ends[n + 1]) for n in rng.permutation(rng.mix(seed, 6), epoch, updates).tolist())
+        return ((ends[n], ends[n + 1]) for n in rng.permutation(rng.mix(seed, 6), epoch, updates)[skip:].tolist())
 
-    def _windows(self, seed: int, epoch: int, drop_last: bool, skip: int = 0) -> Iterator[torch.Tensor]:
+    def _reader(self, seed: int, epoch: int) -> Reader:
         order = self.order(seed, epoch)
-        order = order[self.padded[order].argsort(stable=True)]
-        return (order[part] for part in islice(self._slices(seed, epoch, drop_last), skip, None))
+        return orders.slices_of(order[self.padded[order].argsort(stable=True)])
+
+    def _in_turn(self, lengths: torch.Tensor, world: World) -> tuple[torch.Tensor, int]:
+        """Return the micro-batch of each sample of an update, counted rank by rank, and those of a rank, as `_dealt` has them."""
+        steps = self._turns(len(lengths), world, 0)
+        place = torch.empty_like(lengths)
+        place[lengths.argsort(descending=True, stable=True)] = torch.arange(len(lengths))
+        return place % world.size * steps + place // world.size % steps, steps
 
     def _report(self, world: World) -> str:
         """Describe the share of padding and the imbalance of the ranks' work in the first updates, against batch=fixed."""
         assert self.lengths is not None
-        samples, longest = len(self.lengths), int(self.lengths.max())
-        ranks = [World(rank, world.size) for rank in range(world.size)]
-        plain = Batch(self.global_batch).over(orders.shuffled(samples))
+        plain = Batch(self.global_batch).over(orders.shuffled(len(self.lengths)))
         plain.accumulation_steps, plain.lengths = self.accumulation_steps, self.lengths
+        longest = int(self.lengths.max())
         figures = []
         for batch, pad_to in ((plain, 1), (self, self.pad_to)):
-            updates = [islice(batch.requests(self._seed, 0, r, False), REPORT_UPDATES * self.accumulation_steps) for r in ranks]
-            work = [[_work(self.lengths[r.indices], pad_to, longest) for r in mine] for mine in updates]
-            real, whole = (sum(w[i] for mine in work for w in mine) for i in (0, 1))
-            busiest = sum(max(w[1] for w in together) for together in zip(*work, strict=False))
+            real = whole = busiest = 0
+            windows = list(islice(batch._windows(self._seed, 0, False), REPORT_UPDATES))
+            for (start, end), numbers in zip(windows, batch._reader(self._seed, 0)(windows), strict=True):
+                lengths = self.lengths[index_of(numbers)].long()
+                if batch is self:
+                    of, steps = self._in_turn(lengths, world)
+                else:
+                    sizes = [b - a for rank in range(world.size) for a, b in batch._split((start, end), World(rank, world.size))]
+                    of, steps = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)), len(sizes) // world.size
+                longest_of = torch.zeros(world.size * steps, dtype=torch.int64).scatter_reduce_(0, of, lengths, "amax")
+                work = of.bincount(minlength=len(longest_of)) * padded(longest_of, pad_to, longest)
+                real, whole = real + int(lengths.sum()), whole + int(work.sum())
+                busiest += int(work.view(world.size, steps).amax(0).sum())
             figures.append((1 - real / whole, busiest * world.size / whole - 1))
         (padding, imbalance), (padding_now, imbalance_now) = figures
         unequal = f", ranks wait for the busiest {imbalance:.1%} → {imbalance_now:.1%}" if world.size > 1 else ""
@@ -104,8 +120,3 @@ class Bucketed(Batch):
 def padded(lengths: torch.Tensor, multiple: int, longest: int) -> torch.Tensor:
     """Round lengths (n,) up to a multiple, but not beyond the data's longest: a model may not take more."""
     return (-(-lengths // multiple) * multiple).clamp_(max=longest)
-
-
-def _work(lengths: torch.Tensor, multiple: int, longest: int) -> tuple[int, int]:
-    """Return the tokens of a micro-batch, without and with padding."""
-    return int(lengths.sum()), len(lengths) * int(padded(lengths.max(), multiple, longest))

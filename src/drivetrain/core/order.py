@@ -6,8 +6,9 @@ and its augmentation follow: its index, plus AGAIN for each time before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
@@ -22,16 +23,28 @@ REPEATS = 3  # times in a row, of repeated augmentation as DeiT has it
 AGAIN = 1 << 40
 DRAWN = 13  # of the random numbers that samples are drawn by
 
+WHOLE = 10_000_000  # samples of the largest shuffled order that is drawn as one tensor; a larger one is computed in blocks
+BLOCK = 65_536  # positions of a block: 50 ns each, where 128 positions at a time take 3 µs each
+AHEAD = 4_096  # parts of an order that are computed together, at most
+
 Indices = Callable[[int, int], "torch.Tensor"]  # (seed, epoch) → (n,)
+Bounds = tuple[int, int]  # the positions of a part of an epoch's order: the first one, and the end
+At = Callable[[int, int, "torch.Tensor"], "torch.Tensor"]  # (seed, epoch, positions (n,)) → the numbers of their samples (n,)
+Reader = Callable[[Iterable[Bounds]], Iterator["torch.Tensor"]]  # the numbers of the samples of each part
 
 
 @dataclass(frozen=True)
 class Order:
-    """The order of samples in each epoch, which has always as many."""
+    """The order of samples in each epoch, which has always as many. With `at`, a part of it is computed alone."""
 
     length: int
     indices: Indices
     repeats: bool = False  # whether a sample may come several times
+    at: At | None = None
+
+    def reader(self, seed: int, epoch: int) -> Reader:
+        """Return what reads parts of an epoch's order. Raises UserError as a call does."""
+        return slices_of(self(seed, epoch)) if self.at is None else partial(_in_blocks, partial(self.at, seed, epoch))
 
     def __call__(self, seed: int, epoch: int) -> torch.Tensor:
         """Return the numbers (length,) of an epoch's samples. Raises UserError where they are not as many as in the first."""
@@ -43,7 +56,7 @@ class Order:
                 "the validation are left out of them, and where samples come again as often: set data.validation to a set of "
                 "its own, or null"
             )
-        return numbered(found) if self.repeats else found
+        return numbered(found) if self.repeats and self.at is None else found
 
 
 def checked(order: Callable[[int, int], object], samples: int, setting: str, seed: int, epoch: int) -> torch.Tensor:
@@ -76,11 +89,11 @@ def numbered(indices: torch.Tensor) -> torch.Tensor:
 
 def sequential(samples: int) -> Order:
     """The samples as they are."""
-    return Order(samples, lambda seed, epoch: torch.arange(samples))
+    return Order(samples, lambda seed, epoch: torch.arange(samples), at=lambda seed, epoch, positions: positions)
 
 
 def weighted(weights: torch.Tensor) -> Order:
-    """As many draws as there are samples, with replacement, in proportion to weights (n,)."""
+    """Weighted sampling with replacement, in proportion to weights (n,): as many draws as samples."""
     ends = weights.double().cumsum(0)
     if not len(ends) or not float(ends[-1]) > 0 or not bool(torch.isfinite(ends[-1])) or bool((weights < 0).any()):
         raise UserError("data.order=weighted needs weights that are finite, not below 0 and not all 0: mend those of the Dataset")
@@ -94,13 +107,67 @@ def weighted(weights: torch.Tensor) -> Order:
 
 
 def balanced(labels: torch.Tensor) -> Order:
-    """As many draws as there are samples, with replacement, of which each class has the same share."""
+    """Class-balanced sampling with replacement: as many draws as samples."""
     _, of_each, counts = torch.unique(labels, return_inverse=True, return_counts=True)
     return weighted(1 / counts[of_each])
 
 
 def shuffled(samples: int, times: int = 1) -> Order:
     """A random permutation in which each sample comes so many times in a row, up to as many as there are samples."""
-    return Order(
-        samples, lambda seed, epoch: rng.permutation(seed, epoch, samples).repeat_interleave(times)[:samples], repeats=times > 1
-    )
+    if samples > WHOLE:
+        return _keyed(samples, times)
+
+    def permuted(seed: int, epoch: int) -> torch.Tensor:
+        found = rng.permutation(seed, epoch, samples)
+        return found if times == 1 else found.repeat_interleave(times)[:samples]
+
+    return Order(samples, permuted, repeats=times > 1)
+
+
+def _keyed(samples: int, times: int) -> Order:
+    """A shuffled order in which the sample of a position follows from the position alone."""
+
+    def at(seed: int, epoch: int, positions: torch.Tensor) -> torch.Tensor:
+        if times == 1:
+            return rng.permuted(seed, epoch, samples, positions)
+        return rng.permuted(seed, epoch, samples, positions // times) + positions % times * AGAIN
+
+    def whole(seed: int, epoch: int) -> torch.Tensor:
+        found = torch.empty(samples, dtype=torch.int64)
+        for start in range(0, samples, BLOCK):
+            end = min(samples, start + BLOCK)
+            found[start:end] = at(seed, epoch, torch.arange(start, end))
+        return found
+
+    return Order(samples, whole, repeats=times > 1, at=at)
+
+
+def slices_of(numbers: torch.Tensor) -> Reader:
+    """Return what reads parts of an order that is in memory."""
+    return lambda parts: (numbers[start:end] for start, end in parts)
+
+
+def _in_blocks(at: Callable[[torch.Tensor], torch.Tensor], parts: Iterable[Bounds]) -> Iterator[torch.Tensor]:
+    together: list[Bounds] = []
+    positions = 0
+    for part in parts:
+        together.append(part)
+        positions += part[1] - part[0]
+        if positions >= BLOCK or len(together) == AHEAD:
+            yield from _found(at, together)
+            together, positions = [], 0
+    if together:
+        yield from _found(at, together)
+
+
+def _found(at: Callable[[torch.Tensor], torch.Tensor], parts: list[Bounds]) -> Sequence[torch.Tensor]:
+    positions = torch.cat([torch.arange(start, end) for start, end in parts])
+    found = torch.cat([at(block) for block in positions.split(BLOCK)])
+    return torch.split(found, [end - start for start, end in parts])
+
+
+def share(part: Bounds, of: int, number: int) -> Bounds:
+    """Return one of so many equal shares of a part; the first ones have a position more where it does not divide."""
+    each, more = divmod(part[1] - part[0], of)
+    start = part[0] + number * each + min(number, more)
+    return start, start + each + (number < more)

@@ -45,6 +45,7 @@ AUTO_SHARE = 0.1  # of the training samples, with data.validation=auto where the
 
 HOLD_OUT_STREAM = 9  # of the random numbers of samples that have nothing but their number
 MAX_BYTES = 2**28  # of tensors that are hashed as a whole for the fingerprint
+LARGE = 100_000_000  # samples of an order whose memory is reported
 SAMPLES = 32  # that are read for it where it would be dear to read all, spread evenly
 WHOLE = {"test": "the whole file"}  # the origin of the samples of another file than the run's own
 
@@ -310,6 +311,13 @@ class Data(Option, groups.Data):
 
     def order_of(self, source: Source) -> Order:
         """Return the order in which the samples of the training set come. Raises UserError."""
+        order = self._order_of(source)
+        if order.at is None and order.length > LARGE:
+            gib = 8 * order.length / 2**30
+            logger.warning("data.order=%s takes %.1f GiB on each rank, where data.order=shuffled takes none", self.order, gib)
+        return order
+
+    def _order_of(self, source: Source) -> Order:
         n, word = len(source), self.order
         if word == "sequential":
             return orders.sequential(n)
